@@ -24,7 +24,8 @@ struct AdamwOptions {
   double weight_decay;
   float max_grad_norm;
   bool maximize;
-  // Applies to bfloat16 parameters without masters and to bfloat16 moments. Other arrays are rounded to nearest.
+  // If true, bfloat16 moments and bfloat16 parameters without masters are rounded stochastically. Other arrays are
+  // rounded to nearest.
   bool round_stochastically;
   uint64_t rounding_seed;
 };
@@ -38,7 +39,7 @@ struct AdamwNumbers {
   const float* lr;          // if null, wide_lr is used
   const double* wide_lr;    // if null, options.lr is used
   const float* grad_scale;  // divisor of the gradients
-  const float* grad_norm;   // norm of the divided gradients; if given, they are clipped to options.max_grad_norm
+  const float* grad_norm;   // norm of gradients / grad_scale; if given, the gradients are clipped to max_grad_norm
   const float* found_inf;   // if not 0, the step is a no-op
 };
 
@@ -81,14 +82,15 @@ struct AdamwFactors {
   A eps;
 };
 
-// Returns the coefficient of torch's clip_grad_norm_, with the same roundings. A NaN norm gives NaN.
+// Returns the factor by which torch's clip_grad_norm_ multiplies the gradients, with torch's roundings. A NaN norm
+// gives NaN.
 GPTKERNELS_STEP float clip_coefficient(float norm, float max_norm) {
   const float coefficient = 1 / (norm + 1e-6f) * max_norm;
   return coefficient > 1 ? 1 : coefficient;
 }
 
-// Returns 1 - beta^t. Computing it from log(beta) is cheaper than a power. As in torch, beta^t is rounded before the
-// subtraction; for small t the results would otherwise differ from torch's.
+// Returns 1 - beta^t. beta^t is computed from log(beta), because that takes less time than calling pow(). As in torch,
+// beta^t is rounded before the subtraction; for small t the results would otherwise differ from torch's.
 GPTKERNELS_STEP double one_minus_power(double log_beta, double t) {
   const double power = 1 + std::expm1(t * log_beta);
   return 1 - power;
@@ -117,8 +119,9 @@ GPTKERNELS_STEP float current_value(float master, T param) {
   return static_cast<float>(static_cast<T>(master)) == value ? master : value;
 }
 
-// `Arithmetic` provides the device's multiplication, division and square root. product() must round (no FMA), so that a
-// gradient clipped here has the same bits as one clipped by a separate multiplication.
+// Updates one parameter and its two moments. `Arithmetic` provides the device's multiplication, division and square
+// root. product() must round (no FMA), so that a gradient clipped here has the same bits as a gradient clipped by a
+// separate multiplication.
 template <typename Arithmetic, typename A>
 GPTKERNELS_STEP void adamw_update(const AdamwFactors<A>& f, A gradient, A& param, A& exp_avg, A& exp_avg_sq) {
   const A g = Arithmetic::product(gradient, f.gradient);

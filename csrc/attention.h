@@ -92,8 +92,8 @@ struct AttentionBackward {
   void* workspace = nullptr;  // attention_backward_workspace bytes
 };
 
-// Returns the factor of dquery and dkey. It is 0 for a single key: the softmax is then constant, so the exact gradient
-// is 0.
+// Returns the factor that multiplies dquery and dkey: p.scale, or 0 if there is a single key and no dlogsumexp. The
+// softmax of a single key is constant, so the exact gradient is then 0.
 template <typename T>
 constexpr double gradient_scale(const AttentionBackward<T>& p) {
   return p.sizes.keys == 1 && !p.dlogsumexp ? 0 : p.scale;

@@ -1,4 +1,4 @@
-// Sums the rows of a matrix: the gradient of a bias that is added to every row.
+// Sums the rows of a matrix. The sum of the rows of dout is the gradient of a bias that is added to every row.
 #pragma once
 
 #include "device.h"
@@ -14,7 +14,7 @@ struct ColumnSum {
   int64_t width;    // C
 };
 
-// Returns the size of the workspace in bytes: partial sums over groups of rows.
+// Returns the size of the workspace in bytes. The workspace holds partial sums over groups of rows.
 template <typename T>
 int64_t column_sum_workspace(int64_t rows, int64_t width);
 

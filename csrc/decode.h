@@ -31,7 +31,7 @@ template <typename T>
 struct Decode {
   T* logits;                     // (B, Vp)
   T* keys_values;                // (L, 2, B, NH, capacity, HS): the cache; the last token's keys and values are added
-  const int64_t* sequences;      // (B, length): tokens in 0..V-1; -1, which sample_ writes for NaN, counts as 0
+  const int64_t* sequences;      // (B, length): tokens in 0..V-1; -1, which sample_ writes for NaN, is read as 0
   const int64_t* lengths;        // (B): number of tokens, at least 1; all tokens but the last are in the cache
   const T* wte;                  // (V or more, C)
   const T* wpe;                  // (capacity or more, C)
@@ -40,7 +40,7 @@ struct Decode {
   const T* norm_bias;            // (C) or null
   const T* lm_head;              // (Vp, C)
   int64_t batch;                 // B
-  int64_t sequence_length;       // row length of `sequences`
+  int64_t sequence_length;       // length of the rows of `sequences`
   int64_t layer_count;           // L
   int64_t width;                 // C
   int64_t heads;                 // NH
@@ -55,7 +55,8 @@ struct Decode {
 constexpr int64_t kDecodeMaxBatch = 8;
 constexpr int64_t kDecodeMaxHeadSize = 256;
 
-// Returns the size of the workspace in bytes: the activations, in float32 (float64 for float64).
+// Returns the size of the workspace in bytes. The workspace holds the activations in float32, or in float64 if T is
+// double.
 template <typename T>
 int64_t decode_workspace(const Decode<T>& p) {
   return static_cast<int64_t>(sizeof(accumulate_t<T>)) * p.batch * p.width * 8;

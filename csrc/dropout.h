@@ -7,7 +7,7 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 
 // An element is kept if its 16 random bits (philox.h) are at least round(probability * 65536). seed and offset are in
-// device memory, so that a CUDA graph can replay with other values.
+// device memory, so that a CUDA graph can be replayed with other values.
 struct DropoutArguments {
   double probability = 0;
   const int64_t* seed = nullptr;
@@ -27,7 +27,7 @@ struct DropoutForward {
 template <typename T>
 Status dropout_forward(const DropoutForward<T>& p, Stream stream);
 
-// Writes mask (size), for tests and debugging: true if the element is kept.
+// Writes the `size` elements of the mask, for tests and debugging: true if the element is kept.
 Status dropout_mask(bool* mask, int64_t size, const DropoutArguments& arguments, Stream stream);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

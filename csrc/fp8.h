@@ -11,28 +11,28 @@ namespace gptkernels::GPTKERNELS_DEVICE {
 // e4m3fn has 3 bits of significand and a maximum of 448; e5m2 has 2 bits and a maximum of 57344.
 enum class Fp8Format { kE4M3, kE5M2 };
 
-// The quantised values: x; GELU(x) rounded to T; x * GELU'(u) rounded to T.
+// The values to quantise: x (kValues), GELU(x) rounded to T (kGelu), or x * GELU'(u) rounded to T (kGeluGradient).
 enum class Fp8Source { kValues, kGelu, kGeluGradient };
 
-// A tensor's amax history has the largest finite magnitudes of the last kFp8Calls calls, the newest last. Two working
-// cells follow, which are 0 between calls: the largest magnitude so far in the current call, and the number of blocks
-// that have finished. Magnitudes are stored as the bits of float32 in int32, because `module.to(dtype)` converts
+// A tensor's amax history holds the largest finite magnitudes of the last kFp8Calls calls, the newest last. Two working
+// cells follow, which are 0 between calls: the largest magnitude so far in the current call, and the number of thread
+// blocks that have finished. Magnitudes are stored as the bits of float32 in int32, because `module.to(dtype)` converts
 // floating-point buffers.
 constexpr int kFp8Calls = 16;
 constexpr int kFp8History = kFp8Calls + 2;
 
-// The transposed matrix's rows are padded with zeros to a multiple of 16, which float8 matmuls on tensor cores require
-// of their inner dimension.
+// The rows of the transposed matrix are padded with zeros to a multiple of 16 elements, because the inner dimension of
+// a float8 matmul on tensor cores must be a multiple of 16.
 constexpr int64_t kFp8Alignment = 16;
 
 constexpr int64_t fp8_padded(int64_t rows) {
   return (rows + kFp8Alignment - 1) / kFp8Alignment * kFp8Alignment;
 }
 
-// Given if the preceding matmul may already have quantised this tensor in its epilogue. (On CUDA it does so if a scale
-// is known.)
+// Describes the work of a preceding matmul that may already have quantised this tensor in its epilogue. The CUDA matmul
+// does so if the tensor's scale is known.
 struct Fp8Fused {
-  const int32_t* done = nullptr;  // in device memory; not 0 if only the partial sums are still to be added
+  const int32_t* done = nullptr;  // in device memory; not 0 if the tensor is quantised and only sums must be added
   void* partials = nullptr;       // (partial_rows, C) of sum_t<T>: the matmul's partial column sums
   int64_t partial_rows = 0;
 };
@@ -45,7 +45,7 @@ template <typename T>
 struct Fp8Quantize {
   uint8_t* out;             // (N, C), or null if only out_transposed is needed
   uint8_t* out_transposed;  // (C, fp8_padded(N)), or null
-  float* scale;             // scalar: multiplying the float8 numbers by it gives the values
+  float* scale;             // scalar: value = float8 number * scale
   T* column_sums;           // (C): sums over the rows, before quantisation; or null
   const T* x;               // (N, C)
   const T* u;               // (N, C) for kGeluGradient, else null

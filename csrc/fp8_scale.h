@@ -14,17 +14,17 @@ namespace gptkernels {
 
 // 2^exponent and 2^-exponent as the bits of float32.
 struct Fp8Scale {
-  uint32_t multiplier;  // 2^exponent: x * multiplier is rounded to float8
-  uint32_t scale;       // 2^-exponent: the float8 number * scale is the value
+  uint32_t multiplier;  // 2^exponent: float8 number = round(value * multiplier)
+  uint32_t scale;       // 2^-exponent: value = float8 number * scale
 };
 
-// `amax` has the bits of a finite float32 that is not negative. The multiplier is the largest power of two for which
-// amax * multiplier does not exceed 1.75 * 2^largest_exponent, the format's maximum: 448 for exponent 8 (e4m3), 57344
-// for 15 (e5m2). The multiplier is 1 if amax is 0.
+// Returns the scale for a largest magnitude. `amax` contains the bits of a finite, non-negative float32. The multiplier
+// is the largest power of two for which amax * multiplier does not exceed 1.75 * 2^largest_exponent, the format's
+// maximum: 448 for exponent 8 (e4m3), 57344 for 15 (e5m2). The multiplier is 1 if amax is 0.
 GPTKERNELS_SCALE_DEVICE inline Fp8Scale fp8_scale(uint32_t amax, int largest_exponent) {
   constexpr uint32_t kSignificand = 0x7FFFFFu;
   constexpr uint32_t kThreeQuarters = 0x600000u;  // the significand of 1.75
-  constexpr int kMaxExponent = 126;               // keeps both powers normal numbers
+  constexpr int kMaxExponent = 126;               // both powers of two are then normal numbers
   if (amax == 0) return {127u << 23, 127u << 23};
   const int amax_exponent =
       static_cast<int>(amax >> 23) - 127;  // -127 for a denormal; kMaxExponent then limits the result

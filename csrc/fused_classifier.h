@@ -37,8 +37,9 @@ struct FusedClassifierForward {
   int64_t first_row = 0;  // index of row 0 in error messages, if the rows are a chunk of a longer list
 };
 
-// scaled = dlogits * dlosses, row by row. A gradient of exactly 0 stays 0 even if dlosses is infinite or NaN. This
-// matches torch on ignored rows: if all rows are ignored, the mean's gradient is infinite.
+// scaled = dlogits * dlosses, row by row. A gradient of exactly 0 stays 0 even if dlosses is infinite or NaN. torch
+// does the same in ignored rows: if all rows are ignored, the gradient of the mean is infinite, but the gradient of the
+// logits is 0.
 template <typename T>
 struct FusedClassifierBackward {
   T* scaled;                       // (N, Vp)

@@ -1,9 +1,9 @@
 // Layer normalisation over the last dimension: out = (x - mean) * rstd * weight + bias, rstd = 1/sqrt(var + eps).
 //
 // If there is a residual, the op normalises sum = dropout(x + x_bias) + residual, rounded to T, and also writes the
-// sum. In one pass it thus computes all that is between two sublayers of a transformer. x_bias is the bias of the
-// linear layer that computed x. Adding it here takes no additional time, and neither does its gradient, the sum of dx
-// over the rows.
+// sum. It thus computes everything between two sublayers of a transformer in one pass. x_bias is the bias of the linear
+// layer that computed x. Adding x_bias here takes no additional time. Computing the gradient of x_bias, the sum of dx
+// over the rows, takes none either.
 //
 // T is the dtype of the residual stream and of the parameters; X is the dtype of x, out and their gradients. X is T, or
 // a 16-bit type with a float32 residual stream, for models whose matrix products are 16-bit. Then `out` is rounded to
@@ -37,16 +37,16 @@ struct LayernormBackward {
   T* dweight;                   // (C) or null
   T* dbias;                     // (C) or null
   T* dx_bias;                   // (C) or null; requires dx
-  T* dresidual;                 // (N, C) or null: dx before dropout, and before its rounding to X
+  T* dresidual;                 // (N, C) or null: dx before it is multiplied by the dropout mask and rounded to X
   const X* dout;                // (N, C)
   const T* dsum;                // (N, C) or null: gradient of the sum from its other uses, added to dx
-  const T* x;                   // (N, C): the normalised values, i.e. the sum if there is a residual
+  const T* x;                   // (N, C): the input of the normalisation; if there is a residual, the forward's sum
   const T* weight;              // (C), or null for ones
   const accumulate_t<T>* mean;  // (N)
   const accumulate_t<T>* rstd;  // (N)
-  void* workspace;              // layernorm_backward_workspace<T>(rows, width) bytes; unused if there are no sums
-  int64_t rows;                 // N
-  int64_t width;                // C
+  void* workspace;  // layernorm_backward_workspace<T>(rows, width) bytes; unused without dweight, dbias, dx_bias
+  int64_t rows;     // N
+  int64_t width;    // C
 };
 
 // Computes the layernorm, with dropout of x + x_bias if its probability is not 0: element (n, c) has index n * C + c in
@@ -54,12 +54,12 @@ struct LayernormBackward {
 template <typename T, typename X>
 Status layernorm_forward(const LayernormForward<T, X>& p, const DropoutArguments& dropout, Stream stream);
 
-// Returns the size of the backward's workspace in bytes: partial sums of dweight, dbias and dx_bias over groups of
-// rows.
+// Returns the size of the backward's workspace in bytes. The workspace holds partial sums of dweight, dbias and dx_bias
+// over groups of rows.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width);
 
-// Computes the gradients. If dx is wanted, dropout and an X narrower than T require dresidual.
+// Computes the gradients. If dx is not null, dresidual is required with dropout and for an X narrower than T.
 template <typename T, typename X>
 Status layernorm_backward(const LayernormBackward<T, X>& p, const DropoutArguments& dropout, Stream stream);
 

@@ -1,7 +1,7 @@
-// The mean reduction of a chunked cross-entropy. It runs on the device, because the host does not know how many targets
-// are ignored.
+// The mean reduction of a chunked cross-entropy. The reduction runs on the device, because the host does not know how
+// many targets are ignored.
 //
-// Both sums are over N values, in an order that depends on N only.
+// mean_scale() and loss_sum() each sum N values, in an order that depends on N only.
 #pragma once
 
 #include "device.h"
@@ -9,11 +9,11 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 
 // scale = dloss / (number of targets that are not ignore_index): the gradient of each row's loss under mean reduction.
-// It is infinite if all targets are ignored.
+// scale is infinite if all targets are ignored.
 template <typename A>
 struct MeanScale {
   A* scale;             // scalar
-  A* finite;            // scalar or null: the same, but 0 if all targets are ignored
+  A* finite;            // scalar or null: scale, or 0 if all targets are ignored
   const A* dloss;       // scalar; null means 1
   const void* targets;  // (N) int64 or int32
   bool targets_are_int64;

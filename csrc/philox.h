@@ -17,7 +17,7 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-// The 64-bit product of two 32-bit numbers; one instruction on a GPU.
+// Returns the 64-bit product of two 32-bit numbers, which takes one instruction on a GPU.
 GPTKERNELS_HOST_DEVICE uint64_t multiply_wide(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
   uint64_t product;
@@ -48,7 +48,7 @@ GPTKERNELS_HOST_DEVICE void philox_key_step(uint32_t& k0, uint32_t& k1) {
 }
 
 // Replaces each of kCounters 128-bit counters by 128 random bits, with a 64-bit key. The inner loop is over the
-// counters: their operations do not depend on each other, and a round's key is the same for all.
+// counters: the operations on different counters are independent, and all counters use the same key in a round.
 template <int kCounters>
 GPTKERNELS_HOST_DEVICE void philox(uint64_t key, PhiloxWords (&counters)[kCounters]) {
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
@@ -70,21 +70,22 @@ GPTKERNELS_HOST_DEVICE PhiloxWords philox(uint64_t key, const PhiloxWords& count
   return words[0];
 }
 
-// Returns the 16 bits of slot s (0..7) of a Philox result: bits 16 * (s % 2) and up of word s / 2.
+// Returns the 16 bits of a slot (0..7) of a Philox result: the lower half (even slot) or the upper half (odd slot) of
+// word slot / 2.
 GPTKERNELS_HOST_DEVICE uint32_t sixteen_bits(const PhiloxWords& words, int slot) {
   return words.word[slot / 2] >> (16 * (slot % 2)) & 0xFFFFu;
 }
 
-// The counter holds only the lower 32 bits of the offset; the upper 32 bits are combined with the key.
+// Returns the key: the seed XOR the upper 32 bits of the offset. The counter holds the lower 32 bits of the offset.
 GPTKERNELS_HOST_DEVICE uint64_t dropout_key(int64_t seed, int64_t offset) {
   return static_cast<uint64_t>(seed) ^ (static_cast<uint64_t>(offset) & 0xFFFFFFFF00000000u);
 }
 
 // ---- attention probabilities ----------------------------------------------------------------------------------------
 
-// One Philox result provides 16 bits each for a group of 8 elements of a head's (Tq, Tk) mask. The group consists of
-// the elements that one thread holds in two neighbouring 16x8 accumulator tiles of mma.sync: rows i and i + 8, columns
-// j, j + 1, j + 8 and j + 9 (i % 16 < 8, j % 16 < 8, j even).
+// One Philox result provides 16 bits for each of the 8 elements of a group in a head's (Tq, Tk) mask. A group consists
+// of the elements that one thread holds in two neighbouring 16x8 accumulator tiles of mma.sync: rows i and i + 8,
+// columns j, j + 1, j + 8 and j + 9 (i % 16 < 8, j % 16 < 8, j even).
 //
 //   element (row, column) of the head:  group row    (row / 16) * 8 + row % 8
 //                                       group column (column / 16) * 4 + column % 8 / 2
@@ -121,8 +122,8 @@ GPTKERNELS_HOST_DEVICE PhiloxWords dropout_words(int64_t seed, int64_t offset, u
 // ---- dense data -----------------------------------------------------------------------------------------------------
 
 // One Philox result provides the bits of 8 neighbouring elements: the element with flat index i is in group i / 8 and
-// has slot i % 8. The counter word that holds the head for attention is a number that no head has, so that the two
-// kinds of masks use different bits for the same seed and offset.
+// has slot i % 8. The counter word that holds the head in attention's masks is kDenseHead in dense masks. No head has
+// this number, so the two kinds of masks use different bits for the same seed and offset.
 constexpr int kDenseGroup = 8;
 constexpr uint32_t kDenseHead = 0xFFFFFFFFu;
 
@@ -137,7 +138,7 @@ GPTKERNELS_HOST_DEVICE PhiloxWords dense_dropout_words(int64_t seed, int64_t off
 
 // ---- both kinds of masks --------------------------------------------------------------------------------------------
 
-// An element is kept if its 16 bits are at least this threshold.
+// Returns the dropout threshold: an element is kept if its 16 bits, as a number, are not below the threshold.
 GPTKERNELS_HOST_DEVICE uint32_t dropout_threshold(double probability) {
   return static_cast<uint32_t>(probability * 65536 + 0.5);
 }

@@ -22,10 +22,13 @@ struct Sample {
   int64_t sequence_length;
   double temperature;  // above 0; ignored without noise
   int64_t top_k;       // from 1 to V: keeps the k-th largest x and all x not below it
-  double top_p;  // then keeps as few of the largest x as have a probability of at least top_p, and ties of the smallest
+  // Of the values that top_k keeps, keeps the fewest of the largest x whose probabilities sum to at least top_p, and
+  // values equal to the smallest of these.
+  double top_p;
 };
 
-// top_p sums probabilities as integers, in units of 2^-31 of the largest one: the sums are exact in any order.
+// To apply top_p, the kernels sum probabilities as integers, in units of 2^-31 times the largest probability. The sums
+// are exact in any order.
 constexpr double kSampleUnits = 2147483648.0;
 
 template <typename T>

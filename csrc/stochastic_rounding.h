@@ -8,14 +8,14 @@ namespace gptkernels {
 
 constexpr int kRoundingGroup = 8;
 
-// Random bits of a group of 8 neighbouring elements, 16 bits each.
+// 16 random bits for each of the 8 neighbouring elements of a group.
 struct RoundingBits {
   PhiloxWords words;
 
   GPTKERNELS_HOST_DEVICE uint32_t operator[](int element) const { return sixteen_bits(words, element); }
 
-  // Shifts the bits so that element n of the group becomes element 0. n must be a multiple of the size, 1, 2 or 4, of
-  // the pack whose bits are used afterwards.
+  // Shifts the bits so that element n of the group becomes element 0. The caller then uses the bits of a pack of 1, 2
+  // or 4 elements, and n is a multiple of this number.
   GPTKERNELS_HOST_DEVICE void drop(int n) {
     if (n & 4) words = {{words.word[2], words.word[3], 0, 0}};
     if (n & 2) words.word[0] = words.word[1];
@@ -23,7 +23,7 @@ struct RoundingBits {
   }
 };
 
-// Computes the random bits of a group. They depend on the seed, the step, the tensor's index in its list, the array
+// Computes the random bits of a group. The bits depend on the seed, the step, the tensor's index in its list, the array
 // (0..3) and the index of the group, not on threads.
 GPTKERNELS_HOST_DEVICE RoundingBits rounding_bits(uint64_t seed, uint32_t step, uint32_t tensor, uint32_t array,
                                                   int64_t group) {

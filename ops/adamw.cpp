@@ -98,7 +98,8 @@ std::string describe_layout(const Tensor& t) {
   return "shape " + describe(shape_of(t)) + " with strides " + describe(Shape(strides.begin(), strides.end()));
 }
 
-// Checks that a tensor has the layout of its parameter, because the kernel traverses both in the order of their memory.
+// Checks that a tensor has the layout of its parameter, because the kernel traverses both tensors in the order of their
+// memory.
 void check_layout(const char* name, size_t i, const Tensor& t, const Facts& facts, const Tensor& param,
                   const Facts& wanted) {
   if (!facts.has_layout_of(wanted))
@@ -174,7 +175,7 @@ struct Group {
   std::vector<size_t> members;    // indices in the lists
 };
 
-// Copies the gradient to its parameter's layout.
+// Returns a copy of the gradient in its parameter's layout.
 Tensor copy_in_layout(const Tensor& grad, const Facts& param) {
   const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(grad.scalar_type()));
   AtenTensorHandle handle;

@@ -153,8 +153,9 @@ Tensor with_dense_rows(const Tensor& t) {
   return t.size(3) == 1 || t.stride(3) == 1 ? t : torch::stable::contiguous(t);
 }
 
-// Returns a gradient of out, or a copy if the kernels do not support its strides. It may be expanded, as the gradient
-// of a sum is. The fastest 16-bit kernels load it by TMA, whose strides are positive multiples of 16 bytes.
+// Returns the gradient of out, or a copy if the fastest kernels do not support the gradient's strides. These 16-bit
+// kernels load the gradient by TMA, which requires strides that are positive multiples of 16 bytes. (The gradient of a
+// sum, for example, is expanded, with strides of 0.)
 Tensor with_tma_strides(const Tensor& t) {
   bool supported = true;
   for (int64_t i = 0; i < 3; ++i)
@@ -179,8 +180,8 @@ Tensor allocate_out(const AttentionSizes& s, const Tensor& like) {
   return allocate_heads(query_shape(s), {0, 2, 1}, like);
 }
 
-// Allocates the gradient of t. Its dimensions have the same order in memory as t's dimensions. If t is dense, the two
-// layouts are equal.
+// Allocates the gradient of t. The gradient's dimensions have the same order in memory as t's dimensions. If t is
+// dense, the two layouts are equal.
 Tensor allocate_gradient(const Tensor& t) {
   std::array<int, 3> order = {0, 1, 2};
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return t.stride(a) > t.stride(b); });
@@ -213,7 +214,7 @@ DropoutArguments dropout_of(const Options& options) {
   return {options.dropout_p, pointer<int64_t>(options.seed), pointer<int64_t>(options.offset)};
 }
 
-// Makes the bounds contiguous, as the kernels require.
+// Returns the options with contiguous bounds, which the kernels require.
 Options with_dense_bounds(Options options) {
   options.key_begin = dense(options.key_begin);
   options.key_end = dense(options.key_end);

@@ -63,7 +63,7 @@ Heads parts_of_out(const Tensor& out, const Sizes& s) {
           s.head};
 }
 
-// Returns the dense matrices (T, T).
+// Returns the matrices (T, T) of the probabilities, which are contiguous, one for each batch and head.
 Heads squares(const Tensor& probabilities, const Sizes& s) {
   return {{.tensor = probabilities, .rows = s.tokens, .columns = s.tokens, .row_stride = s.tokens, .column_stride = 1},
           s.heads * s.tokens * s.tokens,
@@ -71,8 +71,8 @@ Heads squares(const Tensor& probabilities, const Sizes& s) {
 }
 
 // out = alpha * a @ b for every batch and head. A batched call of BLAS supports one constant stride between matrices,
-// but batches and heads have two strides. Therefore the smaller of these dimensions is a loop, and each call computes
-// all of the other dimension. In this way q, k, v and out need not be permuted.
+// but batches and heads have two strides. Therefore the function loops over the smaller of these two dimensions, and
+// each call of BLAS computes all matrices of the other dimension. In this way q, k, v and out need not be permuted.
 void matmul_heads(const Launcher& launcher, const Sizes& s, const Heads& out, const Heads& a, const Heads& b,
                   double alpha = 1) {
   const bool loop_over_batches = s.batches < s.heads;

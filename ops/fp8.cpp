@@ -29,7 +29,8 @@ Fp8Source source_of(const QuantizeOptions& options) {
   return options.dgelu_at ? Fp8Source::kGeluGradient : Fp8Source::kValues;
 }
 
-// Copies a bias that is not 16-byte aligned, because cuBLASLt's float8 products load it in packs of 16 bytes.
+// Returns the bias, or an aligned copy if the bias is not 16-byte aligned, because cuBLASLt's float8 products load the
+// bias in packs of 16 bytes.
 OptionalTensor aligned(const OptionalTensor& bias) {
   if (!bias || reinterpret_cast<uintptr_t>(pointer<void>(bias)) % kFp8Alignment == 0) return bias;
   Tensor copy = allocate(shape_of(*bias), *bias);
@@ -37,7 +38,7 @@ OptionalTensor aligned(const OptionalTensor& bias) {
   return copy;
 }
 
-// Returns the first element of the matrix, or null if it is empty.
+// Returns the address of the first element of the matrix, or null if the matrix is empty.
 template <typename T>
 T* start(const Matrix& m) {
   T* base = pointer<T>(m.tensor);
@@ -64,7 +65,8 @@ Fp8Matmul<T> product_of(const Matrix& out, const Fp8Operand& a, const Fp8Operand
           .alpha = options.alpha};
 }
 
-// Times the plans of a new product and returns the fastest. A product that accumulates is timed with another output.
+// Times the algorithms for a product, and returns the plan with the fastest algorithm. A product that accumulates is
+// timed with another output.
 template <typename T>
 Fp8Plan autotuned_plan(const Launcher& launcher, const Tensor& like, Fp8Matmul<T> p, const Fp8Plan& plan,
                        cublasHandle_t handle) {
@@ -93,7 +95,7 @@ void launch_product(const Launcher& launcher, const Tensor& out, const Fp8Matmul
 
 #else
 
-// Computes the values that are quantised: x, GELU(x), or x times GELU's derivative.
+// Computes the values to quantise: x, GELU(x), or x times GELU's derivative.
 Tensor source_of(const Launcher& launcher, const Tensor& x, const QuantizeOptions& options) {
   if (!options.gelu && !options.dgelu_at) return x;
   const Tensor out = allocate(shape_of(x), x);
@@ -127,7 +129,7 @@ Shape product_shape(const Tensor& a, const Tensor& b) {
   return shape;
 }
 
-// Checks the alignment that cuBLASLt requires of float8 matrices. Tensors from torch's allocator are so aligned.
+// Checks the alignment that cuBLASLt requires of float8 matrices. Tensors from torch's allocator have this alignment.
 void check_aligned(const char* op, const char* name, const Tensor& t) {
   if (reinterpret_cast<uintptr_t>(pointer<void>(t)) % kFp8Alignment != 0)
     fail(op, name, " must begin at a multiple of ", kFp8Alignment, " bytes");

@@ -7,7 +7,7 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 
 // A quantised tensor. `values` has the shape of the tensor, and `transposed` is (C, N rounded up to a multiple of 16).
-// `values` and `transposed` have no elements if they are not needed.
+// A member that is not needed has no elements.
 struct Quantized {
   Tensor values;
   Tensor transposed;
@@ -20,7 +20,7 @@ struct QuantizeOptions {
   bool values = true;               // CUDA: if false, only the transposed copy is written
   bool gelu = false;                // quantise GELU (tanh) of x
   OptionalTensor dgelu_at = {};     // quantise x times GELU's derivative at this tensor
-  OptionalTensor column_sums = {};  // (C), of x's dtype: gets the sums of the values over all rows, before quantisation
+  OptionalTensor column_sums = {};  // (C), of x's dtype: receives the sums of the unquantised values over all rows
 };
 
 void check_quantizable(const char* op, const char* name, const Tensor& t);
@@ -31,7 +31,7 @@ void check_history(const char* op, const char* name, const OptionalTensor& histo
 // Checks that the number of features of a float8 product is a multiple of 16, as the tensor cores require.
 void check_features(const char* op, const char* name, int64_t features);
 
-// Allocates the outputs for a tensor like x.
+// Allocates the outputs of quantising a tensor like x.
 Quantized allocate_quantized(const Tensor& x, ScalarType dtype, bool transposed, bool values = true);
 
 Quantized quantize(const Launcher& launcher, const Tensor& x, const OptionalTensor& history, ScalarType dtype,
@@ -41,7 +41,7 @@ inline Fp8Format format_of(ScalarType dtype) {
   return dtype == ScalarType::Float8_e4m3fn ? Fp8Format::kE4M3 : Fp8Format::kE5M2;
 }
 
-// Calls fn with the kernels' type for a tensor's dtype, which must be checked before.
+// Calls fn.template operator()<T>() with the kernels' type T for the tensor's dtype, which the caller has checked.
 template <typename Fn>
 void dispatch_fp8(const Tensor& t, const Fn& fn) {
   switch (t.scalar_type()) {
@@ -51,7 +51,7 @@ void dispatch_fp8(const Tensor& t, const Fn& fn) {
   }
 }
 
-// Returns the kernel's arguments, without a workspace.
+// Returns the arguments of fp8_quantize(), without a workspace.
 template <typename T>
 Fp8Quantize<T> quantize_arguments(const Quantized& out, const Tensor& x, const OptionalTensor& history,
                                   const QuantizeOptions& options = {}, Fp8Source source = Fp8Source::kValues) {
@@ -69,12 +69,13 @@ Fp8Quantize<T> quantize_arguments(const Quantized& out, const Tensor& x, const O
           .source = source};
 }
 
-// Returns a dense tensor as a matrix: all dimensions but the last are its rows.
+// Returns a dense tensor as a matrix, whose rows are along the last dimension of the tensor.
 inline Matrix flat(const Tensor& t) {
   return {t, rows_of(t), width_of(t), width_of(t), 1};
 }
 
-// A matrix (rows, inner) with contiguous rows. Its numbers are multiplied by the scale, if there is one.
+// A matrix (rows, inner) of float8 numbers with contiguous rows. The numbers are multiplied by the scale, if there is
+// one.
 struct Fp8Operand {
   Matrix values;
   OptionalTensor scale;

@@ -1,6 +1,6 @@
 // A layer of GPT-2 in training with float8 matmuls. The results have the same bits as the results of the operators
-// fp8_linear, fp8_mlp, attention and layernorm. The kernels that compute the norms also quantise the outputs, which are
-// stored in float8 only. GELU has the tanh form.
+// fp8_linear, fp8_mlp, attention and layernorm. The kernels that compute the norms also quantise the norms' outputs,
+// which are stored in float8 only. GELU has the tanh form.
 #include "fp8_layernorm.h"
 #include "fp8_linear.h"
 #include "layer.h"
@@ -38,8 +38,8 @@ Saved check_saved(const char* op, const std::vector<Tensor>& tensors) {
   return name(std::make_index_sequence<kCount>());
 }
 
-// The order of the amax histories. The forward has the histories of the matmuls' inputs, and the backward has the
-// histories of the gradients of the matmuls' outputs.
+// The order of the amax histories. The forward receives the histories of the matmuls' inputs, and the backward receives
+// the histories of the gradients of the matmuls' outputs.
 enum Layers { kQkv, kAttnProj, kFc, kMlpProj, kLayers };
 
 void check_histories(const char* op, const char* name, const std::vector<Tensor>& histories, const char* like_name,

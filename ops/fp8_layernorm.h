@@ -13,8 +13,8 @@ struct Fp8Layernorm {
   Tensor rstd;
 };
 
-// Computes run_layernorm() and quantize() of its output, rounded to x's dtype, in one kernel if a kernel supports the
-// arguments.
+// Computes a norm as run_layernorm() does, and quantises the output, rounded to x's dtype, as quantize() does. Both are
+// done in one kernel if a kernel supports the arguments.
 Fp8Layernorm run_fp8_layernorm(const char* op, const Tensor& x, const OptionalTensor& residual,
                                const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                                const OptionalTensor& x_bias, const LayernormDropout& dropout,

@@ -3,8 +3,8 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-constexpr ScalarType kForward = ScalarType::Float8_e4m3fn;  // for x and weights, because it has more significand bits
-constexpr ScalarType kGradient = ScalarType::Float8_e5m2;   // for gradients of outputs, because its range is wider
+constexpr ScalarType kForward = ScalarType::Float8_e4m3fn;  // for x and weights: e4m3 has more significand bits
+constexpr ScalarType kGradient = ScalarType::Float8_e5m2;   // for gradients of outputs: e5m2 has a wider range
 
 Shape with_width(const Tensor& x, int64_t width) {
   Shape shape = shape_of(x);
@@ -52,7 +52,7 @@ Tensor weight_gradient(const Launcher& launcher, const Tensor& like, const Quant
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // `save` has two entries: whether dx will be needed, and whether dweight will be needed. The op returns the operands of
-// their matmuls.
+// the matmuls for these gradients.
 Forward fp8_linear_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& history,
                       const OptionalTensor& dout_history, const std::vector<bool>& save) {
   constexpr const char* op = "fp8_linear";
@@ -69,7 +69,8 @@ Forward fp8_linear_op(const Tensor& x, const Tensor& weight, const OptionalTenso
 
 using MlpForward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// `save` has four entries: whether dx will be needed, dfc_weight, dproj_weight, and any of dx, dfc_weight and dfc_bias.
+// `save` has four entries. They say whether these gradients will be needed: dx; dfc_weight; dproj_weight; any of dx,
+// dfc_weight and dfc_bias.
 MlpForward fp8_mlp_op(const Tensor& x, const Tensor& fc_weight, const OptionalTensor& fc_bias,
                       const Tensor& proj_weight, const OptionalTensor& proj_bias, const OptionalTensor& history,
                       const OptionalTensor& hidden_history, const OptionalTensor& dhidden_history,

@@ -1,12 +1,12 @@
-// The operators for float8 linear layers and MLPs that are callable from C++ (fp8_layer.cpp). Their arguments and
-// results are in library.cpp.
+// The operators for float8 linear layers and MLPs that are callable from C++ (fp8_layer.cpp). library.cpp describes
+// their arguments and results.
 #pragma once
 
 #include "fp8.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// Checks a layer's weight (out_features, inner) and bias, which have the dtype and the device of x.
+// Checks a layer's weight (out_features, inner) and bias, which must have the dtype and the device of x.
 void check_fp8_layer(const char* op, const char* x_name, const Tensor& x, int64_t inner, const char* name,
                      const Tensor& weight, const char* bias_name, const OptionalTensor& bias);
 

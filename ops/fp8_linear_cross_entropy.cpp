@@ -36,7 +36,7 @@ Tensor gradient_if(bool wanted, const Tensor& t) {
 // The operands, their gradients, and the memory of a chunk. Tensors for a gradient that is not needed have no elements.
 struct Gradients {
   bool want_x, want_weight;
-  bool logits;                      // whether logits are computed from the rounded operands
+  bool logits;                      // whether logits are computed from the float8 operands
   OptionalTensor scale;             // scale of dlogits, without Fp8Dlogit's multiplier
   Tensor dx;                        // of x's shape
   Tensor dweight;                   // (Vp, C)
@@ -63,14 +63,14 @@ struct Gradients {
         dlogits_t(allocate(want_weight ? Shape{weight.size(0), fp8_padded(chunk)} : Shape{0}, kGradient, x)) {}
 };
 
-// logits = rows begin .. begin + count of x @ weight^T, with rounded operands. The sums are short enough for fast
-// accumulation.
+// Computes rows [begin, begin + count) of the logits, x @ weight^T, from the float8 operands. The sums are short enough
+// for fast accumulation.
 void rounded_logits(const Launcher& launcher, const Gradients& g, const Matrix& logits, int64_t begin, int64_t count) {
   fp8_product(launcher, logits, {part(flat(g.x->values), begin, count), g.x->scale},
               {g.weight->values, g.weight->scale}, {.fast_accumulation = true});
 }
 
-// Computes losses and dlogits of rows begin .. begin + count.
+// Computes the losses and dlogits of rows [begin, begin + count).
 void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
               const Gradients& g, int64_t begin, int64_t count) {
   if (g.logits)
@@ -84,14 +84,14 @@ void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& los
   });
 }
 
-// Computes rows begin .. begin + count of dx = dlogits @ weight. Fast accumulation would lose many small terms next to
-// a few large terms.
+// Computes rows [begin, begin + count) of dx = dlogits @ weight. Fast accumulation, which would lose many small terms
+// next to a few large terms, is not used.
 void add_dx(const Launcher& launcher, const Gradients& g, int64_t begin, int64_t count) {
   fp8_product(launcher, part(flat(g.dx), begin, count), {part(flat(g.dlogits), 0, count), g.scale},
               {g.weight->transposed, g.weight->scale}, {.alpha = 1 / Fp8Dlogit::kMultiplier});
 }
 
-// Adds the contribution of rows begin .. begin + count to dweight = dlogits^T @ x.
+// Adds the contribution of rows [begin, begin + count) to dweight = dlogits^T @ x.
 void add_dweight(const Launcher& launcher, const CrossEntropy& p, const Gradients& g, int64_t begin, int64_t count) {
   const int64_t padded = fp8_padded(count);
   launcher.check(fp8_transpose({.out = pointer<uint8_t>(g.dlogits_t),
@@ -108,7 +108,7 @@ void add_dweight(const Launcher& launcher, const CrossEntropy& p, const Gradient
 }
 
 // Computes losses (N) and the gradients, chunk by chunk. Chunk sizes are multiples of 16, because cuBLASLt requires
-// that alignment of x^T's columns.
+// this alignment of the columns of x^T.
 void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Gradients& g, int64_t chunk) {
   const Tensor logits = allocate({chunk, p.columns()}, p.x.tensor);
   int64_t begin = 0;

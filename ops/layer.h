@@ -1,4 +1,4 @@
-// The backward of a whole layer, which layer.cpp and fp8_layer.cpp share. They pass functions that compute the
+// The backward of a whole layer, which layer.cpp and fp8_layer.cpp share. These files pass functions that compute the
 // backwards of the matmuls.
 #pragma once
 

@@ -48,7 +48,7 @@ struct LayernormInputs {
   OptionalTensor x_bias;
   double eps;
 
-  // Returns the tensor that has the dtype of the residual stream and of the parameters.
+  // Returns the tensor whose dtype is that of the residual stream and of the parameters.
   const Tensor& stream() const { return residual ? *residual : x; }
 };
 
@@ -130,8 +130,9 @@ struct LayernormGradients {
 
 // Computes the gradients of a norm. `name` is the name of x in error messages. dsum is the gradient that reaches the
 // sum by other paths than the norm, and is added to dx. The mask has entries for dx, dweight and dbias, an optional
-// fourth entry for dx_bias, and an optional fifth entry for dresidual. With five entries dx is dresidual after the
-// dropout, in dout's dtype, which may be narrower. Without its entry, dx_bias or dresidual is an undefined tensor.
+// fourth entry for dx_bias, and an optional fifth entry for dresidual. With five entries, dx is dresidual after the
+// dropout, in dout's dtype, which may be narrower. If the mask has no entry for dx_bias or dresidual, this gradient is
+// an undefined tensor.
 inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& dout, const OptionalTensor& dsum,
                                                  const char* name, const Tensor& x, const OptionalTensor& weight,
                                                  const Tensor& mean, const Tensor& rstd,

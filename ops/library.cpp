@@ -2,7 +2,7 @@
 // python/gptkernels/rules/<op>.py registers its rules for torch in Python (fake, autograd, autocast, flops).
 //
 // Shapes: B batch, T tokens, C channels, V vocabulary, N = B*T rows. Gradients are d<name>. If a backward's mask
-// excludes an output, it has no elements.
+// excludes an output, the output has no elements.
 
 #include <torch/csrc/stable/library.h>
 
@@ -100,7 +100,7 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor dproj_bias)");
 
   // float8 (docs/fp8.md). The scale is computed from the amax history, (18) int32, which is then updated. q_t is (C, N
-  // rounded up to a multiple of 16); it has no elements unless transposed is true. fp8_matmul computes a @ b^T.
+  // rounded up to a multiple of 16); q_t has no elements unless transposed is true. fp8_matmul computes a @ b^T.
   m.def(
       "fp8_quantize(Tensor x, Tensor(a!)? history, ScalarType dtype, bool transposed=False) "
       "-> (Tensor q, Tensor q_t, Tensor scale)");
@@ -116,9 +116,9 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor? offset=None) -> (Tensor q, Tensor q_t, Tensor scale, Tensor sum, Tensor mean, Tensor rstd)");
 
   // A matmul has two amax histories: one of its input, and one of the gradient of its output, for the backward. `save`
-  // says which gradients will be needed. Its entries are dx and dweight for fp8_linear. For fp8_mlp they are dx,
-  // dfc_weight, dproj_weight, and any of dx, dfc_weight and dfc_bias. The ops return the transposed operands of the
-  // matmuls that compute these gradients.
+  // says which gradients will be needed. The entries of `save` are dx and dweight for fp8_linear. For fp8_mlp the
+  // entries are dx, dfc_weight, dproj_weight, and any of dx, dfc_weight and dfc_bias. The ops return the transposed
+  // operands of the matmuls that compute these gradients.
   m.def(
       "fp8_linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!)? history, Tensor? dout_history, bool[2] save) "
       "-> (Tensor out, Tensor x_t, Tensor weight_t, Tensor x_scale, Tensor weight_scale)");
@@ -136,8 +136,8 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor(a!)? dhidden_history, Tensor(b!)? dout_history, bool[5] output_mask) "
       "-> (Tensor dx, Tensor dfc_weight, Tensor dfc_bias, Tensor dproj_weight, Tensor dproj_bias)");
 
-  // If dlosses is already known, (N) or 0-dim float32, dlogits is multiplied by it, so that the logits are read and
-  // written only once.
+  // If dlosses is already known, (N) or 0-dim float32, dlogits is multiplied by dlosses, so that the logits are read
+  // and written only once.
   m.def(
       "fused_classifier(Tensor logits, Tensor targets, SymInt vocab_size=-1, int ignore_index=-100, "
       "Tensor? dlosses=None) -> (Tensor losses, Tensor dlogits)");
@@ -147,10 +147,10 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   m.def("fused_classifier_backward(Tensor dlosses, Tensor dlogits) -> Tensor");
   m.def("fused_classifier_backward_(Tensor dlosses, Tensor(a!) dlogits) -> ()");
 
-  // The loss is float32 (float64 for float64). It is 0-dim, or has targets' shape for reduction 'none'. If chunk_size
-  // is -1, the op chooses the number of rows of a chunk. linear_cross_entropy_with_gradients supports 'mean' and 'sum'.
-  // In linear_cross_entropy_with_logits the loss is the sum of the losses times scale, which is 0-dim in the loss's
-  // dtype and by default 1 / (the number of rows that are not ignored); dweight has the loss's dtype.
+  // The loss is float32, or float64 if x is float64. The loss is 0-dim, or has targets' shape for reduction 'none'. If
+  // chunk_size is -1, the op chooses the number of rows of a chunk. linear_cross_entropy_with_gradients supports 'mean'
+  // and 'sum'. In linear_cross_entropy_with_logits the loss is the sum of the losses times scale, which is 0-dim in the
+  // loss's dtype and by default 1 / (the number of rows that are not ignored); dweight has the loss's dtype.
   m.def(
       "linear_cross_entropy(Tensor x, Tensor weight, Tensor targets, SymInt vocab_size=-1, int ignore_index=-100, "
       "str reduction='mean', SymInt chunk_size=-1) -> Tensor");
@@ -185,7 +185,7 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   m.def("global_norm(Tensor[] tensors) -> Tensor");
 
   // A layer of GPT-2 (attention, MLP and their norms) without its last addition. `stream` is the residual stream, and
-  // `values` the output of the previous sublayer, which has not been added to it yet. The layer computes
+  // `values` the output of the previous sublayer, which has not been added to the stream yet. The layer computes
   //
   //   residual_1 = dropout(values + values_bias) + stream
   //   residual_2 = residual_1 + dropout(the output of attention's projection)
@@ -221,10 +221,10 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor dqkv_weight, Tensor dqkv_bias, Tensor dattn_proj_weight, Tensor dattn_proj_bias, Tensor dnorm_2_weight, "
       "Tensor dnorm_2_bias, Tensor dfc_weight, Tensor dfc_bias, Tensor dmlp_proj_weight)");
 
-  // The op `layer` with float8 matmuls and GELU's tanh form. `histories` and `dout_histories` have an amax history for
-  // each of the matmuls with qkv_weight, attn_proj_weight, fc_weight and mlp_proj_weight: of its input, and of the
-  // gradient of its output, for the backward. saved has the outputs of fp8_layer from mean_1 on. adds_past may be false
-  // only without values.
+  // The op `layer` with float8 matmuls and GELU's tanh form. `histories` and `dout_histories` contain one amax history
+  // for each of the matmuls with qkv_weight, attn_proj_weight, fc_weight and mlp_proj_weight: `histories` of the
+  // matmul's input, and `dout_histories` of the gradient of its output, for the backward. `saved` contains the outputs
+  // of fp8_layer from mean_1 on. adds_past may be false only without values.
   m.def(
       "fp8_layer(Tensor stream, Tensor? values, Tensor? values_bias, Tensor? norm_1_weight, Tensor? norm_1_bias, "
       "Tensor qkv_weight, Tensor? qkv_bias, Tensor attn_proj_weight, Tensor? attn_proj_bias, Tensor? norm_2_weight, "
@@ -250,9 +250,9 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor dnorm_2_bias, Tensor dfc_weight, Tensor dfc_bias, Tensor dmlp_proj_weight)");
 
   // Returns the logits after each sequence's newest token, sequences[b, lengths[b] - 1]. keys_values (L, 2, B, NH,
-  // capacity, HS) has the keys and values of the earlier tokens, and the op adds the newest token's. B is at most 8.
-  // For each layer, `layers` has the tensors of ln_1, c_attn, c_proj, ln_2, c_fc and c_proj: the weight and, if
-  // norm_bias is given, the bias.
+  // capacity, HS) holds the keys and values of the earlier tokens, and the op adds the keys and values of the newest
+  // token. B is at most 8. For each layer, `layers` contains the tensors of ln_1, c_attn, c_proj, ln_2, c_fc and
+  // c_proj: the weight and, if norm_bias is given, the bias.
   m.def(
       "decode(Tensor sequences, Tensor lengths, Tensor wte, Tensor wpe, Tensor[] layers, Tensor norm_weight, "
       "Tensor? norm_bias, Tensor head, Tensor(a!) keys_values, int num_heads, SymInt vocab_size=-1, float eps=1e-5, "

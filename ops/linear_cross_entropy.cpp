@@ -1,6 +1,6 @@
 // cross_entropy(x @ weight^T, targets) without materializing all logits. The rows are processed in chunks. A chunk's
-// logits are overwritten by their gradient, or by exponentials. The exponentials times one factor per row are the
-// gradient. No step depends on the values in a tensor, so a CUDA graph can replay the op.
+// logits are overwritten by their gradient, or by exponentials, which become the gradient when each row is multiplied
+// by a factor. No step depends on the values in a tensor, so a CUDA graph can replay the op.
 
 #include "linear_cross_entropy.h"
 
@@ -28,9 +28,10 @@ Reduction reduction_to_number(const char* op, const std::string& name) {
 
 namespace {
 
-// Divides the rows evenly into chunks of at most 2^28 logits (512 MiB in bfloat16), in multiples of 128 rows for
-// efficient matmuls. Each chunk costs a pass over the float32 gradient of the weight, so a few large chunks are best.
-// With GPT-2's vocabulary a chunk has 5248 rows, and the pass takes 5 % of the time of the chunk's three matmuls.
+// Returns the number of rows per chunk. The rows are divided evenly into chunks of at most 2^28 logits (512 MiB in
+// bfloat16), in multiples of 128 rows for efficient matmuls. Each chunk costs a pass over the float32 gradient of the
+// weight, so a few large chunks are best. With GPT-2's vocabulary a chunk has 5248 rows, and the pass takes 5 % of the
+// time of the chunk's three matmuls.
 int64_t default_chunk(int64_t rows, int64_t columns) {
   constexpr int64_t kMaxLogits = int64_t(1) << 28;
   constexpr int64_t kMultiple = 128;
@@ -83,7 +84,7 @@ void chunk_logits(const Launcher& launcher, const CrossEntropy& p, const Matrix&
 
 namespace {
 
-// Computes losses and logits of rows begin .. begin + count, and dlogits, the gradient of the losses times dlosses.
+// Computes losses and logits of rows [begin, begin + count), and dlogits, the gradient of the losses times dlosses.
 // dlosses is (N), 0-dim, or absent. dlogits may be the same memory as logits.
 void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
               const Matrix& dlogits, const OptionalTensor& dlosses, int64_t begin, int64_t count) {
@@ -119,7 +120,7 @@ struct Gradients {
 
 #ifdef GPTKERNELS_CUDA
 
-// Computes rows begin .. begin + count of losses and dx without a separate pass over the logits. dlogits receives the
+// Computes rows [begin, begin + count) of losses and dx without a separate pass over the logits. dlogits receives the
 // gradient of the logits up to a factor for each row. Returns the rows of x times these factors, for dweight, or
 // nullopt if no kernel supports the arguments.
 std::optional<Matrix> exponentials(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses,
@@ -164,8 +165,8 @@ std::optional<Matrix> exponentials(const Launcher&, const CrossEntropy&, const T
 #endif
 
 // Computes losses (N) and the gradients. dweight is the sum of the chunks' products, which the matmuls accumulate in
-// float32 (float64 for float64). A 16-bit dweight of several chunks is rounded once, at the end. The logits (N, Vp) are
-// written if given; otherwise a chunk's logits are replaced by their gradient.
+// float32, or in float64 if x is float64. A 16-bit dweight of several chunks is rounded once, at the end. The logits
+// (N, Vp) are written if given; otherwise a chunk's logits are replaced by their gradient.
 void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const OptionalTensor& dlosses,
          const Gradients& gradients, const OptionalTensor& logits = std::nullopt) {
   const int64_t most = std::min(p.chunk, p.rows());
@@ -259,7 +260,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_with_gradients_op(
   return {total(launcher, p, losses, scale), gradients.dx, gradients.dweight};
 }
 
-// Computes the sum of the losses times scale, its gradients, and the logits. dweight is not rounded.
+// Computes the sum of the losses times scale, the gradients of this sum, and the logits. dweight is not rounded.
 std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_with_logits_op(
     const Tensor& x, const Tensor& weight, const Tensor& targets, const OptionalTensor& scale, int64_t vocab_size,
     int64_t ignore_index, int64_t chunk_size, const std::vector<bool>& output_mask) {
@@ -282,7 +283,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_with_logits_op(
   return {logits, total(launcher, p, losses, factor), gradients.dx, gradients.dweight};
 }
 
-// Computes the logits a second time, because dloss is known only now.
+// Computes the gradients. The logits are computed a second time, because dloss was not known in the forward.
 std::tuple<Tensor, Tensor> linear_cross_entropy_backward_op(const Tensor& dloss, const Tensor& x, const Tensor& weight,
                                                             const Tensor& targets, int64_t vocab_size,
                                                             int64_t ignore_index, StringHandle reduction_name,

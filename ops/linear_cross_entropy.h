@@ -37,10 +37,10 @@ CrossEntropy checked_cross_entropy(const char* op, const Tensor& x, const Tensor
 // Computes only the loss.
 Tensor cross_entropy_loss(const CrossEntropy& p, Reduction reduction);
 
-// Returns rows begin .. begin + count of a matrix.
+// Returns rows [begin, begin + count) of a matrix.
 Matrix part(Matrix m, int64_t begin, int64_t count);
 
-// logits = rows begin .. begin + count of x @ weight^T.
+// Computes rows [begin, begin + count) of the logits, x @ weight^T.
 void chunk_logits(const Launcher& launcher, const CrossEntropy& p, const Matrix& logits, int64_t begin, int64_t count);
 
 template <typename T>
@@ -48,7 +48,7 @@ T* advance(T* p, int64_t offset) {
   return p ? p + offset : nullptr;
 }
 
-// Returns the classifier's arguments for rows begin .. begin + count, without dlogits and dlosses.
+// Returns the classifier's arguments for rows [begin, begin + count), without dlogits and dlosses.
 template <typename T, typename Out = T>
 FusedClassifierForward<T, Out> chunk_classifier(const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
                                                 int64_t begin, int64_t count) {

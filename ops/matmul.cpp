@@ -27,8 +27,8 @@ cublasHandle_t cublas() {
   return static_cast<cublasHandle_t>(handle);
 }
 
-// Returns torch's handle for products by cuBLASLt, which gets the stream and the workspace with each product and reads
-// no math mode. torch has one handle for each thread and device, and never destroys it.
+// Returns torch's handle for products that cuBLASLt computes. cuBLASLt receives the stream and the workspace with each
+// product, and reads no math mode. torch has one handle for each thread and device, and never destroys it.
 cublasHandle_t cublas_lt(const Tensor& like) {
   constexpr size_t kMaxDevices = 64;
   thread_local std::array<cublasHandle_t, kMaxDevices> known = {};
@@ -38,15 +38,16 @@ cublasHandle_t cublas_lt(const Tensor& like) {
   return known[device];
 }
 
-// Returns the first element of the matrix, or null if it is empty.
+// Returns the address of the first element of the matrix, or null if the matrix is empty.
 template <typename T>
 T* start(const Matrix& m) {
   T* base = pointer<T>(m.tensor);
   return base ? base + m.offset : nullptr;
 }
 
-// A BLAS supports matrices whose rows, or columns, are `ld` elements apart. A single row (or column) may have any
-// stride, but BLAS still requires the ld that a second row would need.
+// Return how BLAS reads a matrix: whether transposed, and with which leading dimension. A BLAS supports matrices whose
+// rows, or columns, are `ld` elements apart. A single row (or column) may have any stride, but BLAS still requires the
+// ld that a second row would need.
 bool is_transposed(const Matrix& m) {
   return m.column_stride != 1;
 }
@@ -55,7 +56,8 @@ int64_t leading_dimension(const Matrix& m) {
   return is_transposed(m) ? std::max(m.column_stride, m.rows) : std::max(m.row_stride, m.columns);
 }
 
-// Times the plans of a new product and returns the fastest. A product that accumulates is timed with another output.
+// Times the algorithms for a product, and returns the plan with the fastest algorithm. A product that accumulates is
+// timed with another output.
 template <typename T>
 MatmulPlan autotuned_plan(const Launcher& launcher, const Matrix& out, const Matmul<T>& p, const MatmulPlan& plan,
                           cublasHandle_t handle) {
@@ -77,9 +79,9 @@ Tensor strided(const Matrix& m) {
 }
 
 // Returns `a` as the first operand of torch's product. On processors with AMX, oneDNN loads 32 16-bit elements of a row
-// at a time. If `columns` is no multiple of 32, it multiplies the elements that follow a row in memory by 0, so a NaN
-// or an infinity there, which mostly belongs to the next row, makes this row's results NaN. Such rows are copied, and
-// zeros follow each copy.
+// at a time. If `columns` is no multiple of 32, oneDNN multiplies the elements that follow a row in memory by 0, so a
+// NaN or an infinity there, which mostly belongs to the next row, makes this row's results NaN. Such rows are copied,
+// and zeros follow each copy.
 Tensor first_operand(const Matrix& a) {
   constexpr int64_t kUnit = 32;
   const Tensor x = strided(a);
@@ -92,9 +94,9 @@ Tensor first_operand(const Matrix& a) {
   return rows;
 }
 
-// Calls torch's own BLAS below the dispatcher, so that autocast and autograd of the caller's thread do not apply. If
-// beta is 0, out is not read. If alpha is 0, out becomes zero, as in every BLAS; oneDNN, which torch calls for 16-bit
-// matrices, would leave it unwritten.
+// Computes out = alpha * a @ b + beta * out by torch's own BLAS. The BLAS is called below the dispatcher, so that
+// autocast and autograd of the caller's thread do not apply. If beta is 0, out is not read. If alpha is 0, out becomes
+// zero, as in every BLAS; oneDNN, which torch calls for 16-bit matrices, would leave out unwritten.
 AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, double alpha, double beta) {
   const Tensor o = strided(out), x = first_operand(a), y = strided(b);
   if (alpha == 0 && beta == 0) return aoti_torch_zero_(o.get());
@@ -106,7 +108,7 @@ AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, doub
   return aoti_torch_cpu_baddbmm_out(o.get(), o.get(), x.get(), y.get(), beta, alpha);
 }
 
-// Computes a float32 output of 16-bit operands: the product in their dtype, and the sum in float32.
+// Computes a float32 output of 16-bit operands: the product in the operands' dtype, and the sum in float32.
 void wide_product(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, double alpha,
                   bool accumulate) {
   const Matrix narrow = matrix(allocate({out.rows, out.columns}, a.tensor));

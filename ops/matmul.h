@@ -39,8 +39,9 @@ inline Matrix matrix(const Tensor& t) {
   return {dense(t), rows_of(t), width_of(t), std::max<int64_t>(width_of(t), 1), 1};
 }
 
-// Allocates the gradient of a 2-dimensional weight, with contiguous rows or columns as the weight has. If the weight is
-// a transposed view, as for Hugging Face's Conv1D, autograd then passes the gradient to the parameter without a copy.
+// Allocates the gradient of a 2-dimensional weight. The gradient's columns are contiguous if the weight's columns are,
+// and otherwise its rows are contiguous. If the weight is a transposed view, as for Hugging Face's Conv1D, autograd
+// then passes the gradient to the parameter without a copy.
 inline Tensor allocate_gradient_if(bool wanted, const Tensor& weight) {
   if (!wanted) return absent(weight);
   const bool transposed = matrix(weight).column_stride != 1 && weight.stride(0) == 1;
@@ -52,14 +53,14 @@ inline Tensor allocate_gradient_if(bool wanted, const Tensor& weight) {
 struct Epilogue {
   double alpha = 1;                 // a factor of the product; must be 1 if anything below is given
   OptionalTensor bias = {};         // (columns): added to every row
-  OptionalTensor pre_gelu = {};     // (rows, columns): receives the product; out is then the GELU of it
+  OptionalTensor pre_gelu = {};     // (rows, columns): receives the product; out is then the GELU of this
   OptionalTensor dgelu_at = {};     // (rows, columns): the product is multiplied by GELU's derivative at these values
   OptionalTensor column_sums = {};  // (columns), with dgelu_at: receives the sums over out's rows
   bool accumulate = false;          // add the product to out; excludes all of the above
 };
 
-// Allocates an output for a @ b that only matmuls read. Its rows need not be adjacent. Its epilogue must not have a
-// bias or GELU.
+// Allocates the output of a @ b for the case that only other matmuls read the output. The output's rows may be padded.
+// The matmul that writes the output must not have a bias or GELU in its epilogue.
 Matrix allocate_intermediate(const Matrix& a, const Matrix& b);
 
 // Returns whether torch allows float32 products on this device to use TF32 (torch.backends.cuda.matmul).
@@ -67,11 +68,13 @@ bool tf32_allowed();
 
 // Computes out = alpha * a @ b and the epilogue, for which out's rows must be contiguous. For bfloat16 and float16
 // operands, a dense out without bias and GELU may be float32. On CUDA such a product is not rounded to 16 bits. On the
-// CPU it is, once per call, because torch's BLAS has no product of 16-bit operands with a float32 output.
+// CPU the product is rounded, once per call, because torch's BLAS has no product of 16-bit operands with a float32
+// output.
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b,
             const Epilogue& epilogue = {});
 
-// out (M) = the sums of x (N, M) over its rows; x is dense. This is the gradient of a bias added to every row.
+// Computes out (M), the sums of x (N, M) over the rows of x. x is dense. If x is the gradient of an output, `out` is
+// the gradient of a bias that was added to every row.
 void column_sums(const Launcher& launcher, const Tensor& out, const Matrix& x);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -107,7 +107,8 @@ inline void check_shim(AOTITorchError error) {
   if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error("gptkernels: a call into LibTorch failed");
 }
 
-// ---- checks: a message names the op and the argument, what it must be, and what it got ------------------------------
+// ---- checks: a message names the op and the argument, what the argument must be, and what it is
+// ------------------------------
 
 inline bool is_floating(ScalarType dtype) {
   return dtype == ScalarType::Double || dtype == ScalarType::Float || dtype == ScalarType::BFloat16 ||
@@ -134,7 +135,7 @@ inline void check_same_device(const char* op, const char* name, const Tensor& t,
     fail(op, name, " is on ", describe_device(t), " but ", other_name, " is on ", describe_device(other));
 }
 
-// Checks that dtype and device are the same.
+// Checks that two tensors have the same dtype and device.
 inline void check_like(const char* op, const char* name, const Tensor& t, const char* other_name, const Tensor& other) {
   check_same_device(op, name, t, other_name, other);
   if (t.scalar_type() != other.scalar_type())
@@ -242,7 +243,8 @@ inline Tensor allocate_if(bool wanted, const Shape& shape, const Tensor& like) {
   return wanted ? allocate(shape, like) : absent(like);
 }
 
-// Allocates scratch memory from torch's allocator, which reuses it only for launches queued after its release.
+// Allocates scratch memory from torch's allocator, which reuses the memory only for launches that are queued after its
+// release.
 inline Tensor workspace(int64_t bytes, const Tensor& like) {
   return allocate({bytes}, ScalarType::Byte, like);
 }
@@ -313,7 +315,8 @@ void dispatch_index(const Tensor& t, const Fn& fn) {
 
 #ifdef GPTKERNELS_CUDA
 
-// Makes the tensor's device current during the lifetime of the Launcher, and has torch's current stream on that device.
+// Makes the tensor's device current during the lifetime of the Launcher, and provides torch's current stream on that
+// device.
 class Launcher {
  public:
   Launcher(const char* op, const Tensor& t) : op_(op) {

@@ -1,5 +1,5 @@
-// Flash attention on tiles of 64 queries and 64 keys. The file has no include guard, for the reason that vector.h
-// gives.
+// Flash attention on tiles of 64 queries and 64 keys. The file has no include guard, because each_instruction_set.h
+// includes it once for each instruction set.
 //
 // Forward, for each tile of queries:
 //
@@ -16,9 +16,9 @@
 //   for each tile of keys: p = exp(scores - logsumexp);  dscores = p * (dropout(value @ dout^T) - delta)
 //                          dvalue += dropout(p) @ dout;  dkey += dscores @ query;  dquery += key^T @ dscores
 //
-// A tile of scores is stored transposed: one row per key, one vector lane per query. Therefore maxima, sums and
-// rescalings are elementwise over rows, without reductions across lanes. Only the queries, and dout in the backward,
-// must be transposed, once per tile of queries.
+// A tile of scores is stored transposed: one row per key, one vector lane per query. Maxima, sums and rescalings are
+// therefore elementwise operations on rows, without reductions across lanes. Only the queries, and dout in the
+// backward, must be transposed, once per tile of queries.
 
 namespace gptkernels::cpu::GPTKERNELS_ISA {
 
@@ -52,9 +52,9 @@ void load_rows(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int6
 // |scale| and adds the mask. Without an additive mask, exponentials() multiplies the differences between scores by
 // |scale| * log2(e), so that the exponential of the largest score is exactly 1.
 //
-// The rounding error of `factor` changes scores in the hundreds by more than their own rounding error. The backward
-// subtracts the logsumexp from the scores. It therefore multiplies the logsumexp by the exact factor, and corrects the
-// scores by `excess`.
+// In scores of several hundred, the error that comes from rounding `factor` is larger than the rounding error of the
+// score itself. The backward subtracts the logsumexp from the scores, so the error would remain in the small
+// difference. The backward therefore multiplies the logsumexp by the exact factor, and corrects the scores by `excess`.
 template <typename A>
 struct Scaling {
   using Wide = long double;  // for one number per query; double would add a rounding error to float64 results
@@ -62,7 +62,7 @@ struct Scaling {
 
   A sign;
   A magnitude;  // |scale|, or 1 for a scale of 0
-  Wide unit;    // unit * (a score as exponentials() reads it) is the scaled score
+  Wide unit;    // unit * (the input of exponentials()) is the scaled score
   A factor;     // unit * log2(e), rounded towards 0
   A excess;     // unit * log2(e) / factor - 1; positive, because 0 * -inf (a masked score) would be NaN
 
@@ -85,8 +85,7 @@ struct Rows {
   int64_t ld;
 };
 
-// Returns n rows of `size` elements without a copy, if they need neither conversion nor padding to ld. Otherwise copies
-// them to `to`.
+// Returns n rows of `size` elements. Copies the rows to `to` if they need conversion to A or padding to ld elements.
 template <typename A, typename T>
 Rows<A> rows_of(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int64_t size) {
   if constexpr (std::is_same_v<A, T>)
@@ -115,7 +114,8 @@ void store_transposed(T* to, int64_t stride, const A* from, int64_t n, int64_t s
     for (int64_t i = 0; i < size; ++i) store(to[r * stride + i], rows[r * size + i] * factor);
 }
 
-// Keys [first, last) of a tile of scores (its rows). Queries in lanes below `lane` do not see them.
+// Keys [first, last) of a tile of scores, which are rows of the tile. Queries in lanes below `lane` do not see these
+// keys.
 struct Part {
   int64_t first;
   int64_t last;
@@ -134,7 +134,8 @@ struct ScoreTile {
 
   int64_t keys() const { return end - begin; }
   // Returns the number of terms per partial sum of a score (`length` of product()). With few queries the kernel is
-  // bound by memory bandwidth. Shorter partial sums then cost no time, and are as accurate as dot().
+  // bound by memory bandwidth. Shorter partial sums then take no additional time, and make the score as accurate as
+  // dot() does.
   int64_t sum_length() const { return lanes > 16 ? 64 : 16; }
 };
 
@@ -149,15 +150,16 @@ void for_each_part(const ScoreTile& tile, const AttentionMask<T>& mask, const Fn
   }
 }
 
-// Finds the queries of a tile whose additive mask is so low for all keys that adding a score does not change it, such
-// as torch.finfo(torch.float32).min. Their probabilities are uniform over the keys with the largest mask value.
+// Finds the queries of a tile whose values of the additive mask are so low for all keys (for example
+// torch.finfo(torch.float32).min) that adding a score does not change the value. The probabilities of such a query are
+// uniform over the keys with the largest mask value.
 template <typename A>
 struct UniformQueries {
   bool any = false;          // true if the tile has such a query
   A shift[kTile] = {};       // per query: the largest mask value; 0 for an ordinary query
   A log2_count[kTile] = {};  // per query: log2 of the number of keys with that value
 
-  // Keys [begin, end) are visible to the tile.
+  // [begin, end) is the range of keys that the tile sees.
   template <typename T>
   UniformQueries(const AttentionMask<T>& mask, const ScoreTile& tile, int64_t begin, int64_t end) {
     if (!mask.bias || std::is_same_v<T, float16>) return;  // float16's lowest value, -65504, is not low enough
@@ -253,7 +255,7 @@ std::pair<int64_t, int64_t> key_range(const AttentionMask<T>& mask, const Attent
 // ---- forward --------------------------------------------------------------------------------------------------------
 
 // Replaces scores by exp2((score - maximum) * factor) for kColumns vectors of lanes. Updates each lane's running
-// maximum and sum. `decay` receives the factor for the outputs of earlier tiles.
+// maximum and sum. Writes to `decay` the factor that rescales the outputs of earlier tiles.
 template <int kColumns, typename A>
 [[gnu::always_inline]] inline void exponentials(A* scores, int64_t keys, A factor, A* maximum, A* sum, A* decay) {
   using V = Vector<A>;
@@ -326,7 +328,7 @@ struct ForwardScratch {
       : query(room.rows[0]), out(room.rows[1]), key(room.rows[2]), value(room.rows[3]) {}
 
   A* query;  // (HS, queries); (queries, HS) if there are few queries
-  A* out;    // like query
+  A* out;    // same shape as query
   A* key;
   A* value;
   alignas(64) A scores[kTile * kTile];
@@ -336,7 +338,7 @@ struct ForwardScratch {
   A decay[kTile];
 };
 
-// Processes one tile of queries of head h of sequence b with all its keys.
+// Processes one tile of queries of head h of sequence b, with all keys that the tile sees.
 template <typename T>
 void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query,
                    ForwardScratch<accumulate_t<T>>& at) {
@@ -434,9 +436,9 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
   store_transposed(out, p.out.token, at.out, tile.rows, size, A(1), at.query);
 }
 
-// Runs tasks [begin, end). A task is a pair of query tiles of a head: the i-th tile and the i-th last. All pairs see
-// about the same number of keys. The function is not inlined, so that the stack has the scratch memory of one kSize
-// only.
+// Runs tasks [begin, end). A task is a pair of query tiles of a head: the i-th tile from the start and the i-th from
+// the end. With a causal mask, all pairs see about the same number of keys. The function is not inlined, so that the
+// stack holds the scratch memory of one kSize only.
 template <int kSize, typename T>
 [[gnu::noinline]] void forward_range(const AttentionForward<T>& p, const Dropout& dropout, int64_t begin, int64_t end) {
   TileBuffers<accumulate_t<T>, kSize, 4> room;
@@ -474,7 +476,7 @@ struct BackwardScratch {
   A dscores[kTile * kTile];
   A keep[kTile * kTile];
   A logsumexp[kTile];       // -logsumexp * log2(e), rounded
-  A logsumexp_rest[kTile];  // correction of the rounding error of `logsumexp`, and for Scaling::excess
+  A logsumexp_rest[kTile];  // corrects for the rounding of `logsumexp` and for Scaling::excess
   A delta[kTile];
 };
 
@@ -518,8 +520,8 @@ void dots_of_lanes(A* dots, const A* a, const A* b, int64_t lanes, int64_t n, in
   }
 }
 
-// Processes one tile of queries of head h of sequence b with all its keys. Writes dquery and adds to dkey and dvalue,
-// which are (Tk, HS rounded up to a multiple of 16).
+// Processes one tile of queries of head h of sequence b, with all keys that the tile sees. Writes dquery and adds to
+// dkey and dvalue, which are (Tk, HS rounded up to a multiple of 16).
 template <typename T>
 void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query,
                     accumulate_t<T>* dkey, accumulate_t<T>* dvalue, BackwardScratch<accumulate_t<T>>& at) {
@@ -542,8 +544,8 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
   load_transposed(at.dout_transposed, dall, tile.rows, tile.lanes, size);
   const auto [begin, end] = key_range(p.mask, s, b, query, tile.rows);
   const UniformQueries<A> uniform(p.mask, tile, begin, end);
-  // The terms of delta are added in the same order as those of the probabilities' gradients. For a query with a single
-  // key, delta therefore equals the gradient of the probability exactly, and the gradient of the score is 0.
+  // The terms of delta are added in the same order as the terms of the probabilities' gradients. For a query with a
+  // single key, delta therefore equals the gradient of the probability exactly, and the gradient of the score is 0.
   const auto out = rows_of(at.key, width, outs, p.out.token, tile.rows, size);
   if (few) {
     for (int64_t i = 0; i < tile.rows; ++i) at.delta[i] = dot(dall.data + i * dall.ld, out.data + i * out.ld, width);
@@ -613,7 +615,7 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
 }
 
 // Writes dkey and dvalue of key head kh of sequence b, for keys [first, last): the sums over all tasks of the key head.
-// `sums` is the workspace of its first task.
+// `sums` is the workspace of the key head's first task.
 template <typename T>
 void add_splits(const AttentionBackward<T>& p, int64_t b, int64_t kh, int64_t first, int64_t last,
                 const accumulate_t<T>* sums, int64_t splits) {
@@ -640,11 +642,11 @@ void add_splits(const AttentionBackward<T>& p, int64_t b, int64_t kh, int64_t fi
   add(p.dvalue, sums + slab, A(1));
 }
 
-// Runs tasks [begin, end). Each key head has `splits` tasks. A task has separate sums of dkey and dvalue, and processes
-// one of every `splits` query tiles of the heads that read this key head. Every second group of `splits` tiles is
-// assigned to the tasks in reverse order, because later tiles see more keys under a causal mask. With one task per key
-// head, the task writes the gradients itself and reuses the memory of its sums, which is in the cache, for the next key
-// head.
+// Runs tasks [begin, end). Each key head has `splits` tasks. A task adds to separate sums of dkey and dvalue. It
+// processes one of every `splits` query tiles of the heads that read this key head. Every second group of `splits`
+// tiles is assigned to the tasks in reverse order, because later tiles see more keys under a causal mask. With one task
+// per key head, the task writes the gradients itself. The next task then reuses the memory of the sums, which is still
+// in the cache.
 template <int kSize, typename T>
 [[gnu::noinline]] void backward_range(const AttentionBackward<T>& p, const Dropout& dropout, int64_t splits,
                                       int64_t begin, int64_t end) {

@@ -10,8 +10,8 @@
 
 namespace gptkernels::cpu {
 
-// In ascending order: a processor that supports a capability supports all earlier ones. kDefault is the compiler's
-// default target.
+// The capabilities are in ascending order: a processor that supports a capability supports all capabilities before it.
+// kDefault is the compiler's default target.
 enum class Capability { kDefault, kAvx2, kAvx512 };
 
 inline const char* name(Capability capability) {
@@ -40,8 +40,8 @@ struct CapabilityChoice {
   std::string error;  // empty, or the reason why the requested capability cannot be used
 };
 
-// `requested` is the environment variable GPTKERNELS_CPU_CAPABILITY (default, avx2 or avx512). If it is not set, the
-// result is the processor's highest capability, `most`.
+// `requested` is the environment variable GPTKERNELS_CPU_CAPABILITY (default, avx2 or avx512). If the variable is not
+// set, the result is the processor's highest capability, `most`.
 inline CapabilityChoice choose_capability(const char* requested, Capability most) {
   if (requested == nullptr || *requested == '\0') return {most, {}};
   for (const Capability capability : {Capability::kDefault, Capability::kAvx2, Capability::kAvx512}) {

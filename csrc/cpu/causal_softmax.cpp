@@ -1,4 +1,5 @@
-// Causal softmax on the CPU: softmax_row() for columns 0..t of each row t, and zeros to the right.
+// Causal softmax on the CPU: applies softmax_row() to columns 0..t of each row t, and writes zeros to the right of
+// them.
 #include "../causal_softmax.h"
 
 #include "softmax.h"

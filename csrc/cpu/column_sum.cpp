@@ -1,4 +1,5 @@
-// Column sums on the CPU, in two parallel loops: sums over groups of rows, then the sum of the groups.
+// Column sums on the CPU, in two parallel loops: the first sums each group of rows, and the second adds up the sums of
+// the groups.
 #include "../column_sum.h"
 
 #include <algorithm>
@@ -20,7 +21,7 @@ int64_t row_groups(int64_t rows) {
   return std::clamp<int64_t>((rows + kMinGroupRows - 1) / kMinGroupRows, 1, kMaxGroups);
 }
 
-// float32 is summed in float64, which costs no time because the kernel is bound by memory bandwidth.
+// float32 is summed in float64, which takes no additional time because the kernel is bound by memory bandwidth.
 template <typename T>
 using Sum = std::conditional_t<sizeof(T) == 2, float, double>;
 

@@ -1,4 +1,4 @@
-// A decoding step on the CPU, layer by layer; each product is one parallel loop over the rows of the weight.
+// A decoding step on the CPU, layer by layer. Each matrix product is one parallel loop over the rows of the weight.
 #include "../decode.h"
 
 #include <algorithm>
@@ -12,8 +12,8 @@
 namespace gptkernels::cpu {
 namespace {
 
-// out (C) = layernorm(x). As in layernorm.cpp, the mean's rounding error, `rest`, is subtracted too. Without this the
-// norm of a constant row would be rest / sqrt(eps) instead of 0.
+// out (C) = layernorm(x). As in layernorm.cpp, the mean's rounding error, `rest`, is subtracted too. Otherwise the
+// normalised elements of a constant row would be rest / sqrt(eps) instead of 0.
 template <typename T, typename A>
 void normalise(A* out, const A* x, const T* weight, const T* bias, int64_t width, double eps) {
   vectorised([&] {
@@ -140,7 +140,8 @@ class Step {
     product(stream_, hidden_, B, w.mlp_proj_weight, w.mlp_proj_bias, C, 4 * C, add);
   }
 
-  // Returns the offset in a layer's cache of element i (0 <= i < C, over all heads) of the newest key or value.
+  // Returns the offset, in the layer's cache of keys (or values), of element i of sequence b's newest key (or value). i
+  // counts the elements of all heads: 0 <= i < C.
   int64_t place(int64_t b, int64_t i) const {
     return ((b * p_.heads + i / head_size_) * p_.capacity + p_.lengths[b] - 1) * head_size_ + i % head_size_;
   }

@@ -43,8 +43,8 @@ struct float16 {
     const uint32_t magnitude = u & 0x7FFFFFFFu;
     // Normal results: change the exponent's bias from 127 to 15 and round away the low 13 bits of the significand.
     const uint32_t normal = (magnitude - (112u << 23) + 0x0FFFu + ((magnitude >> 13) & 1u)) >> 13;
-    // Denormal results: the last bit of 0.5 in float32 is 2^-24, which is the last bit of a float16 denormal. Adding
-    // 0.5 therefore rounds at the right place.
+    // Denormal results: the last bit of 0.5 in float32 has the value 2^-24, as has the last bit of a float16 denormal.
+    // Adding 0.5 therefore rounds to a multiple of 2^-24.
     const uint32_t denormal =
         std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - std::bit_cast<uint32_t>(0.5f);
     const uint32_t finite = magnitude < (113u << 23) ? denormal : normal;
@@ -100,8 +100,8 @@ inline Stream serial_stream() {
   }};
 }
 
-// Calls fn(begin, end) on ranges that cover [0, n), on the stream's threads. `cost` is the approximate number of
-// elements read per index; it determines the grain.
+// Calls fn(begin, end) on ranges that cover [0, n), on the stream's threads. `cost`, the approximate number of elements
+// read per index, determines the grain.
 template <typename Fn>
 void parallel_for(Stream stream, int64_t n, int64_t cost, const Fn& fn) {
   constexpr int64_t kMinElementsPerThread = 16384;

@@ -6,7 +6,8 @@
 namespace gptkernels::cpu {
 
 namespace {
-constexpr int64_t kCost = 4;  // cost per element for parallel_for, with its share of a Philox call; a copy has cost 1
+constexpr int64_t kCost =
+    4;  // cost of an element in parallel_for, including its share of a Philox call; a copy costs 1
 }  // namespace
 
 template <typename T>

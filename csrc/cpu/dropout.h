@@ -1,4 +1,5 @@
-// Dropout on the CPU: its arguments with seed and offset read from memory, and the random bits of dense data.
+// Dropout on the CPU: reads the seed and the offset from memory, and generates the random bits for the elements of
+// dense data.
 #pragma once
 
 #include <algorithm>
@@ -41,8 +42,8 @@ inline void philox_vectorized(uint64_t key, uint32_t (&words)[4][kCalls]) {
   }
 }
 
-// Divides the elements [begin, end) of dense data into runs and calls fn(from, to, bits) for each: bits[i - from] are
-// the random bits of element i. Must be called inside vectorised().
+// Divides the elements [begin, end) of dense data into runs and calls fn(from, to, bits) for each run, where bits[i -
+// from] are the random bits of element i. Must be called inside vectorised().
 template <typename Fn>
 void for_each_dropout_run(const Dropout& dropout, int64_t begin, int64_t end, const Fn& fn) {
   constexpr int kGroups = 32;  // groups of 8 elements per run
@@ -66,8 +67,8 @@ void for_each_dropout_run(const Dropout& dropout, int64_t begin, int64_t end, co
   }
 }
 
-// Divides [0, size) into runs and calls fn(from, to, factor) for each: dropout multiplies element begin + i of dense
-// data by factor(i), for i in [from, to). Without dropout there is one run, with factor 1. Must be called inside
+// Divides [0, size) into runs and calls fn(from, to, factor) for each run. For i in [from, to), dropout multiplies
+// element begin + i of dense data by factor(i). Without dropout there is one run, with factor 1. Must be called inside
 // vectorised().
 template <typename A, typename Fn>
 void for_each_dropout_factor(const Dropout& dropout, int64_t begin, int64_t size, const Fn& fn) {

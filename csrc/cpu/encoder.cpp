@@ -18,8 +18,9 @@ bool outside(Token token, int64_t vocabulary) {
   return token < 0 || token >= vocabulary;
 }
 
-// Returns an error that names the first token outside the vocabulary, if there is one. A single thread reads the
-// tokens, because they are few compared with the embeddings, and the error must not depend on the number of threads.
+// Returns an error that names the first token outside the vocabulary, or success if there is no such token. A single
+// thread reads the tokens, because the tokens are few bytes compared with the embeddings, and because the error must
+// not depend on the number of threads.
 template <typename P>
 Status check_tokens(const P& p, bool has_positions) {
   const int64_t n = p.batch * p.length;
@@ -63,7 +64,7 @@ void sum_rows(T* out, int64_t count, int64_t width, const Row& row, bool accumul
   using A = accumulate_t<T>;
   using Total = std::conditional_t<sizeof(T) == 4, double, A>;
   constexpr int64_t kRun = 32;
-  constexpr int64_t kTile = 256;  // columns; both sums of a tile stay in the L1 cache
+  constexpr int64_t kTile = 256;  // columns per tile; `total` and `sum` stay in the L1 cache
   for (int64_t column = 0; column < width; column += kTile) {
     const int64_t columns = std::min(kTile, width - column);
     Total total[kTile] = {};
@@ -109,7 +110,8 @@ Sorted sort_positions(const EncoderBackward<T, Token>& p) {
   std::fill_n(starts, p.vocabulary + 2, int64_t(0));
   for (int64_t i = 0; i < n; ++i) ++starts[p.tokens[i] + 2];
   for (int64_t v = 0; v < p.vocabulary; ++v) starts[v + 2] += starts[v + 1];
-  // starts[v + 1] is the index at which token v's next position is stored; after the loop it is the start of v + 1.
+  // starts[v + 1] is the index at which token v's next position is stored; after the loop it is the start of token v +
+  // 1's positions.
   for (int64_t i = 0; i < n; ++i) order[starts[p.tokens[i] + 1]++] = i;
   return {starts, order};
 }
@@ -151,8 +153,8 @@ Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
   if (Status status = check_tokens(p, p.dwpe != nullptr); !status.ok()) return status;
   const Sorted sorted = sort_positions(p);
   // Frequent tokens have neighbouring indices in most vocabularies, so equal ranges of tokens would be unbalanced.
-  // Therefore the threads divide the sorted positions. The thread with a token's first position sums the token's row.
-  // Rows of tokens that do not occur are zeroed separately.
+  // Therefore the sorted positions are divided among the threads. The thread with a token's first position sums the
+  // token's row. Rows of tokens that do not occur are zeroed separately.
   if (!p.accumulate)
     parallel_for(stream, p.vocabulary, p.width, [&](int64_t begin, int64_t end) {
       for (int64_t v = begin; v < end; ++v)

@@ -10,7 +10,7 @@
 
 namespace gptkernels::cpu {
 
-// Rounds to nearest even; values beyond the format's range saturate; NaN stays NaN.
+// Rounds a float32 to a float8 number, to nearest even. Values beyond the format's range saturate, and NaN stays NaN.
 //
 // kSignificand: bits of the significand; kBias: the exponent's bias; kLargest: bits of the largest number.
 template <int kSignificand, int kBias, uint32_t kLargest>
@@ -19,8 +19,8 @@ struct Fp8Rounding {
     constexpr int kDropped = 23 - kSignificand;
     constexpr uint32_t kRebias = uint32_t(127 - kBias) << 23;
     constexpr uint32_t kLeastNormal = kRebias + (1u << 23);
-    // Denormal results: the last bit of this power of two in float32 is the format's smallest denormal. Adding it
-    // therefore rounds at the right bit.
+    // For denormal results: kMagic is the power of two whose last float32 bit has the value of the format's smallest
+    // denormal. Adding kMagic to a value therefore rounds the value to a multiple of that denormal.
     constexpr float kMagic = std::bit_cast<float>(uint32_t(127 + 23 + 1 - kBias - kSignificand) << 23);
     const uint32_t u = std::bit_cast<uint32_t>(value);
     const uint32_t magnitude = u & 0x7FFFFFFFu;

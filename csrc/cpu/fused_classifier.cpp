@@ -1,4 +1,4 @@
-// Softmax, cross-entropy and its gradient on the CPU: the threads divide the rows.
+// Softmax, cross-entropy and its gradient on the CPU. The rows are divided among the threads.
 #include "../fused_classifier.h"
 
 #include <algorithm>
@@ -35,11 +35,12 @@ Status check_targets(const P& p) {
   return {};
 }
 
-// `rest` is the sum of all exponentials except the target's. If the target has nearly all of the probability, the loss
-// and the target's gradient depend on `rest` alone. The total, which is slightly more than 1, has few of its digits.
+// Computes the loss and the gradients of one row. `rest` is the sum of all exponentials except the target's. If the
+// target's probability is nearly 1, the loss and the target's gradient depend on `rest` alone. The total, which is then
+// slightly more than 1, retains few digits of `rest`.
 //
 // If Out is the accumulation type, dlogits holds the exponentials between the two passes. A narrower Out would round
-// the exponentials, so they are computed twice.
+// the exponentials, so the second pass then computes them again.
 template <typename T, typename Out>
 void forward_row(const FusedClassifierForward<T, Out>& p, int64_t row) {
   using A = accumulate_t<T>;

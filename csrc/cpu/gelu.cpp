@@ -7,7 +7,7 @@
 namespace gptkernels::cpu {
 namespace {
 
-constexpr int64_t kCost = 4;  // cost per element for parallel_for: an exponential and a division; a copy has cost 1
+constexpr int64_t kCost = 4;  // cost of an element in parallel_for: an exponential and a division; a copy costs 1
 
 template <typename Form, typename T>
 void forward(const GeluForward<T>& p, Stream stream) {

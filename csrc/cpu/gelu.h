@@ -1,7 +1,7 @@
 // GELU and its derivative at a scalar x, for loops that the compiler vectorizes.
 //
-// x / 2 * (1 + tanh(u)) and x / 2 * (1 + erf(u)) lose all digits for negative x, where the sum cancels. Both forms here
-// compute the small tail directly from an exponential.
+// x / 2 * (1 + tanh(u)) and x / 2 * (1 + erf(u)) lose all digits for negative x, where the sum cancels. The functions
+// below therefore compute the small tail directly from an exponential.
 #pragma once
 
 #include <algorithm>
@@ -24,9 +24,9 @@ struct GeluTanh {
     return x / (A(1) + exp(-v));
   }
 
-  // The derivative is s(v) + x s'(v) v'(x). s and s' are computed from e^-|v|, which cannot overflow:
-  // s(|v|) = 1 / (1 + e^-|v|) and s'(v) = e^-|v| s(|v|)^2. Clamping x^2 to a finite value keeps s' v' = 0 for |x| >
-  // 1e19, where it would otherwise be 0 * inf.
+  // The derivative is s(v) + x s'(v) v'(x). s and s' are computed from e^-|v|, which cannot overflow: s(|v|) = 1 / (1 +
+  // e^-|v|) and s'(v) = e^-|v| s(|v|)^2. Clamping x^2 to a finite value keeps s'(v) v'(x) = 0 for |x| > 1e19, where the
+  // product would otherwise be 0 * inf = NaN.
   template <typename A>
   static A derivative(A x) {
     const A square = std::min(x * x, std::numeric_limits<A>::max());
@@ -46,9 +46,9 @@ struct Normal {
 
 constexpr double kDensityAtZero = 0.3989422804014327;  // 1 / sqrt(2 pi)
 
-// For t >= 0, P(X > t) = e^(-t^2 / 2) R(t), where R falls from 1/2 like 1/t. R is approximated by a rational function
-// whose coefficients are all positive, so nothing cancels; its relative error on [0, 15] is 2^-25. For t > 15 the tail
-// is smaller than the smallest float.
+// Returns the distribution at x. For t >= 0, P(X > t) = e^(-t^2 / 2) R(t), where R(0) = 1/2 and R(t) falls like 1/t. R
+// is approximated by a rational function with a relative error of 2^-25 on [0, 15]. All its coefficients are positive,
+// so that no sum cancels. For t > 15 the tail is smaller than the smallest float.
 inline Normal<float> normal(float x) {
   const float t = std::abs(x);
   const float numerator = polynomial(t, 0.5f, 0x1.c11aa6p-2f, 0x1.77a41cp-3f, 0x1.4d4f6cp-5f, 0x1.0e23ccp-8f);

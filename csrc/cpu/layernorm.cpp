@@ -1,5 +1,5 @@
-// Layer normalisation on the CPU. In the forward the threads divide the rows. In the backward they divide groups of
-// rows. Each group has partial sums of dweight, dbias and dx_bias, which a second loop adds up.
+// Layer normalisation on the CPU. In the forward the rows are divided among the threads, and in the backward groups of
+// rows are. Each group of rows yields partial sums of dweight, dbias and dx_bias, which a second loop adds up.
 #include "../layernorm.h"
 
 #include <algorithm>
@@ -13,14 +13,15 @@
 namespace gptkernels::cpu {
 namespace {
 
-// If `row`, a weight or bias, is null, returns a row filled with `value` to replace it, so that the loops need no
-// second version. Otherwise returns an empty vector.
+// Returns a row filled with `value` that replaces `row`, a weight or a bias, if `row` is null. The loops then need no
+// second version. Returns an empty vector if `row` is not null.
 template <typename T>
 std::vector<T> replacement_row(const T* row, int64_t width, accumulate_t<T> value) {
   return std::vector<T>(row ? 0 : static_cast<size_t>(width), T(value));
 }
 
-// Returns the row to normalise: x, or dropout(x + x_bias) + residual, which it computes and writes to p.sum.
+// Returns the row to normalise. This is x without a residual. With a residual, the function computes dropout(x +
+// x_bias) + residual and writes it to p.sum.
 template <typename T, typename X>
 const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
@@ -43,10 +44,10 @@ const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int6
   return sum;
 }
 
-// Makes two passes over the row; the second pass reads the row from the L1 cache. The first pass computes the mean,
-// which has a rounding error of up to |mean| * 2^-24. The second pass computes the variance about the mean. It also
-// computes the mean of x - mean, which is the rounding error (`rest`). `rest` is subtracted as well, so that a large
-// offset in x costs no accuracy.
+// Normalises one row, in two passes over the row; the second pass reads the row from the L1 cache. The first pass
+// computes the mean, which has a rounding error of up to |mean| * 2^-24. The second pass computes the variance about
+// the mean. The second pass also computes the mean of x - mean, which is the rounding error (`rest`). `rest` is
+// subtracted as well, so that a large offset in x costs no accuracy.
 template <typename T, typename X>
 void forward_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
@@ -140,7 +141,7 @@ void write_dx(const LayernormBackward<T, X>& p, const Dropout& dropout, int64_t 
   const auto gradient = [&](int64_t i) {
     return (A(dout[i]) * A(weight[i]) - avg_g - (A(x[i]) - mean) * slope) * rstd;
   };
-  // Calls write(i, gradient) for i in [begin, end). `write` returns dx before its rounding.
+  // Calls write(i, gradient) for i in [begin, end). `write` stores dx[i] and returns its value before rounding.
   const auto write_run = [&](int64_t begin, int64_t end, const auto& write) {
     const auto with = [&](const auto& value) {
       if (p.dx_bias) {

@@ -34,7 +34,7 @@ inline Exponential exponential(float x) {
   constexpr float kLog2e = 0x1.715476p0f;
   constexpr float kLn2High = 0x1.62e43p-1f;
   constexpr float kLn2Low = -0x1.05c61p-29f;
-  constexpr float kRound = 0x1.8p23f;  // adjacent floats near it differ by 1, so adding it rounds to an integer
+  constexpr float kRound = 0x1.8p23f;  // adjacent floats near kRound differ by 1, so adding kRound rounds to an integer
 
   const float shifted = std::fma(x, kLog2e, kRound);
   const float n = shifted - kRound;
@@ -49,8 +49,8 @@ inline float power_of_2(int32_t e) {
   return std::bit_cast<float>((static_cast<uint32_t>(e) + 127u) << 23);
 }
 
-// Below this bound e^x rounds to 0. exp returns 0 there without computing it, because a product with a denormal result
-// takes an Intel processor more than a hundred cycles.
+// Below this bound e^x rounds to 0. exp() then returns 0 without a multiplication whose result is denormal, because
+// that takes an Intel processor more than a hundred cycles.
 constexpr float kUnderflow = -104.0f;
 
 // Returns e^x with an error of at most 1.02 ulp, denormal results included. Underflow gives 0, overflow inf, NaN gives
@@ -65,8 +65,8 @@ inline float exp(float x) {
   return underflow ? 0.0f : e.mantissa * power_of_2(half) * power_of_2(e.exponent - half);
 }
 
-// Returns e^x for x <= 0, as in softmax. It needs a quarter fewer instructions than exp: there is only one bound to
-// check, the first factor cannot overflow, and the second factor is a constant.
+// Returns e^x for x <= 0, as in softmax. The function needs a quarter fewer instructions than exp(): there is only one
+// bound to check, and the powers of two, 2^(exponent + 64) and 2^-64, are always in range.
 inline float exp_nonpositive(float x) {
   const bool underflow = x < kUnderflow;
   const Exponential e = exponential(underflow ? 0.0f : x);

@@ -45,13 +45,13 @@ GemmBackend gemm_backend() {
                                      : GemmBackend::kFastest;
 }
 
-// Returns whether our kernels are faster than torch's BLAS: for small products on AMD processors with AVX-512, because
-// MKL does not use AVX-512 on AMD. This was measured on Zen 4 only (docs/notes/linear.md). MKL is faster for large
-// products, which need blocking for the caches.
+// Returns whether our kernels are faster than torch's BLAS. This holds for small products on AMD processors with
+// AVX-512, because MKL does not use AVX-512 on AMD. This was measured on Zen 4 only (docs/notes/linear.md). MKL is
+// faster for large products, which need blocking for the caches.
 bool is_faster(const Matmul& p) {
 #ifdef GPTKERNELS_X86
   static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
-  const int64_t rows = p.b.column == 1 ? 32 : 96;  // with fewer rows, packing b takes longer than it saves
+  const int64_t rows = p.b.column == 1 ? 32 : 96;  // with fewer rows, packing b costs more time than it saves
   const int64_t elements = p.rows * p.inner + p.inner * p.columns + p.rows * p.columns;
   const bool near = p.a.column == 1 || (p.a.column <= 1024 && p.a.column % kConflictStride != 0);
   return amd && capability_choice().capability == Capability::kAvx512 && p.rows >= rows && p.columns >= 48 && near &&

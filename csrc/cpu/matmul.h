@@ -26,7 +26,7 @@ struct Matmul {
   int64_t inner;
   bool accumulate = false;          // the product is added to out
   const float* bias = nullptr;      // (columns), added to every row
-  float* pre_gelu = nullptr;        // (rows, columns), dense: receives a @ b + bias; out is the tanh GELU of it
+  float* pre_gelu = nullptr;        // (rows, columns), dense: receives a @ b + bias; out is the tanh GELU of this
   const float* dgelu_at = nullptr;  // (rows, columns), dense: out is multiplied by GELU's derivative at these values
   float* column_sums = nullptr;     // (columns): receives the sums over out's rows
   void* workspace = nullptr;        // matmul_workspace bytes
@@ -41,7 +41,7 @@ bool matmul_supports(const Matmul& p);
 // products that sum over the rows by up to 6 %.
 int64_t matmul_ld(int64_t columns);
 
-// Returns the size of the workspace in bytes: partial sums for column_sums.
+// Returns the size of the workspace in bytes. The workspace holds partial sums for column_sums.
 int64_t matmul_workspace(const Matmul& p);
 
 Status matmul(const Matmul& p, Stream stream);

@@ -1,8 +1,8 @@
 // Float32 matrix products. The columns of b are divided into panels as wide as the accumulators of product()
-// (vector.h). A panel is packed if its rows are not contiguous, if they are far apart, or if the panel is incomplete.
-// The file has no include guard, for the reason that vector.h gives.
+// (vector.h). A panel is packed if its rows are not contiguous, if its rows are far apart, or if the panel is
+// incomplete. The file has no include guard, because each_instruction_set.h includes it once for each instruction set.
 //
-//   for each panel of columns, for each 512 inner elements:       (threads divide the (panel, tile) pairs)
+//   for each panel of columns, for each 512 inner elements:       (in parallel over the (panel, tile) pairs)
 //     pack the panel
 //     for each tile of 24 rows: out += a @ panel; after the last inner elements, apply the epilogue to the tile
 
@@ -18,7 +18,8 @@ struct Tile {
   int64_t columns;
 };
 
-// to[k][j] = b(first + k, column + j) for `terms` rows of a panel. `columns` is an int64_t or an integral_constant.
+// to[k][j] = b(first + k, column + j) for `terms` rows of a panel. `columns` is an int64_t, or an integral_constant so
+// that the compiler knows the length of the loops.
 template <typename Columns>
 [[gnu::always_inline]] inline void pack_columns(float* to, const Strided& b, int64_t first, int64_t terms,
                                                 int64_t column, Columns columns) {
@@ -68,7 +69,8 @@ inline void multiply(float* out, int64_t ld, Left<float> rows, Panel panel, cons
   for (int64_t r = 0; r < tile.rows; ++r) std::copy_n(whole + r * kPanel, tile.columns, out + r * ld);
 }
 
-// Applies the epilogue to a tile that is in the cache. `columns` is an int64_t or an integral_constant.
+// Applies the epilogue to a tile that is in the cache. `columns` is an int64_t or an integral_constant, as in
+// pack_columns().
 template <typename Columns>
 [[gnu::always_inline]] inline void finish_columns(const Matmul& p, const Tile& tile, Columns columns) {
   for (int64_t r = tile.row; r < tile.row + tile.rows; ++r) {

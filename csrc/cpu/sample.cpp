@@ -1,4 +1,5 @@
-// Draws the next tokens on the CPU. The threads divide the sequences. top_k uses std::nth_element, and top_p sorts.
+// Draws the next tokens on the CPU. The sequences are divided among the threads. top_k uses std::nth_element, and top_p
+// sorts.
 #include "../sample.h"
 
 #include <algorithm>

@@ -1,6 +1,6 @@
-// Vectors of one instruction set, for kernels that keep a block of accumulators in registers, which compilers do not do
-// for plain loops. The file has no include guard, because each_instruction_set.h includes it and the kernels once for
-// each instruction set. GPTKERNELS_ISA is the namespace, and the compiler targets that instruction set.
+// Vectors of one instruction set, for kernels that keep a block of accumulators in registers. (Compilers do not do this
+// for plain loops.) The file has no include guard, because each_instruction_set.h includes it, followed by the kernels,
+// once for each instruction set. GPTKERNELS_ISA is the namespace, and the compiler targets that instruction set.
 //
 // Vector<A> provides kLanes; kRows and kColumns, the size of the block of accumulators that fits in the registers;
 // load, store, set, zero, fma (a * b + c, rounded once), and so on. No operation combines lanes, so every instruction
@@ -10,7 +10,7 @@ namespace gptkernels::cpu::GPTKERNELS_ISA {
 
 #define GPTKERNELS_INLINE [[gnu::always_inline]] static inline
 
-// 2^r for |r| <= 1/2 with an error of 2^-25. The polynomial is from Cephes.
+// Returns 2^r for |r| <= 1/2 with an error of 2^-25. The polynomial is from Cephes.
 template <typename V>
 [[gnu::always_inline]] inline V power_of_fraction(V r) {
   V p = V::set(1.535336188319500e-4f);
@@ -20,8 +20,9 @@ template <typename V>
   return p;
 }
 
-// 2^-150 rounds to 0. For this exponent and below, exp2 returns 0 without computing it, because a denormal result takes
-// an Intel processor more than a hundred cycles. Such exponents are frequent: masked keys have scores of -inf.
+// 2^-150 rounds to 0. For this exponent and below, exp2() returns 0 without a multiplication whose result is denormal,
+// because that takes an Intel processor more than a hundred cycles. Such exponents are frequent: masked keys have
+// scores of -inf.
 constexpr float kLowestExponent = -150.0f;
 
 template <typename A>
@@ -140,7 +141,7 @@ struct Vector<double> {
 
 #else
 
-// The version for any other processor: loops over lanes, which the compiler vectorizes as far as the processor allows.
+// The version for all other processors. The compiler vectorizes its loops over lanes as far as the processor allows.
 template <typename A>
 struct Vector {
   static constexpr int kLanes = 16 / sizeof(A), kColumns = 2, kRows = 4;
@@ -232,7 +233,7 @@ struct Left {
   int64_t column;
 };
 
-// Computes kRows rows and kColumns vectors of c, with accumulators in registers.
+// Computes a block of c of kRows rows by kColumns vectors, with accumulators in registers.
 template <int kRows, int kColumns, typename A>
 [[gnu::always_inline]] inline void product_block(int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c, int64_t ldc,
                                                  bool add) {
@@ -262,7 +263,7 @@ template <int kRows, int kColumns, typename A>
     }
 }
 
-// Computes all rows of kColumns vectors of c.
+// Computes all rows of a strip of c that is kColumns vectors wide.
 template <int kColumns, typename A>
 [[gnu::noinline]] void product_columns(int64_t rows, int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c,
                                        int64_t ldc, bool add) {
@@ -281,8 +282,8 @@ template <int kColumns, typename A>
 
 // c (rows, columns) = a (rows, inner) @ b (inner, columns). With `add`, the product is added to c. The rows of b and c
 // are ldb and ldc elements apart; `columns` is a multiple of 16. The terms of each sum are added in order, in parts of
-// `length` terms, for any division of c into blocks. Therefore the rounding error of a long sum grows with the length
-// and the number of its parts, and the bits of an element do not depend on its neighbours.
+// `length` terms, for any division of c into blocks. Therefore the rounding error of a sum grows with `length` plus the
+// number of parts, not with `inner`. The bits of an element do not depend on the block that contains it.
 template <typename A>
 void product(int64_t rows, int64_t columns, int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c, int64_t ldc,
              bool add, int64_t length = 64) {
@@ -307,7 +308,8 @@ void product(int64_t rows, int64_t columns, int64_t inner, Left<A> a, const A* b
   }
 }
 
-// Returns the dot product of n elements, a multiple of 16: 16 independent partial sums, added pairwise.
+// Returns the dot product of n elements, where n is a multiple of 16. There are 16 independent partial sums, which are
+// added pairwise at the end.
 template <typename A>
 [[gnu::always_inline]] inline A dot(const A* a, const A* b, int64_t n) {
   using V = Vector<A>;

@@ -14,7 +14,7 @@ using float16 = __half;
 using Stream = cudaStream_t;
 using Status = cudaError_t;
 
-// Sums and statistics are float32, float64 for float64.
+// The type of sums and statistics: float32, or float64 if T is double.
 template <typename T>
 struct accumulate {
   using type = float;

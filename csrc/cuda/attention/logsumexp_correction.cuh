@@ -5,12 +5,13 @@
 
 namespace gptkernels::cuda {
 
-// The rounding error of the logsumexp multiplies all probabilities of a row by the same factor, so their sum is this
-// factor instead of 1. Returns 1 / sum if the rounding error can explain the difference between `sum` and 1. Otherwise
-// the logsumexp is that of more keys than this call has, and the function returns 1.
+// Returns the factor that corrects the probabilities exp(score - logsumexp) of a row, whose sum is `sum`. The rounding
+// error of the logsumexp multiplies all probabilities of the row by the same factor, so `sum` is this factor instead of
+// 1. The function returns 1 / sum if the rounding error can explain the difference between `sum` and 1. Otherwise the
+// logsumexp was computed over more keys than this call has, and the function returns 1.
 //
-// A logsumexp of far biases (lowest_bias.cuh) does not contain the number of keys, because it is rounded away. `sum` is
-// then the number of keys.
+// If all biases of the row are far (lowest_bias.cuh), the term log(number of keys) of the logsumexp is rounded away.
+// `sum` is then the number of keys.
 template <typename A>
 __device__ A logsumexp_correction(A sum, A logsumexp) {
   constexpr A kEpsilon = std::is_same_v<A, double> ? A(2.220446049250313e-16) : A(1.1920929e-7);

@@ -13,9 +13,9 @@ namespace gptkernels::cuda {
 // Heads are grouped into sections whose keys and values fit in the L2 cache together. In a section the longest tiles
 // come first, so that at the end short tiles fill the SMs.
 struct HeadTiles {
-  int tiles;          // tiles of a head
+  int tiles;          // tiles per head
   int heads;          // heads of all batches
-  int section;        // heads of a section
+  int section;        // heads per section
   bool longest_last;  // whether the last tile of a head is the longest
 
   struct Tile {
@@ -53,15 +53,16 @@ struct TileOrder : HeadTiles {
   }
 
 #ifdef __CUDACC__
-  // Return the index of the thread block's first tile, and of its next tile. One thread of the thread block calls them.
+  // Return the index of the thread block's first tile, and of its next tile. One thread of the thread block calls these
+  // functions.
   __device__ int first() const { return blockIdx.x; }
   __device__ int take() const {
     random_delay();
     return gridDim.x + atomicAdd(next, 1);
   }
   // Returns the index of the thread block's next tile, after `round` tiles. Without a counter, every second round of
-  // tiles is assigned to the thread blocks in reverse, so that a thread block with a long first tile has a short second
-  // tile.
+  // tiles is assigned to the thread blocks in reverse order, so that a thread block with a long first tile has a short
+  // second tile.
   __device__ int after(int round) const {
     if (next) return take();
     const int width = static_cast<int>(gridDim.x), own = static_cast<int>(blockIdx.x);

@@ -27,7 +27,7 @@ Status attention_forward_sm90(const AttentionForward<T>& p, Stream stream);
 template <typename T>
 Status attention_backward_sm90(const AttentionBackward<T>& p, Stream stream);
 
-// mma/ supports bfloat16, float16, and float32 by TF32 or exactly, on sm_80 and later, with every mask and dropout.
+// mma/ supports bfloat16, float16 and float32 (with TF32 or exactly) on sm_80 and later, with every mask and dropout.
 template <typename T>
 bool attention_forward_mma_serves(const AttentionForward<T>& p);
 template <typename T>

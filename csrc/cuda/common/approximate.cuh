@@ -1,7 +1,7 @@
 // Exponentials and reciprocals that are as accurate as T, the dtype of the kernel's result, requires. A kernel on
-// bfloat16 can issue about 30 instructions per element before they take longer than the memory accesses. For 16-bit
-// results these functions therefore use the hardware's approximate instructions, whose error disappears when the result
-// is rounded to 16 bits.
+// bfloat16 can issue about 30 instructions per element before the instructions take longer than the memory accesses.
+// For 16-bit results these functions therefore use the hardware's approximate instructions, whose error disappears when
+// the result is rounded to 16 bits.
 #pragma once
 
 #include "cuda/device.h"

@@ -1,4 +1,5 @@
-// Assertions about data that only the device reads. They are part of an op's contract, so NDEBUG does not remove them.
+// Assertions about data that only the device reads. These assertions are part of an op's contract, so NDEBUG does not
+// remove them.
 #pragma once
 
 #include <cstdio>

@@ -136,7 +136,8 @@ inline cudaLaunchAttribute cluster_of(unsigned blocks) {
 // before it reads what the previous kernel wrote. The previous kernel may call let_next_kernel_start() to start the
 // next kernel before its own end. Both functions do nothing before sm_90.
 
-// Launches kKernel so that it may start early. It falls back to an ordinary launch before sm_90 and before CUDA 12.3.
+// Launches kKernel so that it may start before the previous kernel has ended. Before sm_90 and before CUDA 12.3, this
+// is an ordinary launch.
 template <auto kKernel, typename... Arguments>
 void launch_early(dim3 grid, dim3 block, int64_t shared_bytes, Stream stream, const Arguments&... arguments) {
   cudaLaunchAttribute early = {};

@@ -1,7 +1,7 @@
 // Mean and reciprocal standard deviation of a row, for layer norms.
 //
-// The mean m of a row is rounded to float32, so it may be wrong by |m| * 2^-24. The kernels also compute the average of
-// x - m (`rest`) and subtract it, too, so a large offset in x costs no accuracy.
+// The mean m of a row is rounded to float32, so it may be wrong by |m| * 2^-24. The kernels also compute `rest`, the
+// average of x - m, and subtract m + rest from x, so a large offset in x costs no accuracy.
 #pragma once
 
 #include <limits>
@@ -28,8 +28,8 @@ template <typename A>
 __device__ Moments<A> moments(A mean, A rests, A squares, A inverse, double eps) {
   const A rest = rests * inverse, square = rest * rest;
   A variance = squares * inverse - square;
-  // If all elements are equal, the variance consists of rounding errors only. These would exceed eps for huge elements,
-  // so the variance is set to 0.
+  // If all elements are equal, the variance consists of rounding errors only. For huge elements these errors would
+  // exceed eps, so the variance is set to 0.
   if (variance <= 8 * std::numeric_limits<A>::epsilon() * square) variance = 0;
   return {mean, rest, reciprocal_root(variance + A(eps))};
 }

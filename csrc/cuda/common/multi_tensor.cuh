@@ -1,6 +1,6 @@
-// One launch over many tensors. Their pointers and sizes are part of the kernel's argument, so nothing is copied to the
-// device first, and a captured graph contains them. Every tensor is divided into chunks of equal size; a block works on
-// one chunk and finds its tensor by a binary search in constant memory.
+// One launch over many tensors. The tensors' pointers and sizes are part of the kernel's argument, so nothing is copied
+// to the device before the launch, and a captured graph contains them. Every tensor is divided into chunks of equal
+// size. A thread block processes one chunk, and finds the chunk's tensor by a binary search in constant memory.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,8 @@
 namespace gptkernels::cuda {
 
 // The largest size, in bytes, of kernel arguments that contain a TensorList. CUDA allows 32764 bytes (from CUDA 12.1
-// and driver 530 on), but the host copies all of them at every launch: beyond 9 KB this takes measurably longer
-// (docs/adamw.md).
+// and driver 530 on), but the host copies all arguments at every launch, and a copy of more than 9 KB makes a launch
+// measurably slower (docs/adamw.md).
 constexpr size_t kArgumentBytes = 9216;
 
 template <int kPointers, int kCapacity>
@@ -19,7 +19,7 @@ struct TensorList {
   static constexpr int capacity = kCapacity;
   int32_t count;
   int32_t first_chunk[kCapacity + 1];  // chunks of all tensors before this one; the last entry is the total
-  int32_t last_chunk_size[kCapacity];  // elements of a tensor's last chunk; all other chunks have kSize
+  int32_t last_chunk_size[kCapacity];  // elements of a tensor's last chunk; all other chunks have kSize elements
   void* pointers[kCapacity][kPointers];
 };
 
@@ -30,7 +30,7 @@ struct Chunk {
   int size;
 };
 
-// Returns this block's chunk: kSize elements, or fewer at the end of a tensor.
+// Returns this thread block's chunk: kSize elements, or fewer at the end of a tensor.
 template <int kSize, typename List>
 __device__ Chunk this_chunk(const List& list) {
   const int block = static_cast<int>(blockIdx.x);

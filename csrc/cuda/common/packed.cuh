@@ -14,7 +14,7 @@ struct alignas(sizeof(T) * N) Packed {
   T v[N];
 };
 
-// Elements of a 16-byte pack: 8 of bfloat16 or float16, 4 of float32, 2 of float64.
+// Number of elements of a 16-byte pack: 8 for bfloat16 and float16, 4 for float32, 2 for float64.
 template <typename T>
 constexpr int kPack = 16 / sizeof(T);
 

@@ -1,7 +1,7 @@
 // The second stage of a sum over the rows of a large matrix. Each block of the first stage wrote one row of partial
 // sums; partial_sums_kernel adds these rows in a fixed order, so equal inputs give equal bits.
 //
-// A block of kWarp x kSumRows threads takes kWarp columns:
+// A block of kWarp x kSumRows threads processes kWarp columns:
 //
 //   each warp adds every kSumRows-th row of these columns, one column per lane
 //   the warps' sums are transposed through shared memory
@@ -16,8 +16,9 @@
 
 namespace gptkernels::cuda {
 
-// The sum over the rows of `partials` (count, width). The first `split` columns of the result go to `first`, the next
-// `split` to `second`, the others to `third`. Columns whose pointer is null are not written.
+// The sum over the rows of `partials` (count, width). The first `split` columns of the result are written to `first`,
+// the next `split` columns to `second`, and the remaining columns to `third`. Columns whose pointer is null are not
+// written.
 template <typename T, typename A = accumulate_t<T>>
 struct PartialSums {
   T* first;
@@ -29,8 +30,8 @@ struct PartialSums {
   T* third = nullptr;
 };
 
-// Warps of a block. There are at most a few hundred rows of partial sums, so a thread has only a few loads, which are
-// all in flight at once.
+// Warps per block. There are at most a few hundred rows of partial sums, so each thread issues only a few loads, which
+// are all in flight at once.
 constexpr int kSumRows = 32;
 
 template <typename T, typename A>

@@ -4,8 +4,8 @@
 
 namespace gptkernels::cuda {
 
-// Delays one of 8 calls by up to 4 us. It is called before each wait and each arrival. The function has no branch,
-// because with a branch ptxas would not run wgmma asynchronously.
+// Delays one of 8 calls by up to 4 us. The kernels call this function before each wait and each arrival. The function
+// has no branch, because with a branch ptxas would not run wgmma asynchronously.
 __device__ inline void random_delay() {
 #ifdef GPTKERNELS_RANDOM_DELAYS
   auto hash = static_cast<unsigned>(clock64());

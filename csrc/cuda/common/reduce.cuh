@@ -15,7 +15,7 @@ struct Sum {
   }
 };
 
-// The maximum, ignoring NaNs, in one instruction.
+// The maximum of two numbers, ignoring NaNs, in one instruction.
 struct FiniteMax {
   template <typename A>
   __device__ A operator()(A a, A b) const {
@@ -31,7 +31,7 @@ __device__ A warp_reduce(A value, Op op = {}) {
   return value;
 }
 
-// Returns the sum over a one-dimensional block to every thread. All threads must call it.
+// Returns the sum over a one-dimensional block to every thread. All threads must call this function.
 template <typename A>
 __device__ A block_sum(A value) {
   value = warp_reduce<Sum>(value);

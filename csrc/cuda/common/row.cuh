@@ -1,8 +1,8 @@
-// A row of a matrix in the registers of its team (teams.cuh has a drawing).
+// A row of a matrix in the registers of its team (teams.cuh contains a drawing).
 //
 // A pack has kVec elements, by default 16 bytes. Row::With is a row of another dtype whose packs have the same number
-// of elements, so that each thread has the same columns of both rows. Packs stay in the dtype of memory, which for
-// 16-bit types takes half the registers of float32, and every pass over the row converts them again. The first
+// of elements, so that each thread holds the same columns of both rows. Packs are kept in the array's dtype: 16-bit
+// elements take half as many registers as float32. Every pass over the row converts the packs again. The first
 // kUnguarded packs of every thread are known to be within the row, so only the other packs are compared with the width.
 // (Comparing all packs in every pass takes about 10 % more instructions.)
 #pragma once
@@ -14,7 +14,8 @@
 
 namespace gptkernels::cuda {
 
-// Does the same as store_narrow, and guarantees a single store also for packs of 8 bytes.
+// Rounds N accumulators to T and stores them, as store_narrow() does, but guarantees a single store also for packs of 8
+// bytes.
 template <int N, typename T>
 __device__ void store_row_pack(T* p, const accumulate_t<T> (&values)[N]) {
   const Packed<T, N> pack = narrow<T>(values);
@@ -49,8 +50,8 @@ struct Row {
       if (has(i, width)) packs[i] = cuda::load<kVec>(row + column(i));
   }
 
-  // Sets all elements to `value`. It writes whole 32-bit words, because element by element the compiler would keep each
-  // 16-bit half in a separate register.
+  // Sets all elements to `value`. The assignments are to whole 32-bit words. With assignments to single elements, the
+  // compiler would keep each 16-bit half in a separate register.
   __device__ void fill(A value) {
     A values[kVec];
 #pragma unroll
@@ -60,8 +61,8 @@ struct Row {
     for (int i = 0; i < kItems; ++i) reinterpret_cast<uint4&>(packs[i]) = reinterpret_cast<const uint4&>(pack);
   }
 
-  // Keeps 16-bit packs packed. The compiler must assume that this call changes the packs, so it cannot convert them
-  // before a loop and keep the float32 values, which need twice as many registers.
+  // Keeps 16-bit packs packed. The compiler must assume that this call changes the packs, so the compiler cannot
+  // convert the packs before a loop and keep the float32 values, which need twice as many registers.
   __device__ void stay_packed() {
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
@@ -72,7 +73,7 @@ struct Row {
     }
   }
 
-  // Calls fn(i, x) for each pack i within the row; x holds its kVec elements as accumulators.
+  // Calls fn(i, x) for each pack i within the row; x holds the pack's kVec elements as accumulators.
   template <typename Fn>
   __device__ void each(int width, const Fn& fn) const {
 #pragma unroll
@@ -84,7 +85,7 @@ struct Row {
     }
   }
 
-  // Does the same as each(), and then stores x, which fn may have changed, in the pack.
+  // Calls fn(i, x) as each() does, and then rounds x, which fn may have changed, into the pack.
   template <typename Fn>
   __device__ void update(int width, const Fn& fn) {
     each(width, [&](int i, A(&x)[kVec]) {

@@ -2,17 +2,17 @@
 // Rows may have any width and alignment.
 //
 // A pack is 16 bytes at a multiple of 16 bytes, even if the row starts elsewhere. Fewer than kVec elements are left
-// before the first pack (the head) and after the last pack (the tail). Threads 0..kVec-1 of the team have one element
-// of the head each, and threads kVec..2*kVec-1 one element of the tail each. For example, a row of 21 bfloat16 that
-// starts 10 bytes after a multiple of 16:
+// before the first pack (the head) and after the last pack (the tail). Threads 0..kVec-1 of the team process one
+// element of the head each, and threads kVec..2*kVec-1 process one element of the tail each. For example, a row of 21
+// bfloat16 that starts 10 bytes after a multiple of 16:
 //
 //   address      0                16               32               48
 //                |. . . . . x x x |x x x x x x x x |x x x x x x x x |x x . . . . . . |
 //                           head   pack 0           pack 1           tail
 //   thread                  0 1 2  0                1                8 9
 //
-// A kernel uses a RowColumns, which has the places of the thread's elements, and one RowPart per array, which has the
-// elements:
+// A kernel constructs a RowColumns, which describes the thread's columns, and one RowPart per array, which holds the
+// thread's elements of this array:
 //
 //   RowColumns at(base, rows, width);
 //   RowPart x(p.x, at, slots);                                   starts the loads
@@ -29,8 +29,8 @@
 
 namespace gptkernels::cuda {
 
-// The types of the places at which a thread has elements. Kernels process elements with generic lambdas, which are
-// called with a place of each type.
+// The places of a thread's elements, one type for each kind of place. Kernels process elements with generic lambdas,
+// which are called with places of each type.
 struct PackAt {
   int i;  // this thread's pack i
 };
@@ -56,12 +56,12 @@ struct RowValues {
 // This thread's columns of its team's row: every threads()-th pack, and at most one edge element. The first kItems
 // packs are in registers.
 //
-//   kHasHeadTail   rows may have a head and a tail; otherwise they consist of whole packs
-//   kMasked        only the first `columns` columns of a row are read; the others are masked, and written as 0
-//   kOverflow      a thread may have more than kItems packs; the other packs are in shared memory
+//   kHasHeadTail   rows may have a head and a tail; otherwise rows consist of whole packs
+//   kMasked        only the first `columns` columns of a row are read; all further columns are masked, and written as 0
+//   kOverflow      a thread may have more than kItems packs; the packs beyond kItems are in shared memory
 //
 // With kOverflow, threads are counted from the start of the 128-byte line that contains the first pack, so that each
-// warp writes whole lines. Threads whose place in this line is before the first pack have no pack there.
+// warp writes whole lines. A thread whose position in this line is before the first pack has no pack in this line.
 template <typename T_, typename Team, int kItems_, bool kHasHeadTail, bool kMasked, bool kOverflow_>
 class RowColumns {
  public:
@@ -161,7 +161,7 @@ class RowColumns {
     return static_cast<int>(-reinterpret_cast<uintptr_t>(p) / sizeof(T) % multiple);
   }
 
-  static __device__ void wait_for_copies() { __pipeline_wait_prior(0); }  // for RowPart's copies to shared memory
+  static __device__ void wait_for_copies() { __pipeline_wait_prior(0); }  // waits for RowPart's copies
 
   __device__ bool has(PackAt at) const { return within(column(at), end_); }
   static __device__ bool within(int column, int end) {
@@ -176,9 +176,9 @@ class RowColumns {
   int edge_ = 0;  // the column of this thread's edge element; width_ or more if the thread has none
 };
 
-// A thread's elements of one array, at the places of a RowColumns. The elements stay in the dtype of memory, which for
-// 16-bit types takes half the registers of float32. A thread accesses only the slots of shared memory that it has
-// written itself, so no barrier is needed.
+// A thread's elements of one array, in the columns that a RowColumns describes. The elements are kept in the array's
+// dtype: 16-bit elements take half as many registers as float32. A thread accesses only the slots of shared memory that
+// it has written itself, so no barrier is needed.
 template <typename Columns>
 class RowPart {
   using T = typename Columns::T;
@@ -186,7 +186,7 @@ class RowPart {
 
  public:
   // Starts the loads. Every load is issued before the first value is used, to have as many bytes in flight as possible.
-  // `slots` is shared memory. It has a slot for each pack beyond kItems of each thread of the block.
+  // `slots` points to shared memory, with one slot for each pack beyond kItems of each thread of the block.
   __device__ RowPart(const T* base, const Columns& columns, void* slots) : slots_(static_cast<Slot*>(slots)) {
     const T* row = base + columns.begin();
 #pragma unroll
@@ -200,7 +200,7 @@ class RowPart {
     if (columns.unmasked(AtEdge{})) edge_.v[0] = row[columns.column(AtEdge{})];
   }
 
-  // Returns the elements of a place in the dtype of memory.
+  // Returns the elements of a place, in the array's dtype.
   __device__ auto& raw(InRegisters at) { return packs_[at.i]; }
   __device__ auto& raw(InShared at) { return slots_[(at.i - Columns::kItems) * blockDim.x + threadIdx.x]; }
   __device__ auto& raw(AtEdge) { return edge_; }

@@ -18,8 +18,7 @@
 //     static __device__ void run(const Arguments& p, uint4* slots, int overflow);   processes the team's row
 //   };
 //
-// `slots` is the block's dynamic shared memory. It has `overflow` packs per thread of the first array, then of the next
-// array, and so on.
+// `slots` is the block's dynamic shared memory. For each array in turn, it contains `overflow` packs per thread.
 #pragma once
 
 #include <algorithm>
@@ -37,7 +36,7 @@ constexpr int kRowItems = 4;  // packs per thread in registers
 
 // Launch parameters that an Op chooses by measurement.
 struct RowShapes {
-  int arrays = 1;                 // number of arrays whose rows are kept
+  int arrays = 1;                 // number of arrays whose rows are kept on the chip
   int resident = 2;               // blocks per SM, 1 or 2: with two blocks, one loads while the other computes
   bool overflow_in_block = true;  // whether a single block may keep packs in shared memory; otherwise a cluster does
   int cluster_packs = 2048;       // maximum packs of a row per block of a cluster
@@ -80,10 +79,10 @@ __global__ void __launch_bounds__(kRowThreads<Op, kHasHeadTail, true>, kRowBlock
 // ---- shapes ---------------------------------------------------------------------------------------------------------
 
 // The block shape for a row of `packs` packs in each of `arrays` arrays, or for the part of such a row that one block
-// of a cluster has. Packs that do not fit into registers (kRowItems per thread) are in shared memory.
+// of a cluster holds. Packs that do not fit into registers (kRowItems per thread) are in shared memory.
 struct BlockShape {
   unsigned threads;
-  int overflow;  // packs per thread in shared memory, of each array
+  int overflow;  // packs per thread and array in shared memory
   int64_t shared_bytes;
 
   BlockShape(int64_t packs, int arrays, int64_t threads)
@@ -104,8 +103,9 @@ inline BlockShape block_shape(int64_t packs, int arrays, int64_t max_threads) {
   return {packs, arrays, threads_for(packs, items)};
 }
 
-// Returns the number of packs of a row, plus those in front of it in its first 128-byte line, from which RowColumns
-// counts the threads if kOverflow is set. At most 7 packs are in front of the row.
+// Returns the number of packs between the start of the 128-byte line in which a row begins and the end of the row. (If
+// kOverflow is set, RowColumns counts the threads from the start of this line.) At most 7 packs of the line are in
+// front of the row.
 template <typename T>
 int64_t packs_on_lines(int64_t width, const T* base) {
   const bool begin_there = width * sizeof(T) % 128 == 0 && reinterpret_cast<uintptr_t>(base) % 128 == 0;
@@ -118,7 +118,7 @@ struct ClusterShape {
 };
 
 // Returns the smallest cluster, up to max_blocks, whose blocks have at most cluster_packs packs of the row each (32 or
-// 64 KB). An SM then has blocks of several rows, some of which load while others compute or synchronise.
+// 64 KB). An SM then runs blocks of several rows. Some of these blocks load while other blocks compute or synchronise.
 inline ClusterShape cluster_shape(const RowShapes& op, int64_t packs, int64_t max_blocks, int64_t max_threads) {
   constexpr int64_t kStep = 256;
   int64_t blocks = 2;
@@ -129,7 +129,7 @@ inline ClusterShape cluster_shape(const RowShapes& op, int64_t packs, int64_t ma
 }
 
 // Returns the largest cluster, a power of 2, that the current device supports for this kernel with blocks of any shape,
-// or 1 if the device has no clusters.
+// or 1 if the device does not support clusters.
 template <auto kKernel, int kMaxThreads>
 int64_t max_cluster_blocks() {
   if (!built_for_hopper<kKernel>()) return 1;
@@ -174,7 +174,7 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
       const unsigned threads = static_cast<unsigned>(threads_for(packs, items.value));
       rows_by_block_kernel<Op, items.value, kHasHeadTail, false><<<grid, threads, 0, stream>>>(p, 0);
     };
-    // Use 3 packs per thread if with 4 more packs would be beyond the row's end.
+    // Use 3 packs per thread if 4 packs per thread would extend further beyond the row's end.
     if constexpr (!kHasHeadTail)
       if (const int64_t threads = threads_for(packs, 3);
           threads <= kThreads && threads * 3 < threads_for(packs, kRowItems) * kRowItems)
@@ -195,11 +195,11 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
   return launch_rows_by_cluster<Op, kHasHeadTail>(p, line_packs, stream);
 }
 
-// Launches the kernel that supports these rows. Returns false, without a launch, if no kernel does, because there are
-// more rows than a grid can have blocks, or the rows are too wide. `base` is the array whose addresses determine how
-// the columns are divided into packs (RowColumns); all arrays must have the same offset from a multiple of 16 bytes.
+// Launches the kernel that supports these rows. Returns false, without a launch, if there are more rows than a grid can
+// have blocks, or if the rows are too wide for all kernels. `base` is the array whose addresses determine how the
+// columns are divided into packs (RowColumns); all arrays must have the same offset from a multiple of 16 bytes.
 // `aligned` means that every row starts at a multiple of 16 bytes and consists of whole packs. Such rows use code
-// without head and tail, and narrow rows share a warp.
+// without head and tail, and several narrow rows share a warp.
 template <typename Op>
 bool launch_rows(const typename Op::Arguments& p, const typename Op::T* base, bool aligned, Stream stream) {
   if (p.rows > std::numeric_limits<int>::max()) return false;

@@ -1,5 +1,6 @@
 // Helpers for the simple kernels (*_simple_kernel): one block per row, which reads the row from memory again in each
-// pass. They are the fallback for every width, alignment and dtype that an op's fast kernels do not support.
+// pass. The simple kernels are the fallback for every width, alignment and dtype that an op's fast kernels do not
+// support.
 #pragma once
 
 #include <algorithm>

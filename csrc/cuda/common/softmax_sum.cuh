@@ -1,6 +1,6 @@
-// The maximum of a row and the sum of its exponentials. SoftmaxSum computes both in one pass (online softmax), for
-// kernels that read the row from memory in every pass. MaxSum takes two passes, for rows in registers and shared
-// memory.
+// The maximum of a row and the sum of its exponentials. SoftmaxSum computes the maximum and the sum in one pass (online
+// softmax), for kernels that read the row from memory in every pass. MaxSum takes two passes, for rows in registers and
+// shared memory.
 #pragma once
 
 #include <limits>
@@ -61,7 +61,7 @@ struct SoftmaxSum {
 // ---- rows in registers and shared memory (row_part.cuh) -------------------------------------------------------------
 
 // Computes exp(scale * x). For 16-bit types the scale is multiplied into the factor log2(e) that converts e^x to 2^x,
-// so it costs no instruction.
+// so the scale costs no instruction.
 template <typename T>
 struct ScaledExp {
   float factor;
@@ -99,7 +99,8 @@ struct MaxSum {
   sum_t<T> total = 0;
 
   // Returns the maximum and the sum over the team. On entry, `max` and `total` are already reduced over the warp. Each
-  // warp has summed relative to the warp's maximum, so the warps of a team synchronise once instead of twice.
+  // warp's sum is relative to the warp's maximum. Therefore the warps of a team synchronise once, not once for the
+  // maximum and once for the sum.
   template <typename Combine>
   __device__ MaxSum reduce_over_team(Combine& combine, const ScaledExp<T>& exponential) const {
     MaxSum all = *this;

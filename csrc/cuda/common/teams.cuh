@@ -13,7 +13,7 @@
 //   BlockPart      blockDim.x             blockDim.y          shared memory            layernorm backward
 //   Cluster        2 to 16 blocks         1 per cluster       distributed shared mem.  softmax, fused_classifier
 //
-// Threads 0, 1, 2, ... of a team have packs 0, 1, 2, ... of 16 bytes, so that a warp accesses 512 contiguous bytes. A
+// Threads 0, 1, 2, ... of a team hold packs 0, 1, 2, ... of 16 bytes, so that a warp accesses 512 contiguous bytes. A
 // row of 768 bfloat16 is 96 packs, which a Warp holds as 3 packs per thread:
 //
 //   column   0     8     16         248   256              504   512              760
@@ -32,10 +32,10 @@
 //   (none)     read from memory again in each pass    the *_simple_kernels: any width, alignment, dtype
 //
 // These types are in row_part.cuh, row.cuh, ../norm/ring.cuh and simple_row.cuh. There are two types for rows in
-// registers, because the kernels have different bottlenecks. RowPart is for kernels limited by memory bandwidth. It
-// supports any row, with 4 packs per thread. Row is for layernorm's kernels, which are limited by instructions. It has
-// up to 7 packs per thread, and knows at compile time which packs need no bounds check, which saves 3 to 7 % of the
-// time (docs/layernorm.md).
+// registers, because the kernels have different bottlenecks. RowPart is for kernels limited by memory bandwidth. A
+// RowPart supports any row, and holds 4 packs per thread in registers. Row is for layernorm's kernels, which are
+// limited by instructions. A Row holds up to 7 packs per thread, and knows at compile time which packs need no bounds
+// check. This saves 3 to 7 % of the time (docs/layernorm.md).
 #pragma once
 
 #include <cstdint>
@@ -52,7 +52,7 @@ namespace gptkernels::cuda {
 // lanes. A default-constructed V must be neutral. A kernel may call a Combine once: a second call would overwrite
 // shared memory that threads may still be reading, unless a barrier precedes the call.
 
-// The Combine of teams of one warp or less, whose values are already combined.
+// The Combine of teams of one warp or less, in which all lanes already hold the combined value.
 struct NoCombine {
   template <typename V, typename Merge>
   __device__ void operator()(V&, const Merge&) {}
@@ -116,7 +116,7 @@ class ClusterCombine {
 
 // ---- the teams ------------------------------------------------------------------------------------------------------
 
-// Several narrow rows per warp. The block is one-dimensional and has kThreads threads.
+// Each warp processes several narrow rows. The block is one-dimensional and has kThreads threads.
 template <int kLanes_, int kThreads>
 struct Lanes {
   static constexpr int kLanes = kLanes_;
@@ -128,7 +128,7 @@ struct Lanes {
   static __device__ int threads() { return kLanes; }
 };
 
-// One row per warp. blockDim.x is 32.
+// Each warp processes one row. blockDim.x is 32.
 struct Warp {
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = true;
@@ -137,7 +137,7 @@ struct Warp {
   static __device__ int threads() { return kWarp; }
 };
 
-// One row per block. The block is one-dimensional.
+// Each block processes one row. The block is one-dimensional.
 struct Block {
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
@@ -149,10 +149,11 @@ struct Block {
   static __device__ void barrier() { __syncthreads(); }
 };
 
-// Several rows per block, each with several warps. Every row has its own named barrier. CUDA has 16 named barriers per
-// block, and few blocks that use so many barriers fit on an SM, so this team is for kernels with one block per SM.
+// Each block processes several rows, and several warps process each row. Every row uses its own named barrier. A block
+// can use at most 16 named barriers. Few blocks that use so many barriers fit on an SM, so this team is for kernels
+// with one block per SM.
 struct BlockPart {
-  static constexpr int kMaxRows = 15;  // maximum rows of a block: __syncthreads uses barrier 0
+  static constexpr int kMaxRows = 15;  // maximum rows per block: 16 barriers, of which __syncthreads uses barrier 0
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
   static __device__ int64_t row() { return int64_t(blockIdx.x) * blockDim.y + threadIdx.y; }
@@ -165,7 +166,7 @@ struct BlockPart {
 };
 
 #if GPTKERNELS_HOPPER
-// One row per cluster. Blocks are one-dimensional.
+// Each cluster processes one row. Blocks are one-dimensional.
 struct Cluster {
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;

@@ -38,9 +38,9 @@ struct DropoutDraw {
 template <typename A, bool kOptional>
 class DenseDropoutDraw;
 
-// Dropout of contiguous data: a kernel argument with the numbers that the host can compute. draw() loads seed and
-// offset. A kernel calls draw() early, so that these loads are in flight together with its other loads. If kOptional, a
-// probability of 0 means no dropout, and seed and offset are then not read.
+// Dropout of contiguous data: a kernel argument that contains the numbers that the host can compute. draw() loads seed
+// and offset. A kernel calls draw() early, so that these loads are in flight together with its other loads. If
+// kOptional, a probability of 0 means no dropout, and seed and offset are then not read.
 template <typename A, bool kOptional = false>
 struct DenseDropout {
   static constexpr bool kOn = true;
@@ -81,7 +81,7 @@ class DenseDropoutDraw {
     if (!on_) return;
     PhiloxWords words = dense_dropout_words(seed_, offset_, static_cast<uint64_t>(element) / kDenseGroup);
     uint32_t (&word)[4] = words.word;
-    // One Philox call has the bits of 8 elements. Move the bits of the N elements to the front.
+    // One Philox call yields the bits of 8 elements. Move the bits of the N elements to the front.
     if (N < 8 && (element & 4)) word[0] = word[2], word[1] = word[3];
     if (N < 4 && (element & 2)) word[0] = word[1];
     if (N < 2 && (element & 1)) word[0] >>= 16;
@@ -96,7 +96,7 @@ class DenseDropoutDraw {
   bool on_;
   int64_t seed_;
   int64_t offset_;
-  uint32_t threshold_;  // the threshold is in the upper half
+  uint32_t threshold_;  // the threshold, in the upper half
   A keep_scale_;
 };
 

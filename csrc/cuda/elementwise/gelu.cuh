@@ -25,7 +25,8 @@ struct GeluTanh {
   }
 
   // Returns s(v) + x s'(v) v'(x). s and s' are computed from e^-|v|, which cannot overflow: s(|v|) = 1 / (1 + e^-|v|)
-  // and s'(v) = e^-|v| s(|v|)^2. x^2 is limited to finite values, so that s' v' is 0 for |x| > 1e19, not 0 * inf = NaN.
+  // and s'(v) = e^-|v| s(|v|)^2. x^2 is limited to finite values, so that s'(v) v'(x) is 0 for |x| > 1e19, not 0 * inf
+  // = NaN.
   static __device__ A derivative(A x) {
     if constexpr (kSixteenBits<T>) return short_derivative(x);
     const A square = fmin(x * x, std::numeric_limits<A>::max());
@@ -42,8 +43,8 @@ struct GeluTanh {
   }
 
   // Returns the derivative for 16-bit results, s + x s (1 - s) v'(x), in few instructions. x^2 is limited to the value
-  // at which e^-v is 2^127 or 2^-127: beyond it, the approximate instructions make s exactly 0 or 1, and thus the
-  // derivative too. In x s (1 - s) every finite x is then multiplied by 0; an infinite x gives NaN, as in the formula.
+  // at which e^-v is 2^127 or 2^-127. For larger |x|, the approximate instructions make s, and thus the derivative,
+  // exactly 0 or 1. In x s (1 - s), every finite x is then multiplied by 0. An infinite x gives NaN, as in the formula.
   static __device__ float short_derivative(float x) {
     constexpr float kFar = 10.04f;
     const float square = fminf(x * x, kFar * kFar);
@@ -67,9 +68,9 @@ __device__ float horner(float t, float first, Rest... rest) {
     return first;
 }
 
-// Q(x) = e^(-x^2/2) t P(t) with t = 1 / (1 + x / 4). P minimises the largest relative error up to x = 14.5 (fitted by
-// Lawson's reweighted least squares to erfc(x / sqrt 2) e^(x^2/2) / 2): 3e-6 for x >= 0 for 16-bit results, 2e-8 for
-// x >= 1 for float32. Beyond 14.5, Q is less than the smallest float32.
+// The polynomial P in Q(x) = e^(-x^2/2) t P(t), where t = 1 / (1 + x / 4). P minimises the largest relative error up to
+// x = 14.5. It is fitted by Lawson's reweighted least squares to erfc(x / sqrt 2) e^(x^2/2) / 2. The largest error is
+// 3e-6 for 16-bit results (x >= 0), and 2e-8 for float32 (x >= 1). Beyond 14.5, Q is less than the smallest float32.
 template <typename T>
 struct TailFit {
   static __device__ float polynomial(float t) {
@@ -89,17 +90,19 @@ struct TailFit<T> {
 constexpr double kDensityAtZero = 0.3989422804014327;  // 1 / sqrt(2 pi)
 
 // Returns Tail at x >= 0 in about 30 instructions, few enough for float32 to run at memory bandwidth. The approximate
-// exponential and reciprocal have relative errors of up to 2^-22, which is accurate enough for x >= 1. If Q is
-// subtracted from 1, Q is less than 1/6. If Q itself is the result, torch's error is larger.
+// exponential and reciprocal have relative errors of up to 2^-22, which is accurate enough for x >= 1. If the result is
+// 1 - Q, Q is less than 1/6, and so is its share of the result's error. If the result is Q itself, torch's error is
+// larger.
 template <typename T>
 __device__ Tail<float> tail(float x) {
   const float square = x * x;
   float e = exp2_approximately((-0.5f * kLog2E) * square);
-  // Corrects the rounding of the square, which costs up to 80 ulp of e in the far tail.
+  // Correct e for the rounding of the square, which causes an error of up to 80 ulp in the far tail.
   if constexpr (!kSixteenBits<T>) e -= 0.5f * e * fmaf(x, x, -square);
   const float t = reciprocal_approximately(1.0f + 0.25f * x);
   float mass = e * t * TailFit<T>::polynomial(t);
-  // Near 0 nothing cancels, and 1/2 - x R(x^2) has fewer roundings. R is fitted like P, with an error of 3e-8.
+  // For x < 1, 1/2 - x R(x^2) is more accurate, because it is rounded fewer times and the subtraction does not cancel.
+  // The coefficients of R are fitted as those of P are (TailFit), with a largest error of 3e-8.
   if constexpr (!kSixteenBits<T>)
     if (x < 1.0f)
       mass = 0.5f -

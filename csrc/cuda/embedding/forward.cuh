@@ -3,7 +3,7 @@
 // L2 cache.
 //
 // A warp computes 512 bytes of each of two rows, and blocks are small. Persistent grids, and more rows per warp (which
-// could share a row of wpe), were up to 10 % slower, because their reads and writes come in bursts.
+// could share a row of wpe), were up to 10 % slower, because such grids read and write in bursts.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,7 @@ namespace gptkernels::cuda {
 
 constexpr int kForwardThreads = 128;
 constexpr int kForwardWarps = kForwardThreads / kWarp;
-constexpr int kForwardRows = 2;  // rows of a warp
+constexpr int kForwardRows = 2;  // rows per warp
 constexpr int kForwardBlockRows = kForwardWarps * kForwardRows;
 
 // The grid is (slabs, sequences, blocks of a sequence), flattened with the last index fastest.

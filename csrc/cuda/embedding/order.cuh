@@ -6,16 +6,16 @@
 //
 // There are about sqrt(V) bins, and as many values of the high bits (digits). The low bits select the bin, so that
 // frequent tokens, which have small numbers in most vocabularies, are spread over the bins. The only atomics are
-// integer counts, so the order depends on the tokens alone. Both kernels read and write only a few times 4 N bytes, all
-// in the L2 cache, so latency determines their time. Each kernel of the backward is launched while the previous kernel
-// still runs (launch.cuh). Only after wait_for_previous_kernel() may a kernel write what the previous kernel reads, or
-// read what the previous kernel writes.
+// integer counts, so the order depends on the tokens alone. Both kernels read and write only a few times 4 * B * T
+// bytes, all in the L2 cache, so latency determines their time. Each kernel of the backward is launched while the
+// previous kernel still runs (launch.cuh). Only after wait_for_previous_kernel() may a kernel write what the previous
+// kernel reads, or read what the previous kernel writes.
 //
 // The result is a list of items. The tokens of the vocabulary are sorted in the same way; a token's slot is its index
-// in that order. In the list, every slot has a head, which is the complement of its token. The head is followed by the
-// slot's entries: the positions of the token in ascending order. The head of a slot without a token is kNoHead. A slot
-// with more than kWindow entries is a long run: its head is kNoHead too, its entries are marked with kLongRunMark, and
-// long_runs has the range of the entries.
+// in that order. In the list, every slot begins with a head, which is the complement of its token. The head is followed
+// by the slot's entries: the positions of the token in ascending order. The head of a slot without a token is kNoHead.
+// A slot with more than kWindow entries is a long run: its head is kNoHead too, its entries are marked with
+// kLongRunMark, and long_runs contains the range of the entries.
 //
 //   items    ~a 5 9 | ~b | ~c 0 2 7 | -- 1*3*4*6*8* ... *  | ~e | ...          -- kNoHead, * marked
 //            a: 2      b: 0  c: 3       d: a long run         e: 0   entries
@@ -53,12 +53,12 @@ struct Entry {
 
 constexpr int kNoHead = INT_MIN;
 constexpr unsigned kNoRow = ~unsigned(kNoHead);
-constexpr int kLongRunMark = 1 << 30;  // a bit that no position has (kEncoderMaxRows)
+constexpr int kLongRunMark = 1 << 30;  // a bit that is 0 in every position (kEncoderMaxRows)
 
 // The range of a long run, which has more than kWindow entries.
 struct Run {
-  int first;  // the index of its first entry among the items
-  int last;   // the index of its last entry; 0 if there is no run
+  int first;  // the index of the run's first entry among the items
+  int last;   // the index of the run's last entry; 0 if there is no run
   int token;
 };
 
@@ -136,7 +136,7 @@ __global__ void __launch_bounds__(kTileThreads)
   const int share = w.tile_size / static_cast<int>(blockDim.x / kWarp);  // a multiple of kWarp
   const int begin = tile_begin + threadIdx.x / kWarp * share;
   const int end = min(begin + share, w.n);
-  const Token first = begin + lane < end ? p.tokens[begin + lane] : Token(0);  // in flight during the loop below
+  const Token first = begin + lane < end ? p.tokens[begin + lane] : Token(0);  // loaded during the loop below
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < w.zeros; i += int64_t(gridDim.x) * blockDim.x)
     reinterpret_cast<int*>(w.long_runs)[i] = 0;
   const auto token_at = [&](int i) { return i == begin + lane ? first : p.tokens[i]; };
@@ -203,7 +203,7 @@ __global__ void __launch_bounds__(kBinThreads)
     for (int j = 0; j < kAhead; ++j)
       if (const int e = first + j * kWarp + lane; e < end) entries[j] = load_entry(e);
   };
-  Entry kept[kAhead] = {};  // entries that are loaded once for both passes; in most bins these are all entries
+  Entry kept[kAhead] = {};  // the first entries, loaded once for both passes; in most bins, these are all entries
   load_entries(kept, begin);
   const auto for_entries = [&](const auto& visit) {
     const auto visit_all = [&](const Entry(&entries)[kAhead], int first) {

@@ -3,7 +3,7 @@
 // The columns of the tables and of dout are divided into slabs, and every grid processes all rows of one slab before
 // the next slab. Data that is read more than once (the row of a frequent token; dout, which is part of two sums) is
 // then read from memory once and from the L2 cache afterwards. About half of an H200's L2, some 30 MB, is available for
-// data that all SMs read: it can hold 256 bytes of each of 64K rows, but not whole rows.
+// data that all SMs read: this half can hold 256 bytes of each of 64K rows, but not whole rows.
 #pragma once
 
 #include <cstdint>
@@ -20,11 +20,12 @@ int64_t slabs(int64_t width) {
 }
 
 // A lane's columns in a slab, if kLanes neighbouring lanes share a row. Lanes beyond the width repeat the work of the
-// last lane within the width. Storing the same bytes twice costs no time, but a bounds check for every access would.
+// last lane within the width. Storing the same bytes twice costs no time, whereas a bounds check for every access would
+// cost time.
 template <int kVec, int kLanes>
 struct SlabColumns {
   int64_t slab;
-  int64_t column;  // the first of its kVec columns
+  int64_t column;  // the first of the lane's kVec columns
 
   __device__ SlabColumns(int64_t slab, int64_t width)
       : slab(slab), column(min((slab * kLanes + threadIdx.x % kLanes) * kVec, width - kVec)) {}
@@ -47,7 +48,8 @@ __device__ Packed<T, kVec> load_from_l2(const T* p) {
   return load_with<kVec>(p, [](const uint4* words) { return __ldcg(words); });
 }
 
-// Loads a pack with priority evict-first, for data that is not read again, so that it does not displace other data.
+// Loads a pack with priority evict-first, for data that is not read again. Such data then does not displace other data
+// from the L2 cache.
 template <int kVec, typename T>
 __device__ Packed<T, kVec> load_evict_first(const T* p) {
   return load_with<kVec>(p, [](const uint4* words) { return __ldcs(words); });

@@ -44,7 +44,8 @@ constexpr int kLoadsInFlight = kVec <= 4 ? 8 : 4;
 template <int kVec>
 constexpr int kLanes = kVec == 1 ? kWarp : kWarp / 2;
 
-// A lane's columns of a matrix. Row index and row size have 32 bits, so that an address takes one instruction.
+// A lane's columns of a matrix. The row index and the row size are 32-bit numbers, so that computing an address takes
+// one instruction.
 template <typename T>
 struct Column {
   T* top;
@@ -176,15 +177,15 @@ __device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const Encoder
   write_sum<false, kVec>(column_of(p.dwpe, at, w).row(t), sum);
 }
 
-// Computes the rows of dwte whose heads are in a unit of the items. Each group of lanes has a different unit. A row is
-// written when the next head is reached. The entries of the unit's last head may extend beyond the unit, by up to a
-// window.
+// Computes the rows of dwte whose heads are in a unit of the items. Each group of lanes processes a different unit. A
+// row is written when the next head is reached. The entries of the unit's last head may extend beyond the unit, by up
+// to a window.
 template <typename T, typename Token, int kVec, bool kAccumulate>
 __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
                                const SlabColumns<kVec, kLanes<kVec>>& at, int unit) {
   constexpr int kReach = kUnit + kWindow;
   constexpr int kRounds = kReach / kLanes<kVec>;
-  __shared__ alignas(16) int staged[kSumsThreads / kLanes<kVec>][kReach + 8];  // + 8, so that groups use other banks
+  __shared__ alignas(16) int staged[kSumsThreads / kLanes<kVec>][kReach + 8];  // + 8: groups use different banks
   int* items = staged[threadIdx.x / kLanes<kVec>];
   const int lane = threadIdx.x % kLanes<kVec>;
   const int group_shift = threadIdx.x % kWarp - lane;
@@ -206,7 +207,7 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
       end = heads && end == kReach ? head : end;
   }
   if (__all_sync(kAllLanes, first == kReach)) return;
-  // Marks the items of other units' runs, which are then skipped like the items of long runs.
+  // Mark the items of other units' runs, which are then skipped like the items of long runs.
 #pragma unroll
   for (int c = 0; c < kRounds; ++c) {
     const int i = c * kLanes<kVec> + lane;
@@ -261,8 +262,7 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
         for (int j = 0; j < kLoadsInFlight<kVec>; ++j) any |= unsigned(item[j]) < unsigned(kLongRunMark);
       continue;
     }
-    // These are selects instead of branches, because the compiler would insert a warp reconvergence point after each
-    // branch.
+    // Select instead of branching, because the compiler would insert a warp reconvergence point after each branch.
 #pragma unroll
     for (int j = 0; j < kLoadsInFlight<kVec>; ++j) {
       const bool head = item[j] < 0;
@@ -278,9 +278,9 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
   __syncwarp();  // all lanes have read `items` before it is written again
 }
 
-// Sums the entries of long runs in a window of the items. A window has entries of at most two long runs: one that began
-// in an earlier window, and one that begins in this window. Their sums are stored in rows 2 * window and
-// 2 * window + 1 of the partials.
+// Sums the entries of long runs in a window of the items. A window contains entries of at most two long runs: one that
+// began in an earlier window, and one that begins in this window. The sums of these two runs are stored in rows 2 *
+// window and 2 * window + 1 of the partials.
 template <typename T, typename Token, int kVec, bool kAccumulate>
 __device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
                               const SlabColumns<kVec, kLanes<kVec>>& at, int window) {
@@ -299,8 +299,8 @@ __device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderW
   }
 }
 
-// The first `batch_blocks` blocks of a slab (blockIdx.y) compute dwpe. Its sums do not depend on the sort, so these
-// blocks start without waiting for the sort. The other blocks compute dwte.
+// The first `batch_blocks` blocks of a slab (blockIdx.y) compute dwpe. The sums of dwpe do not depend on the sort, so
+// these blocks start without waiting for the sort. The other blocks compute dwte.
 template <typename T, typename Token, int kVec, bool kAccumulate>
 __global__ void __launch_bounds__(kSumsThreads, kSumsBlocksPerSM)
     encoder_backward_sums_kernel(const EncoderBackward<T, Token> p, const EncoderWorkspace<T> w,

@@ -37,8 +37,8 @@ __device__ float block_amax(float magnitude) {
   return magnitude;
 }
 
-// One thread of every block calls this function with the block's amax. The last block to arrive shifts the history by
-// one call and resets the two working cells.
+// Updates the history. One thread of every block calls this function with the block's amax. The last block to arrive
+// shifts the history by one call and resets the two working cells.
 __device__ inline void update_history(int32_t* history, int32_t bits) {
   int32_t* in_progress = history + kFp8Calls;
   atomicMax(in_progress, bits);

@@ -5,9 +5,12 @@
 // and assembles the tile's bytes in shared memory, so that the transposed copy is stored in whole sectors of 32 bytes.
 //
 // Two launches of the same kernel:
-//   1  scale known: normalises, quantises, and updates the amax history
-//      no scale (an all-zero history): writes only sums, statistics and each block's largest magnitude
-//   2  no scale: computes the scale from these magnitudes, normalises again, and quantises; otherwise returns at once
+//
+// - The first launch normalises, quantises and updates the amax history, if the scale is known. If the scale is not
+//   known (the history is all zeros), the launch writes only the sums, the statistics and each block's largest
+//   magnitude, and updates the history.
+// - The second launch returns at once if the scale was known. Otherwise it computes the scale from these magnitudes,
+//   normalises again, and quantises.
 #include <limits>
 
 #include "../../fp8_scale.h"
@@ -26,7 +29,7 @@ constexpr int kThreads = kWarps * kWarp;
 constexpr int kTileRows = 32;
 constexpr int kMaxBlocks = 2048;
 
-// The workspace, written by the first launch for the second.
+// The workspace, which the first launch writes and the second launch reads.
 struct CalibrationWorkspace {
   int32_t active;             // 1 if there was no scale, so that the second launch must quantise
   float largest[kMaxBlocks];  // largest magnitude of each block of the first launch
@@ -45,8 +48,9 @@ __device__ __host__ constexpr int line_bytes(int width) {
   return (width + 127) / 128 * 128;
 }
 
-// Returns the place of a column in its row in shared memory. In rows 16 to 31 the halves of each line are exchanged, so
-// that the two lanes that read rows 0..15 and 16..31 of the same columns in store_transposed() use different banks.
+// Returns the offset at which a column is stored in its row in shared memory. In rows 16 to 31 the halves of each line
+// are exchanged, so that the two lanes that read rows 0..15 and 16..31 of the same columns in store_transposed() use
+// different banks.
 __device__ int place(int row, int column) {
   return column ^ (row / 16 * 64);
 }
@@ -58,7 +62,7 @@ __device__ void store_transposed(const uint8_t* tile, uint8_t* out, int64_t tile
     const int column = i / 2 * 4, row = i % 2 * 16;
     if (tile_row + row >= padded) continue;
     const uint8_t* from = tile + row * pitch + place(row, column);
-    // words[j][k] has 4 columns of row 4 * j + k. After transpose_bytes() it has rows 4 * j to 4 * j + 3 of column k.
+    // words[j][k] holds 4 columns of row 4 * j + k and, after transpose_bytes(), rows 4 * j to 4 * j + 3 of column k.
     uint32_t words[4][4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -75,7 +79,7 @@ __device__ void store_transposed(const uint8_t* tile, uint8_t* out, int64_t tile
 
 // ---- the kernel ----
 
-// kCalibrated is true in the second launch. With a residual, x is then the sum that the first launch has written.
+// kCalibrated is true in the second launch. With a residual, p.x is then the sum that the first launch has written.
 template <typename R, bool kResidual, bool kCalibrated>
 __global__ void __launch_bounds__(kThreads, kResident<R>)
     fp8_layernorm_kernel(const LayernormForward<typename R::T> p, const Fp8Quantize<typename R::T> quantization,

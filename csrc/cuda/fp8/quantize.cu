@@ -4,12 +4,12 @@
 //   fp8_largest_kernel   finds max |x| if there is no amax history yet; otherwise returns immediately
 //   fp8_quantize_kernel  computes the scale, quantises, and updates the amax history
 //
-// fp8_quantize_kernel reads x, which has N * C * sizeof(T) bytes, once. For GELU's gradient it also reads u, which has
-// the same size. It writes N * C bytes, and as many again for the transposed copy. A block has a strip of 64 columns,
-// and processes every gridDim.y-th tile of 128 rows of the strip. A thread has 4 rows x 8 columns of a tile, rounds
-// them and transposes their bytes in registers. The transposed tile is assembled in shared memory, so that the stores
-// to the transposed copy are whole 128-byte lines. The loads of the next tile are issued before the barrier of the
-// current tile.
+// fp8_quantize_kernel reads x, which has N * C * sizeof(T) bytes, once. For GELU's gradient it also reads u, the input
+// of GELU, which has the same size. It writes N * C bytes, and as many again for the transposed copy. A block processes
+// every gridDim.y-th tile of 128 rows of a strip of 64 columns. A thread processes 4 rows x 8 columns of a tile: it
+// rounds the elements, and transposes their bytes in registers. The transposed tile is assembled in shared memory, so
+// that the stores to the transposed copy are whole 128-byte lines. The loads of the next tile are issued before the
+// barrier of the current tile.
 #include "../../fp8.h"
 #include "../../fp8_scale.h"
 #include "amax_history.cuh"
@@ -66,12 +66,12 @@ struct GeluGradientSource {
 
 constexpr int kMaxResident = 4;
 
-// Eight neighbouring elements of a row, in the dtype of the memory.
+// Eight neighbouring elements of a row, in the dtype of the matrix.
 template <typename T>
 struct Part {
   Packed<T, kPack<T>> packs[kThreadColumns / kPack<T>];
 
-  // Loads the first `count` elements; the others are 0.
+  // Loads the first `count` elements, and sets the remaining elements to 0.
   template <bool kVector>
   __device__ void load_from(const T* from, int64_t count) {
 #pragma unroll
@@ -239,7 +239,8 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
 
 constexpr int64_t kAmaxBytes = kMaxAmaxBlocks * sizeof(float);
 
-// Returns the grid. x counts the strips. y has as many blocks as fill one wave, with `resident` blocks per SM.
+// Returns the grid. Its x dimension is the number of strips. Its y dimension is the number of blocks per strip with
+// which the grid fills one wave of `resident` blocks per SM.
 dim3 quantize_grid(int64_t rows, int64_t width, int resident) {
   constexpr int64_t kMaxRuns = 1024;
   const int64_t strips = std::max<int64_t>(ceil_div(width, kTileColumns), 1);

@@ -24,7 +24,8 @@ struct TransposedTile {
   static __device__ int group() { return threadIdx.x % kGroups; }
   static __device__ int band() { return threadIdx.x / kGroups; }
 
-  // Stores the thread's part in shared memory. words(row, i) returns bytes 4 i to 4 i + 3 of row 0..3 of the part.
+  // Stores the thread's part in shared memory. words(row, i) returns bytes 4 * i to 4 * i + 3 of a row of the part,
+  // where `row` is 0 to 3.
   template <typename Words>
   __device__ void put(const Words& words) {
 #pragma unroll

@@ -1,10 +1,10 @@
-// The algorithm cache. It has, for each product, the cuBLASLt algorithm that autotuning found to be the fastest. It is
-// kept in a file in the user's cache folder, so that later processes use the same algorithms and get the same bits.
-// This is host code.
+// The algorithm cache, which stores for each product the cuBLASLt algorithm that autotuning found to be the fastest.
+// The cache is kept in a file in the user's cache folder, so that later processes use the same algorithms and get the
+// same bits. This is host code.
 //
 // The name of the file contains everything else that an algorithm depends on: the GPU, the driver and cuBLASLt's
-// version. The environment variable GPTKERNELS_MATMUL_CHOICES names another folder. If it is "off", nothing is timed,
-// and cuBLASLt's heuristic chooses the algorithms.
+// version. The environment variable GPTKERNELS_MATMUL_CHOICES names another folder. If the variable is "off", nothing
+// is timed, and cuBLASLt's heuristic chooses the algorithms.
 #pragma once
 
 #include <cublasLt.h>
@@ -16,7 +16,7 @@
 
 namespace gptkernels::cuda {
 
-// Everything that the choice of an algorithm may depend on. The sizes are those of Matmul.
+// Everything that the choice of an algorithm may depend on. The sizes are the members of Matmul with the same names.
 struct ProductKey {
   int device;
   cudaDataType_t type;    // of operand a
@@ -32,7 +32,8 @@ struct ProductKey {
   auto operator<=>(const ProductKey&) const = default;
 };
 
-// Returns the largest power of two up to 256 that divides the address. Some algorithms require 16.
+// Returns the largest power of two up to 256 that divides the address. Some algorithms require an alignment of 16
+// bytes.
 inline uint32_t alignment(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer) | 256;
   return static_cast<uint32_t>(address & -address);
@@ -43,7 +44,8 @@ struct LtAlgorithm {
   int64_t workspace;  // bytes
 };
 
-// The descriptors of a call of cublasLtMatmul. They are on the stack, where filling them in takes a few dozen stores.
+// The descriptors of a call of cublasLtMatmul. These opaque structures are on the stack, and are initialised with a few
+// dozen stores. cublasLtMatmulDescCreate() would instead allocate memory.
 struct LtProblem {
   cublasLtMatmulDescOpaque_t operation;
   cublasLtMatrixLayoutOpaque_t a;
@@ -71,7 +73,7 @@ int64_t terms_per_step(cudaDataType_t type);
 std::vector<LtAlgorithm> heuristic_algorithms(const LtProblem& problem, const ProductKey& key, cublasLtHandle_t handle,
                                               int most);
 
-// Returns whether the algorithm supports the product with its workspace.
+// Returns whether the algorithm supports the product with the algorithm's workspace.
 bool supports(LtProblem problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle);
 
 // Returns whether products may be timed.
@@ -81,7 +83,7 @@ bool autotune_enabled();
 // must check that the algorithm supports the product, because a file can be damaged.
 std::optional<LtAlgorithm> cached_algorithm(const ProductKey& key);
 
-// Stores an algorithm in the cache, and in the file if it can be written.
+// Stores an algorithm in the cache, and in the file if the file can be written.
 void cache_algorithm(const ProductKey& key, const LtAlgorithm& algorithm);
 
 }  // namespace gptkernels::cuda

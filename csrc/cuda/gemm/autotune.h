@@ -10,7 +10,7 @@
 
 namespace gptkernels::cuda {
 
-// Times launches one by one, without waiting between them.
+// Times launches one by one, without waiting for the device between two launches.
 class Timer {
  public:
   explicit Timer(Stream stream) : stream_(stream) {}
@@ -51,9 +51,9 @@ class Timer {
   std::vector<cudaEvent_t> events_;
 };
 
-// Returns the index of the algorithm with the shortest median time. `times` has one time of each algorithm for every
-// round, round by round. If no algorithm is clearly faster than the first one, the first one is returned: the
-// heuristic's order is the same in every run, but times are not.
+// Returns the index of the algorithm with the shortest median time. `times` contains one time of each algorithm for
+// every round, round by round. If no algorithm is clearly faster than the first algorithm, the function returns the
+// index of the first algorithm: the heuristic's order is the same in every run, but times are not.
 inline size_t fastest(const std::vector<float>& times, size_t count, int rounds) {
   constexpr float kClearly = 0.98f;
   const auto median = [&](size_t index) {

@@ -1,7 +1,7 @@
-// The sum over the rows of x (N, C), for bias gradients. Reads x once: N * C * sizeof(T) bytes.
+// The sum over the rows of x (N, C), for bias gradients. The kernel reads x, which has N * C * sizeof(T) bytes, once.
 //
-// A block has a strip of columns, one pack per lane, and sums every gridDim.y-th run of kRows rows. It writes one row
-// of partial sums. partial_sums_kernel adds these rows in order, so equal inputs give equal bits.
+// A block processes a strip of columns, one pack per lane. The block sums every gridDim.y-th run of kRows rows, and
+// writes one row of partial sums. partial_sums_kernel adds these rows in order, so equal inputs give equal bits.
 #include "../../column_sum.h"
 #include "cuda/common/partial_sums.cuh"
 
@@ -12,7 +12,7 @@ constexpr int kRows = 16;  // threads that share a column (blockDim.y)
 constexpr int kAhead = 4;  // loads in flight per thread
 
 // A thread adds kAhead rows in float32 and, if T is float32, adds these sums in float64. A float64 addition for every
-// element would be slower than memory (docs/notes/linear.md).
+// element would take longer than the memory accesses (docs/notes/linear.md).
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const ColumnSum<T> p) {
   using A = sum_t<T>;
@@ -52,7 +52,7 @@ __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const 
 }
 
 // Returns the grid (strips of columns, blocks per strip). There are as many blocks per strip as fill one wave of
-// blocks, as long as each thread has at least kAhead rows.
+// blocks, as long as each thread adds at least kAhead rows.
 template <typename T, int kVec>
 dim3 partial_grid(int64_t rows, int64_t width) {
   constexpr int64_t kMaxRuns = 1024;

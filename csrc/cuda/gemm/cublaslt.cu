@@ -1,8 +1,8 @@
 // Matrix products by cuBLAS and cuBLASLt, and the dispatch between them and our own kernel (sm90_gelu.h).
 //
 // cuBLAS is column-major, so it sees each of our row-major matrices transposed. out = a @ b is therefore computed as
-// out^T = b^T @ a^T: cuBLAS's operand A is our b, its B is our a, its rows are our columns. An operand that is
-// transposed in our memory is also transposed for cuBLAS.
+// out^T = b^T @ a^T: cuBLAS's operand A is our b, cuBLAS's B is our a, and cuBLAS's rows are our columns. An operand
+// that is transposed in our memory is also transposed for cuBLAS.
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -34,8 +34,8 @@ constexpr cublasOperation_t operation(bool transposed) {
   return transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
 }
 
-// Returns the handle's math mode, which says whether float32 products may use TF32. torch sets it from
-// torch.backends.cuda.matmul whenever it returns its handle.
+// Returns the handle's math mode, which says whether float32 products may use TF32. torch sets the mode from
+// torch.backends.cuda.matmul whenever torch returns its handle.
 cublasMath_t math_mode(cublasHandle_t handle) {
   cublasMath_t mode = CUBLAS_DEFAULT_MATH;
   cublasGetMathMode(handle, &mode);
@@ -50,10 +50,10 @@ cublasComputeType_t compute_type(cublasHandle_t handle) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Products without an epilogue, by cublasGemmEx.
+// Products without an epilogue, computed by cublasGemmEx.
 
-// Forbids cuBLAS to round partial sums to bfloat16 or float16 when it splits a sum over blocks (split-K). The handle is
-// torch's, so the destructor restores its mode.
+// Forbids cuBLAS to round partial sums to bfloat16 or float16 when it splits a sum over blocks (split-K). The handle
+// belongs to torch, so the destructor restores the handle's mode.
 template <typename T>
 class WideSums {
  public:
@@ -104,7 +104,7 @@ MatmulStatus product(const Matmul<T>& p, cublasHandle_t handle, Stream stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Products by cuBLASLt: with an epilogue, or with an algorithm from the cache.
+// Products computed by cuBLASLt: those with an epilogue, and those with an algorithm from the cache.
 
 template <typename T>
 cublasLtEpilogue_t epilogue(const Matmul<T>& p) {
@@ -119,9 +119,10 @@ const void* gelu_matrix(const Matmul<T>& p) {
   return p.dgelu_at ? p.dgelu_at : p.pre_gelu;
 }
 
-// Returns whether cuBLASLt supports the GELU epilogue and is not slower with it. cuBLASLt requires a leading dimension
-// of the GELU matrix that is divisible by 8. It does not document the accuracy of its tanh; 16-bit results show no
-// difference. For float32 its GELU epilogue is slower than our own kernel after a TF32 product (docs/notes/mlp.md).
+// Returns whether cuBLASLt supports the GELU epilogue, and is not slower than a product followed by our GELU kernel.
+// cuBLASLt requires a leading dimension of the GELU matrix that is divisible by 8. cuBLASLt does not document the
+// accuracy of its tanh, but 16-bit results do not differ. For float32, cuBLASLt's GELU epilogue is slower than a TF32
+// product followed by our kernel (docs/notes/mlp.md).
 template <typename T>
 bool supports_gelu_epilogue(const Matmul<T>& p) {
   return sizeof(T) == 2 && p.columns % 8 == 0 && alignment(gelu_matrix(p)) >= 16;
@@ -140,9 +141,9 @@ bool on_tensor_cores(cublasComputeType_t compute) {
 }
 
 // Returns whether cublasGemmEx, which does not report its algorithm, may choose an algorithm that drops terms
-// (adds_all_terms in algorithm_cache.cu). Fewer terms are dropped than there are splits. They include all terms after
-// the last whole step, or a whole step if there are no such terms. So there must be more splits than these terms, and
-// there are at most as many splits as whole steps.
+// (adds_all_terms in algorithm_cache.cu). The dropped terms include all terms after the last whole step, or a whole
+// step if there are no such terms. There are fewer dropped terms than splits, and at most as many splits as whole
+// steps. Terms can therefore be dropped only if there are more whole steps than such terms.
 template <typename T>
 bool may_drop_terms(const Matmul<T>& p, cublasComputeType_t compute) {
   if (!on_tensor_cores<T>(compute) || gelu_matrix(p) || p.rows == 0 || p.columns == 0 || p.batches == 0) return false;
@@ -230,7 +231,7 @@ MatmulPlan plan_of(const LtAlgorithm& algorithm) {
 std::mutex plans_mutex;
 std::map<ProductKey, MatmulPlan> plans;
 
-// Returns whether the product is one matrix and takes tens of microseconds or more on the tensor cores.
+// Returns whether the product is a single matmul on the tensor cores with at least kMinFlops operations.
 template <typename T>
 bool is_worth_autotuning(const Matmul<T>& p, cublasComputeType_t compute) {
   constexpr double kMinFlops = 4e9;
@@ -324,7 +325,7 @@ MatmulStatus product_and_bias(const Matmul<T>& p, cublasHandle_t handle, Stream 
   return status;
 }
 
-// Returns the arguments of the product alone, before GELU or its gradient.
+// Returns the arguments of the product alone, without GELU or GELU's gradient.
 template <typename T>
 Matmul<T> without_gelu(Matmul<T> p) {
   if (p.pre_gelu) p.out = p.pre_gelu;

@@ -1,6 +1,6 @@
-// Products of float8 matrices by cuBLASLt. cuBLASLt is column-major, so our a @ b^T is its out^T = b @ a^T, where A is
-// our b, transposed, and B is our a. This is the only layout of float8 matrices that cuBLASLt supports on Hopper: in
-// both operands the terms of a sum are contiguous.
+// Products of float8 matrices by cuBLASLt. cuBLASLt is column-major, so our out = a @ b^T is computed as out^T = b @
+// a^T: cuBLASLt's A is our b, transposed, and cuBLASLt's B is our a. This is the only layout of float8 matrices that
+// cuBLASLt supports on Hopper: in both operands the terms of a sum are contiguous.
 #include <map>
 #include <mutex>
 #include <vector>
@@ -25,7 +25,8 @@ constexpr cudaDataType_t type_of(Fp8Format format) {
   return format == Fp8Format::kE4M3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2;
 }
 
-// To a float32 product cuBLASLt can only add a bfloat16 bias. Our bias is then float32, and a separate kernel adds it.
+// If the product is float32, cuBLASLt can add only a bfloat16 bias, but our bias is float32. A separate kernel then
+// adds the bias.
 template <typename T>
 constexpr bool kFusesBias = sizeof(T) == 2;
 

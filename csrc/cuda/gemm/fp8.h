@@ -7,9 +7,9 @@
 namespace gptkernels::cuda {
 
 // out (rows, columns) = alpha * scale_a * scale_b * a (rows, inner) @ b (columns, inner)^T + bias. out is dense; inner,
-// columns, a_ld and b_ld are multiples of kFp8Alignment; a and b begin at multiples of 16 bytes. With fast_accumulation
-// all sums have the 14 bits of significand of the tensor cores. Without it the sums of every 128 terms are added in
-// float32.
+// columns, a_ld and b_ld are multiples of kFp8Alignment; a and b begin at multiples of 16 bytes. With
+// fast_accumulation, all sums are accumulated in the tensor cores, with 14 bits of significand. Without
+// fast_accumulation, the sums of every 128 terms are added in float32.
 template <typename T>
 struct Fp8Matmul {
   T* out;
@@ -37,12 +37,12 @@ struct Fp8Plan {
   int64_t workspace;  // bytes
 };
 
-// Chooses the algorithm of a product. Like matmul_plan, it asks cuBLASLt's heuristic once per shape.
+// Chooses the algorithm of a product. Like matmul_plan(), the function asks cuBLASLt's heuristic once per shape.
 template <typename T>
 Fp8Plan fp8_matmul_plan(const Fp8Matmul<T>& p, cublasHandle_t handle);
 
-// Times the algorithms for a large product. Like matmul_autotune, it does so once per shape and user. It writes p.out,
-// which must be scratch memory if the product accumulates. The workspace has kAutotuneWorkspace bytes.
+// Times the algorithms for a large product, once per shape and user, as matmul_autotune() does. The function writes
+// p.out, which must be scratch memory if the product accumulates. The workspace has kAutotuneWorkspace bytes.
 template <typename T>
 Fp8Plan fp8_matmul_autotune(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
                             Stream stream);

@@ -33,7 +33,7 @@ struct Matmul {
   int64_t b_stride;
   double alpha;
   const T* bias;      // (columns): added to every row
-  T* pre_gelu;        // (rows, columns), dense: receives the product; out is the tanh GELU of it
+  T* pre_gelu;        // (rows, columns), dense: receives the product; out is the tanh GELU of this
   const T* dgelu_at;  // (rows, columns), dense: out is multiplied by GELU's derivative at these values
   accumulate_t<T>* wide_out = nullptr;  // if not null, receives the unrounded product in place of out
   bool accumulate = false;              // add the product to out (beta = 1)
@@ -41,13 +41,14 @@ struct Matmul {
 };
 
 // The plan of a product: the library or kernel that computes it. cuBLASLt's heuristic is asked once per shape; the
-// answer is cached for the process. For a large product on the tensor cores, the heuristic's first algorithm may be
-// 20 % slower than the best one, so the proposed algorithms are timed, once per shape and user
+// answer is cached for the process. For a large product on the tensor cores, the heuristic's first algorithm may be 20
+// % slower than the best algorithm, so the proposed algorithms are timed, once per shape and user
 // (gemm/algorithm_cache.h).
 struct MatmulPlan {
   // At most one of `cublaslt` and `sm90` is true. With cublaslt, cublasLtMatmul computes the product and the epilogue.
-  // With sm90, our own kernel (gemm/sm90_gelu.h) computes them and column_sums. If both are false, cublasGemmEx
-  // computes the product, and our kernel adds the bias. The caller computes column_sums unless sm90 is true.
+  // With sm90, our own kernel (gemm/sm90_gelu.h) computes the product, the epilogue and column_sums. If both are false,
+  // cublasGemmEx computes the product, and our kernel adds the bias. The caller computes column_sums unless sm90 is
+  // true.
   bool cublaslt;
   bool separate_gelu;   // our kernels compute GELU or its gradient after the product
   bool needs_autotune;  // matmul_autotune may find a faster algorithm
@@ -80,7 +81,7 @@ template <typename T>
 MatmulPlan matmul_autotune(const Matmul<T>& p, const MatmulPlan& plan, void* out, void* workspace,
                            cublasHandle_t handle, Stream stream);
 
-// If the plan needs cuBLAS, the handle's stream must be `stream`.
+// Computes the product as the plan says. If plan.needs_cublas(), the handle's stream must be `stream`.
 template <typename T>
 MatmulStatus matmul(const Matmul<T>& p, const MatmulPlan& plan, void* workspace, cublasHandle_t handle, Stream stream);
 

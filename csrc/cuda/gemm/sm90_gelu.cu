@@ -1,4 +1,4 @@
-// Matmuls for sm_90a with an epilogue: bias and GELU, or GELU's gradient and its sums over the rows.
+// Matmuls for sm_90a with an epilogue: bias and GELU, or GELU's gradient and the gradient's sums over the rows.
 #include "backend.h"
 #include "cuda/common/partial_sums.cuh"
 #include "cuda/elementwise/gelu.cuh"
@@ -16,7 +16,7 @@ enum class Function { kGelu, kDgelu };
 
 template <typename T>
 struct MatmulArguments : TileProduct<T> {
-  T* pre;              // (rows, columns): written for GELU, read for its gradient
+  T* pre;              // (rows, columns): written for GELU, read for GELU's gradient
   float* column_sums;  // (row tiles of 64, columns), or null
 };
 
@@ -50,7 +50,8 @@ __device__ Words times_derivative(const Words& product, const Words& at, float (
 
 #endif
 
-// The epilogue (an Epilogue of sm90_mainloop.cuh). A lane has 8 neighbouring columns, whose sums it keeps in registers.
+// Implements the Epilogue interface of sm90_mainloop.cuh. Each lane processes 8 neighbouring columns, and keeps the
+// sums of these columns in registers.
 template <typename T, Function kFunction>
 struct GeluEpilogue {
   using Arguments = MatmulArguments<T>;
@@ -145,8 +146,8 @@ cudaError_t launch_gelu(const Matmul<T>& p, float* column_sums, Stream stream) {
   return launch<Epilogue, kRowsAreK>({make_product<kRowsAreK>(operands(p), p.out, p.bias), pre, column_sums}, stream);
 }
 
-// If b is not transposed, it is stored as (inner, columns), so its rows are k. This is the case in nn.Linear's backward
-// and Conv1D's forward.
+// Launches the kernel for the layout of b. If b is not transposed, b is stored as (inner, columns), and kRowsAreK is
+// true. This is the case in nn.Linear's backward and Conv1D's forward.
 template <typename T, Function kFunction>
 cudaError_t launch_gelu(const Matmul<T>& p, float* column_sums, Stream stream) {
   return p.b_transposed ? launch_gelu<T, kFunction, false>(p, column_sums, stream)
@@ -155,8 +156,8 @@ cudaError_t launch_gelu(const Matmul<T>& p, float* column_sums, Stream stream) {
 
 // ---- which products these kernels support ---------------------------------------------------------------------------
 
-// Returns whether the kernels have code for this device. It checks one kernel, because all are compiled for the same
-// architectures.
+// Returns whether the kernels have code for this device. The function checks one kernel, because all kernels are
+// compiled for the same architectures.
 template <typename T>
 bool built() {
   return built_for_wgmma<matmul_wgmma_kernel<GeluEpilogue<T, Function::kGelu>, false>>();
@@ -171,9 +172,9 @@ bool supports(const Matmul<T>& p) {
   return supports(operands(p)) && all_aligned(p.out, p.pre_gelu, p.dgelu_at) && built<T>();
 }
 
-// Returns whether our kernel is faster than cuBLASLt. It is faster for GELU, and for GELU's gradient if it also avoids
-// the separate pass for the column sums (docs/notes/linear.md). If there are only a few of the large tiles, some SMs
-// are idle at the end, and cuBLASLt's smaller tiles are faster.
+// Returns whether our kernel is faster than cuBLASLt. Our kernel is faster for GELU, and for GELU's gradient if the
+// separate pass for the column sums is also avoided (docs/notes/linear.md). If the product consists of only a few of
+// the large tiles, some SMs are idle at the end, and cuBLASLt's smaller tiles are faster.
 template <typename T>
 bool is_faster(const Matmul<T>& p) {
   constexpr double kBusy = 0.85;
@@ -192,7 +193,7 @@ bool matmul_sm90_supports(const Matmul<T>& p) {
   }
 }
 
-// The workspace has the partial column sums of every 64 rows.
+// Returns the size of the workspace in bytes. The workspace holds the partial column sums of every 64 rows.
 template <typename T>
 int64_t matmul_sm90_workspace(const Matmul<T>& p) {
   return p.column_sums ? tiles_down(p.rows) * (kCluster * kRows / 64) * p.columns * int64_t(sizeof(float)) : 0;

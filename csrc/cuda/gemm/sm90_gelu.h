@@ -1,5 +1,5 @@
 // Matmuls for sm_90a (H100, H200) by our own kernels, with the epilogues for which cuBLASLt is slow: a bias with GELU,
-// and GELU's gradient with its sums over the rows. The kernels support bfloat16 and float16.
+// and GELU's gradient with the gradient's sums over the rows. The kernels support bfloat16 and float16.
 #pragma once
 
 #include "matmul.h"

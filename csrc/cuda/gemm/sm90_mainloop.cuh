@@ -1,9 +1,9 @@
 // Matmuls for sm_90a by wgmma and TMA, for gemm/sm90_gelu.cu and loss/sm90_linear_cross_entropy.cu. The epilogue of a
 // tile is computed by other warps while the tensor cores work on the next tile.
 //
-// A cluster of two thread blocks computes tiles of 256 x 256, one after the other. Each block has 128 of the rows. The
-// tile's columns of b are multicast: each block loads half of them into the shared memory of both blocks. A block has
-// five warpgroups:
+// A cluster of two thread blocks computes tiles of 256 x 256, one after the other. Each block computes 128 of the rows.
+// The tile's columns of b are multicast: each block loads half of them into the shared memory of both blocks. A block
+// has five warpgroups:
 //
 //   0     one thread loads the operands into a ring in shared memory
 //   1, 2  the product warps: each warpgroup computes 64 rows of the tile, in float32 registers
@@ -11,7 +11,9 @@
 //
 // Each product warp is paired with an epilogue warp. When its 16 rows are complete, the product warp rounds them (with
 // the bias) to T, stores them in shared memory, and continues with the next tile. The epilogue warp processes these
-// rows while the next tile is computed. It has 8 columns per lane, so that it reads and writes whole rows.
+// rows while the next tile is computed. Each lane processes 8 columns, so that the warp reads and writes whole rows.
+//
+// kRowsAreK is true if b is stored as (inner, columns), and false if b is stored as (columns, inner).
 //
 //   struct Epilogue {
 //     using Arguments;                   derived from TileProduct<T>, with the epilogue's own arguments
@@ -37,7 +39,7 @@
 namespace gptkernels::cuda::tile_product {
 
 constexpr int kCluster = 2;                              // thread blocks per cluster
-constexpr int kRows = 128, kColumns = 256, kInner = 64;  // a block's part of a tile; terms per step
+constexpr int kRows = 128, kColumns = 256, kInner = 64;  // a block's part of a tile; kInner: terms per step
 constexpr int kStages = 3;
 constexpr int kThreads = 5 * kWarpgroup;
 constexpr int kPairs = 8;  // pairs of a product warp and an epilogue warp
@@ -82,7 +84,7 @@ struct TilePosition {
 };
 
 // Addresses of the mbarriers in shared memory. `rounded` completes when the product warp has stored its rows, and
-// `taken` when the epilogue warp has read them.
+// `taken` completes when the epilogue warp has read these rows.
 struct Barriers {
   uint32_t first;
   __device__ uint32_t full(int slot) const { return first + 8 * slot; }
@@ -133,8 +135,8 @@ __device__ inline uint32_t rounded_offset(int row, int chunk) {
   return row * kRoundedRowBytes + ((chunk ^ (row % 8)) << 4);
 }
 
-// Adds the bias to half the columns of a warp's 16 rows, rounds them, and stores them in shared memory. `own` and
-// `bias` are the addresses of the lane's rows and of its bias.
+// Adds the bias to the sums in half the columns of a warp's 16 rows, rounds the results, and stores them in shared
+// memory. `own` is the address to which the lane stores, and `bias` is the address of the bias of the lane's columns.
 template <bool kBias, typename T>
 __device__ void round_half(const float (&sums)[kColumns / 4], uint32_t own, uint32_t bias) {
 #pragma unroll

@@ -8,12 +8,12 @@
 // loss per row.
 //
 // A row is processed like a row of softmax (row_part.cuh). The padded columns V..Vp-1 are masked; in a row without a
-// loss, all columns are masked. Unlike softmax, the sum of exponentials excludes the target's column. If the target has
-// nearly all of the probability, the loss and the gradient depend on this small sum. If the target's exponential, which
-// is then 1, were included, the digits of the small sum would be rounded away.
+// loss, all columns are masked. Unlike softmax, the sum of exponentials excludes the target's column. If the target's
+// probability is nearly 1, the loss and the gradient depend on this small sum. If the target's exponential, which is
+// then 1, were included, the digits of the small sum would be rounded away.
 //
 // A thread writes only columns that it has read itself, so dlogits may overwrite the logits. Every thread also reads
-// the target's logit. It does so before the reduction, and all writes come after the reduction.
+// the target's logit, but this read is before the reduction, and all writes are after the reduction.
 #pragma once
 
 #include "../../fused_classifier.h"
@@ -26,7 +26,7 @@
 
 namespace gptkernels::cuda {
 
-// Returns the target of a row, or ignore_index for rows beyond the last.
+// Returns the target of a row, or ignore_index for rows beyond the last row.
 template <typename P>
 __device__ int64_t read_target(const P& p, int64_t row) {
   if (row >= p.rows) return p.ignore_index;
@@ -85,7 +85,7 @@ struct Classifier {
   __device__ A gradient(A x) const { return exp_for<T>(x - max) * scale; }
 };
 
-// ---- any row: one block per row, which reads it from memory in both passes ----
+// ---- any row: one block per row reads the row from memory in both passes ----
 
 template <int kVec, typename T, typename Out>
 __device__ void classify_row(const FusedClassifierForward<T, Out>& p, int64_t row) {
@@ -125,7 +125,7 @@ __global__ void __launch_bounds__(kSimpleThreads)
 
 // The Op for launch_rows() (row_part_launch.cuh):
 //
-//   load the row; set the padded columns and the target's to -inf; find the maximum of the warp's part
+//   load the row; set the padded columns and the target's column to -inf; find the maximum of the warp's part
 //   compute the exponentials relative to the warp's maximum, and their sum
 //   combine maximum and sum over the team's warps
 //   store the gradients and the loss
@@ -138,7 +138,7 @@ struct ClassifierForwardRow {
   static constexpr int kThreads = kOverflow ? 640 : 768;
 
   // float32 exponentials replace the logits in place. In 16 bits the exponentials would be rounded, so they are
-  // computed twice.
+  // computed again for the gradients.
   static constexpr bool kInPlace = sizeof(T) == 4;
 
   template <typename Team, int kItems, bool kHasHeadTail, bool kOverflow>
@@ -187,9 +187,9 @@ struct ClassifierForwardRow {
   }
 };
 
-// If the logits and dlogits are 16-byte aligned, the addresses of the logits determine how the columns are divided into
-// packs, so the bits of a row do not depend on the address of dlogits. Otherwise the simple kernel is used, which
-// supports any alignment.
+// Launches the forward. launch_rows() is used if logits and dlogits are 16-byte aligned. The addresses of the logits
+// then determine how the columns are divided into packs, so the bits of a row do not depend on the address of dlogits.
+// Otherwise the simple kernel is used, which supports any alignment.
 template <typename T, typename Out>
 void launch_forward(const FusedClassifierForward<T, Out>& p, Stream stream) {
   const bool aligned = can_vectorize<T>(p.width, p.logits, p.dlogits);

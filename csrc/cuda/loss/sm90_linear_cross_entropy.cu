@@ -1,6 +1,7 @@
 // Cross-entropy fused into the product of the LM head: the product's epilogue stores exponentials of the logits instead
 // of the logits. This saves the classifier's pass, which reads and writes all logits; the warps that run the epilogue
-// have idle time for the exponentials. Five launches (E and factor are defined in loss/sm90_linear_cross_entropy.h):
+// have idle time for the exponentials. With E = exp(logit - c), where c is the logit of the row's target, the gradient
+// of the logits is factor * E (loss/sm90_linear_cross_entropy.h). Five launches:
 //
 //   before     one warp per row: the shift c, by a dot product of x with the target's row of the weight
 //   product    stores E = exp(logit - c), with 0 at the target; sums of E over a tile's 256 columns; E at the target
@@ -26,7 +27,7 @@ using namespace tile_product;
 // A row is redone if E at the target, which is about 1, is less than kMin, or the sum of E is more than kMax.
 constexpr float kMin = 0x1p-100f, kMax = 0x1p100f;
 
-// Values that RowState::targets has in place of a target.
+// Values that RowState::targets holds in place of a target.
 constexpr int kNone = -1;  // a row without a loss
 constexpr int kRedo = -2;  // a row to be redone
 
@@ -125,8 +126,8 @@ __device__ float reduce_four(const float (&row_values)[4], int lane) {
 
 #endif
 
-// The epilogue (an Epilogue of gemm/sm90_mainloop.cuh). An epilogue warp reads the 16 rounded rows of its product warp
-// from shared memory, four at a time, with 8 neighbouring columns per lane.
+// Implements the Epilogue interface of gemm/sm90_mainloop.cuh. An epilogue warp reads the 16 rounded rows of its
+// product warp from shared memory, four at a time, with 8 neighbouring columns per lane.
 //
 // Tiles are ordered column by column: the part of the weight for one column of tiles is read from memory once, and x
 // comes from the L2 cache. If kRedoOnly, only row blocks with rows to redo are computed, and the logits of these rows
@@ -189,8 +190,8 @@ struct ExpEpilogue {
   }
 
  private:
-  // Returns exp(logit - c) of the 8 columns from `column` on, where shift = c * log2(e), and their sum. Padded columns
-  // and the target's column are 0; the target's value is stored in *at_target.
+  // Returns E = exp(logit - c) in the 8 columns from `column` on, where shift = c * log2(e), and sets `sum` to the sum
+  // of the returned values. Padded columns and the target's column are 0; the target's E is stored in *at_target.
   static __device__ Words exponentials(const Words& logits, float shift, int target, int column, int vocab_size,
                                        float* at_target, float& sum) {
     float e[8];
@@ -224,7 +225,7 @@ struct ExpEpilogue {
 
 // ---- after ----------------------------------------------------------------------------------------------------------
 
-constexpr int kAfterRows = 32, kAfterParts = 8;  // rows of a block; threads that add the sums of one row
+constexpr int kAfterRows = 32, kAfterParts = 8;  // rows per block; threads per row
 
 // Computes the loss of a row from E at the target and the sum of E over the other columns (`others`), stores E at the
 // target, and returns the factor. If E is out of range, marks the row to be redone and returns 1.
@@ -252,7 +253,8 @@ __device__ float finish_row(const ExpClassifier& p, const RowState& state, int64
   return (p.dlosses ? *p.dlosses : 1.0f) / sum * (others > kMin ? others / widen(rounded) : 1.0f);
 }
 
-// Computes to = factor * from for one row, by one warp. A factor of 0 gives 0 even for infinities and NaNs.
+// Computes to = factor * from for one row. The threads of a warp call this function together. A factor of 0 gives 0
+// even for infinities and NaNs.
 template <typename From>
 __device__ void scale_row(bfloat16* to, const From* from, int64_t width, float factor) {
   for (int64_t i = threadIdx.x * kPack<bfloat16>; i < width; i += kWarp * kPack<bfloat16>) {
@@ -264,7 +266,8 @@ __device__ void scale_row(bfloat16* to, const From* from, int64_t width, float f
   }
 }
 
-// A block has kAfterRows rows. Threads (row, part) add the tiles' sums. Then each warp scales whole rows of x.
+// Each block processes kAfterRows rows. Thread (row, part) adds the sums of every kAfterParts-th tile of its row. Then
+// each warp scales whole rows of x.
 __global__ void __launch_bounds__(kAfterRows* kAfterParts)
     exp_classifier_after_kernel(const ExpClassifier p, const RowState state, int tiles_across) {
   __shared__ float parts[kAfterParts][kAfterRows];
@@ -290,7 +293,7 @@ __global__ void __launch_bounds__(kAfterRows* kAfterParts)
 
 // ---- redo -----------------------------------------------------------------------------------------------------------
 
-// Replaces the logits of the marked rows by their dlogits.
+// Replaces the logits of the marked rows by dlogits.
 __global__ void __launch_bounds__(kSimpleThreads)
     exp_classifier_redo_kernel(const FusedClassifierForward<bfloat16> p, const RowState state) {
   if (*state.redo_count == 0) return;
@@ -327,7 +330,7 @@ Operands<bfloat16> operands(const ExpClassifier& p) {
 
 bool exp_classifier_supports(const ExpClassifier& p) {
   constexpr double kMinUtilization = 0.85;  // minimum share of the SMs' time that is spent on elements of the matrix
-  constexpr int64_t kMaxTerms = 4096;       // with more terms, the product's time matters more than the saved pass
+  constexpr int64_t kMaxTerms = 4096;  // with more terms, the product takes so long that the saved pass is negligible
   const GemmBackend wanted = gemm_backend();
   if (wanted == GemmBackend::kCublas || !supports(operands(p))) return false;
   const int64_t tiles = tiles_down(p.rows) * tiles_across(p.width);

@@ -36,8 +36,8 @@ int64_t exp_classifier_workspace(const ExpClassifier& p);
 // Computes losses, E, factors and scaled_x.
 cudaError_t exp_classifier(const ExpClassifier& p, void* workspace, Stream stream);
 
-// Computes dx (N, C) = factors * product, row by row, where `product` is E * weight. Both are contiguous and 16-byte
-// aligned.
+// Computes dx (N, C) = factors * product, row by row, where `product` is E * weight. dx and product are contiguous and
+// 16-byte aligned.
 cudaError_t exp_classifier_dx(bfloat16* dx, const float* product, const float* factors, int64_t rows, int64_t width,
                               Stream stream);
 

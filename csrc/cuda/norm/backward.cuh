@@ -7,7 +7,8 @@
 // dsum, if present, is the gradient that reaches the sum x + residual by other paths. With dropout of x, or if X is
 // narrower than T, the first line gives dresidual, and dx = dropout(dresidual), rounded to X.
 //
-// The kernels read x and dout and write dx: 3 * N * C * sizeof(T) bytes. dsum and dresidual are one more array each.
+// The kernels read x and dout and write dx: 3 * N * C * sizeof(T) bytes. If present, dsum is read and dresidual is
+// written, too.
 //
 // layernorm_backward_ring_kernel computes rows that fit into registers and shared memory, with one block per SM:
 //
@@ -45,7 +46,7 @@ __device__ inline double product(double a, double b) {
   return __dmul_rn(a, b);
 }
 
-// ---- any row: one block per row, which reads x and dout again in the second pass ----
+// ---- any row: one block per row reads x and dout from memory in both passes ----
 
 // The kernel sums g * c, where c = x - mean, rather than g * n. In a short row the rounding errors of n would not
 // cancel, and the gradient for a constant dout would not be 0.
@@ -109,9 +110,10 @@ __device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p,
   }
 }
 
-// Writes the partial sums (gridDim.y, column_sums, C). A thread has one column and every gridDim.y-th row. It adds kRun
-// rows in kSums independent sums, whose loads are in flight together, before it adds these sums to its totals, because
-// the rounding errors of a single long sum of similar numbers would add up. dx must have been written already.
+// Writes the partial sums (gridDim.y, column_sums, C). A thread processes one column of every gridDim.y-th row. The
+// thread adds kRun rows in kSums independent sums, whose loads are in flight together, before it adds these sums to the
+// column's totals, because the rounding errors of a single long sum of similar numbers would add up. dx must have been
+// written already.
 template <typename T, typename X>
 __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> p,
                                                   const OptionalDropout<accumulate_t<T>> dropout) {
@@ -142,10 +144,10 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> 
 
 // ---- rows of whole packs that fit into registers and shared memory ----
 
-// One block per SM loops over the rows, blockDim.y rows at a time. A thread has the same columns in every row, so it
-// keeps its part of dweight, dbias and dx_bias in registers. These sums fill the register file, so the next rows wait
-// in shared memory (RowRing). Threads synchronise only for the two sums of a row. At the end each block adds the sums
-// of its teams and writes one row of partial sums; partial_sums_kernel adds the rows of all blocks in order.
+// One block per SM loops over the rows, blockDim.y rows at a time. A thread processes the same columns of every row, so
+// it keeps its part of dweight, dbias and dx_bias in registers. These sums fill the register file, so the next rows
+// wait in shared memory (RowRing). Threads synchronise only for the two sums of a row. At the end each block adds the
+// sums of its teams and writes one row of partial sums; partial_sums_kernel adds the rows of all blocks in order.
 
 // Adds the sums of a block's teams (`thread_sums`, one per thread and column) and writes them as one row of the
 // workspace. The sums pass through shared memory, where they overwrite the ring. They are an array (blockDim.y,
@@ -219,8 +221,8 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kArrays>(R
     x.load(x_row, width);
     dout.load(dout_row, width);
     weight.stay_packed();
-    // Computes n for pack i and multiplies g, which is dout on entry, by the weight. Both passes call it. The compiler
-    // keeps the first pass's results for the second pass unless stay_packed() prevents that.
+    // Computes n for pack i and multiplies g, which is dout on entry, by the weight. Both passes call this lambda. The
+    // compiler keeps the first pass's results for the second pass unless stay_packed() prevents that.
     const auto weigh = [&](int i, float (&n)[kVec], float (&g)[kVec]) {
       float w[kVec];
       widen(n, x.packs[i]);

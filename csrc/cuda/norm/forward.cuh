@@ -2,8 +2,8 @@
 // replaced by sum = dropout(x + x_bias) + residual, rounded to T, which is also written.
 //
 // The kernels read x and write out: 2 * N * C * sizeof(T) bytes, and 8 bytes of statistics per row. With a residual
-// they also read the residual and write the sum: 4 * N * C * sizeof(T) bytes. With a separate addition it would be
-// 5 * N * C * sizeof(T) bytes. Dropout and x_bias (DenseDropout instead of NoDropout) add no memory traffic.
+// they also read the residual and write the sum: 4 * N * C * sizeof(T) bytes. A separate addition would increase this
+// to 5 * N * C * sizeof(T) bytes. Dropout and x_bias (DenseDropout instead of NoDropout) add no memory traffic.
 //
 // layernorm_forward_registers_kernel computes rows that fit into registers, with one team (a warp or a block) per row:
 //
@@ -12,8 +12,8 @@
 //   variance = sum((x - mean)^2) / C, corrected by the rounding error of the mean (moments.cuh)
 //   normalise, scale, shift, store
 //
-// layernorm_forward_simple_kernel computes all other rows. It does the same, but reads the row from memory in each
-// pass.
+// layernorm_forward_simple_kernel computes all other rows. That kernel takes the same steps, but reads the row from
+// memory in each pass.
 #pragma once
 
 #include <cstdint>
@@ -32,8 +32,8 @@ namespace gptkernels::cuda {
 
 // ---- used by both kernels ----
 
-// Loads kVec columns of weight and bias, or sets them to ones and zeros if they are absent. kBoth says that both are
-// present, which saves the checks.
+// Loads kVec columns of weight and bias, or sets them to ones and zeros if they are absent. If kBoth, both are present,
+// and the checks are omitted.
 template <bool kBoth, int kVec, typename T, typename X>
 __device__ void load_affine(accumulate_t<T> (&weight)[kVec], accumulate_t<T> (&bias)[kVec],
                             const LayernormForward<T, X>& p, auto column) {
@@ -42,7 +42,7 @@ __device__ void load_affine(accumulate_t<T> (&weight)[kVec], accumulate_t<T> (&b
   if (kBoth || p.bias) load_wide<kVec>(bias, p.bias + column);
 }
 
-// ---- any row: one block per row, which reads the row again in each pass ----
+// ---- any row: one block per row reads the row from memory in every pass ----
 
 template <typename T, int kVec, typename X>
 __global__ void __launch_bounds__(kSimpleThreads)
@@ -93,7 +93,7 @@ __global__ void __launch_bounds__(kSimpleThreads)
 
 // Stores one statistic of a row: 4 bytes of a 32-byte sector, whose other bytes belong to other rows and are written
 // within microseconds. The priority evict-last gives the L2 cache time to collect the whole sector before it is written
-// to memory (docs/layernorm.md has the saving).
+// to memory (docs/layernorm.md gives the saving).
 __device__ inline void store_statistic(float* p, float value) {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
@@ -104,9 +104,10 @@ __device__ inline void store_statistic(float* p, float value) {
 // which costs no memory traffic. `inverse` is 1 / C.
 template <typename R>
 __device__ Moments<float> row_moments(R& row, int width, float inverse, double eps) {
-  // A float32 sum of 16-bit numbers of similar magnitude is exact, because the numbers have at least 13 bits less than
-  // float32. With different magnitudes the largest numbers dominate the sum. Therefore sum - C * mean is the sum of x -
-  // mean. A second sum would have rounding errors of its own, and a row of equal numbers would not become 0.
+  // A float32 sum of 16-bit numbers of similar magnitude is exact, because the significands of the numbers have at
+  // least 13 bits less than the significand of a float32. With different magnitudes the largest numbers dominate the
+  // sum. Therefore sum - C * mean is the sum of x - mean. A second sum would have rounding errors of its own, and a row
+  // of equal numbers would not become 0.
   constexpr bool kExactSum = sizeof(typename R::T) == 2;
   float sum[1] = {};
   row.each(width, [&](int, const float (&x)[R::kVec]) {
@@ -129,7 +130,7 @@ __device__ Moments<float> row_moments(R& row, int width, float inverse, double e
   return moments(mean, rests, about_mean[0], inverse, eps);
 }
 
-// Computes dropout(x + x_bias) + residual of this team's row, rounded to T, in `packs`, and stores it as the sum.
+// Sets `packs` to dropout(x + x_bias) + residual of this team's row, rounded to T, and stores the same values to p.sum.
 template <typename R, typename X, typename Draw>
 __device__ void add_residual(R& packs, const typename R::template With<X>& x_packs, const R& residual,
                              const LayernormForward<typename R::T, X>& p, int64_t row, const Draw& draw) {
@@ -161,10 +162,10 @@ __device__ void normalize(float (&x)[kVec], const Moments<float>& m, float offse
   for (int k = 0; k < kVec; ++k) x[k] = fmaf(fmaf(x[k] - m.mean, m.rstd, offset), weight[k], bias[k]);
 }
 
-// The kernel has one row per team and no loop over rows, because small blocks that start and end at different times
+// Each team processes one row, without a loop over rows, because small blocks that start and end at different times
 // keep reads and writes evenly mixed. Weight and bias are loaded pack by pack when they are needed, mostly from the L1
-// cache. Keeping them in registers would leave room for fewer rows per SM. Dropout is NoDropout, DenseDropout or, if X
-// is narrower than T, OptionalDropout.
+// cache. If weight and bias were kept in registers, fewer rows would fit on an SM at once. Dropout is NoDropout,
+// DenseDropout or, if X is narrower than T, OptionalDropout.
 template <typename R, bool kResidual, typename X, typename Dropout>
 __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))
     layernorm_forward_registers_kernel(const LayernormForward<typename R::T, X> p, float inverse,

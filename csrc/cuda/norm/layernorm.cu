@@ -3,14 +3,14 @@
 //              rows of whole packs that fit into registers  any other row, and float64
 //   forward    layernorm_forward_registers_kernel           layernorm_forward_simple_kernel
 //   backward   layernorm_backward_ring_kernel               layernorm_backward_simple_kernel, *_columns_kernel
-//              then, for dweight and dbias, partial_sums_kernel
+//              then, for dweight, dbias and dx_bias, partial_sums_kernel
 //
-// The kernels are in forward.cuh and backward.cuh; read forward.cuh first. shape.cuh chooses the number of threads of a
-// row and the template instance of a fast kernel. ring.cuh has the backward's ring in shared memory.
+// The kernels are in forward.cuh and backward.cuh; read forward.cuh first. shape.cuh chooses the number of threads per
+// row and the template instance of a fast kernel. ring.cuh contains the backward's ring in shared memory.
 //
 // T is the dtype of the residual stream, and X is the dtype of x, out and their gradients. The fast kernels are
-// compiled without dropout (NoDropout) and with it (DenseDropout). If X is not T, one kernel supports both
-// (OptionalDropout).
+// compiled without dropout (NoDropout) and with dropout (DenseDropout). If X is not T, one instance supports calls with
+// and without dropout (OptionalDropout).
 #include <algorithm>
 #include <limits>
 #include <type_traits>
@@ -33,8 +33,9 @@ bool few_rows(int64_t rows) {
   return rows < 64 * int64_t(multiprocessors());
 }
 
-// Returns the number of rows of a block. Rows that take one warp each are grouped into blocks of about 3 KB, which mix
-// reads and writes best. With few rows the time to launch the blocks matters more, so a block has 4 rows.
+// Returns the number of rows per block. Rows that take one warp each are grouped into blocks of about 3 KB, which mix
+// reads and writes best. If there are few rows, launching many blocks would take longer than such a mix saves, so a
+// block processes 4 rows.
 unsigned forward_block_rows(int64_t rows, int threads, int64_t row_bytes) {
   if (threads > kWarp) return 1;
   return few_rows(rows) ? 4 : static_cast<unsigned>(std::clamp<int64_t>(3072 / row_bytes, 1, 4));
@@ -44,11 +45,13 @@ unsigned forward_block_rows(int64_t rows, int threads, int64_t row_bytes) {
 // does not change the shape, so layernorm(x + residual) has the same bits with and without fusion.
 template <bool kResidual, typename T, typename X, typename Dropout>
 bool launch_forward_registers(const LayernormForward<T, X>& p, const Dropout& dropout, Stream stream) {
-  // Two warps finish a row of 768 float32 sooner than one warp does, which is faster if there are many rows.
+  // For many rows of 768 float32, two warps per row are faster than one warp per row, because two warps finish a row
+  // sooner.
   const int max_warp_items = sizeof(T) == 4 && !few_rows(p.rows) ? 5 : kMaxWarpItems;
   const int64_t packs = std::max<int64_t>(p.width / kPack<T>, 1);
   const RowShape row = row_shape<T, Block>(packs, max_warp_items, forward_max_threads<T>);
-  if (row.items == 0 || p.rows > std::numeric_limits<int>::max()) return false;  // too many blocks for a grid
+  if (row.items == 0 || p.rows > std::numeric_limits<int>::max())
+    return false;  // the row or the grid would be too large
   const dim3 block(row.threads, forward_block_rows(p.rows, row.threads, (kResidual ? 2 : 1) * packs * 16));
   const unsigned grid = grid_size(ceil_div(p.rows, block.y));
   with_row<T, Block, kMaxWarpItems>(row, [&](auto type) {
@@ -86,8 +89,10 @@ void launch_forward(const LayernormForward<T, X>& p, const DropoutArguments& dro
 // without a launch, if the rows do not fit.
 template <int kArrays, typename T, typename X, typename Dropout>
 int64_t launch_backward_ring(const LayernormBackward<T, X>& p, const Dropout& dropout, Stream stream) {
-  // In 16 bits a warp has at most 5 packs per thread in two cases. With dsum there is a third array to wait for, and
-  // more warps per SM save more time than their barriers cost. With three sums, 6 packs would exceed the registers.
+  // With 16-bit types, a warp's row has at most 5 packs per thread in two cases. With dsum, the kernel loads a third
+  // array. Dividing a row among several warps then saves time, although these warps wait for each other at barriers,
+  // because an SM holds more warps and thus more loads in flight. With three sums over the rows, 6 packs would exceed
+  // the registers.
   constexpr int kFewWarpItems = sizeof(T) == 2 ? 5 : kMaxWarpItems;
   constexpr int kWarpItems = kArrays == 3 ? kFewWarpItems : kMaxWarpItems;
   const auto max_threads = backward_max_threads<T, kArrays>;
@@ -158,8 +163,8 @@ Status layernorm_forward(const LayernormForward<T, X>& p, const DropoutArguments
   return cudaGetLastError();
 }
 
-// The workspace has rows of 3 * C partial sums: one row per block of the ring kernel, which has at most one block per
-// SM, or the rows of layernorm_backward_columns_kernel.
+// Returns the size of the workspace in bytes. The workspace holds rows of 3 * C partial sums: one row per block of the
+// ring kernel, which has at most one block per SM, or the rows that layernorm_backward_columns_kernel writes.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
   const int64_t partials = std::max(std::clamp<int64_t>(rows, 1, multiprocessors()), simple_partials(rows));

@@ -13,7 +13,7 @@
 //   +-------------+ +-------------+ +-------------+ +-------------+
 //
 // next() starts the copy of row r + 4 into stage 0, waits for row r + 1, and returns it. In a stage, a row consists of
-// the rows of x, dout and dsum, one after another. A stage has one row for each of the blockDim.y teams of a block.
+// the rows of x, dout and dsum, one after another. A stage holds one row for each of the blockDim.y teams of a block.
 #pragma once
 
 #include <cuda_pipeline_primitives.h>
@@ -40,14 +40,14 @@ struct RingShape {
 inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int64_t sums_bytes, int threads, int max_threads,
                             int64_t max_shared_bytes) {
   constexpr int kMaxStages = 4;
-  constexpr int64_t kBytesInFlight = 40 << 10;  // in addition to the current rows; more would only delay the first row
+  constexpr int64_t kBytesInFlight = 40 << 10;  // in addition to the current rows; more bytes would delay the first row
   const int64_t fitting = max_shared_bytes / std::max(2 * row_bytes, sums_bytes);
   const int64_t most = threads == kWarp ? max_threads / kWarp : std::min(max_threads / threads, BlockPart::kMaxRows);
   const int64_t height = std::min({fitting, most, ceil_div(rows, multiprocessors())});
   if (height == 0) return {};
   const int64_t grid = std::min<int64_t>(ceil_div(rows, height), multiprocessors());
-  const int64_t steps =
-      std::max<int64_t>(ceil_div(rows, height * grid), 2);  // rows of a team; more stages would stay empty
+  // Rows per team. Further stages would stay empty.
+  const int64_t steps = std::max<int64_t>(ceil_div(rows, height * grid), 2);
   const int64_t wanted = std::max<int64_t>(1 + ceil_div(kBytesInFlight, height * row_bytes), 2);
   const int64_t stages = std::min({max_shared_bytes / (height * row_bytes), int64_t(kMaxStages), wanted, steps});
   return {.block = dim3(threads, static_cast<unsigned>(height)),
@@ -111,7 +111,7 @@ class RowRing {
     return stage == begin_ + stages_ * stage_step_ ? begin_ : stage;
   }
 
-  // Starts copying one more row. Beyond the last row it commits an empty group, because next() counts groups.
+  // Starts copying one more row. Beyond the last row, commits an empty group, because next() counts groups.
   __device__ void copy() {
     if (x_ < end_) {
       copy(write_, x_);

@@ -1,4 +1,5 @@
-// The shape of a row in layernorm's fast kernels: the number of threads that share the row, and of packs per thread.
+// The shape of a row in layernorm's fast kernels: the number of threads that share the row, and the number of packs per
+// thread.
 #pragma once
 
 #include <algorithm>
@@ -12,11 +13,11 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kMinItems = 3;  // packs per thread if several warps share a row; fewer are never the cheapest
+constexpr int kMinItems = 3;  // packs per thread if several warps share a row; fewer packs are never cheaper
 constexpr int kMaxItems = 4;
-constexpr int kMaxWarpItems = 7;  // packs per thread if one warp has a row
+constexpr int kMaxWarpItems = 7;  // packs per thread if one warp processes a row
 
-// Whether a row has more than 40 elements per thread. The 16-bit packs of such a row stay packed from one pass to the
+// True if a row has more than 40 elements per thread. The 16-bit packs of such a row stay packed from one pass to the
 // next, because the float32 values would need too many registers.
 template <typename R>
 constexpr bool kMayStayPacked = R::kItems * R::kVec > 40;
@@ -28,8 +29,8 @@ constexpr int max_threads(int registers) {
   return std::min(1024, 65536 / registers / kStep * kStep);
 }
 
-// Returns the largest block of a forward kernel with `items` packs per thread. A thread needs registers for the packs,
-// for their conversion to float32, and 48 others.
+// Returns the largest block of a forward kernel with `items` packs per thread. A thread needs registers for the packs
+// and for their conversion to float32, and 48 further registers.
 template <typename T>
 constexpr int forward_max_threads(int items) {
   return max_threads(48 + items * kPack<T> * (3 * sizeof(T) + 4) / 4);
@@ -37,7 +38,7 @@ constexpr int forward_max_threads(int items) {
 
 // Returns the largest block of a backward kernel with `items` packs per thread. A thread needs registers for the weight
 // in T, for kArrays float32 sums over the rows, for the row's normalised values and gradients between the two passes
-// (packed in T beyond 40 elements), and 48 others.
+// (packed in T beyond 40 elements), and 48 further registers.
 template <typename T, int kArrays>
 constexpr int backward_max_threads(int items) {
   const int kept = items * kPack<T> > 40 ? sizeof(T) : 4;
@@ -51,8 +52,8 @@ struct RowShape {
 };
 
 // Returns the cheapest shape for a row of `packs` packs. A warp spends time on all its packs, even those beyond the
-// row's end, and on the row's sums, which cost as much as about 20 elements. If a block has several rows of several
-// warps each (BlockPart), the cost of a row includes its share of the warps that the block does not use.
+// row's end, and on the row's sums, which cost as much as about 20 elements. If a block processes several rows with
+// several warps each (BlockPart), the cost of a row includes a share of the warps that the block does not use.
 template <typename T, typename Team, typename MaxThreads>
 RowShape row_shape(int64_t packs, int max_warp_items, const MaxThreads& max_threads) {
   constexpr int kSumsCost = 20;
@@ -61,7 +62,7 @@ RowShape row_shape(int64_t packs, int max_warp_items, const MaxThreads& max_thre
   for (int items = max_warp_items; items > 0; --items) {
     const int64_t threads = ceil_div(ceil_div(packs, items), kWarp) * kWarp;
     if (threads * (items - 1) >= packs && items > 1)
-      continue;  // with one item less, these threads would still hold the row
+      continue;  // with one pack less per thread, these threads would still hold the row
     const int64_t most = max_threads(items);
     if (threads > most || (threads > kWarp && (items < kMinItems || items > kMaxItems))) continue;
     const int64_t shared = std::is_same_v<Team, BlockPart> ? most / (most / threads) : threads;
@@ -71,17 +72,18 @@ RowShape row_shape(int64_t packs, int max_warp_items, const MaxThreads& max_thre
   return best;
 }
 
-// An instance of a kernel is compiled for rows of up to `items` packs per thread, of which the first `unguarded` are
-// within the row for every thread.
+// An instance of a kernel is compiled for rows of up to `items` packs per thread, of which the first `unguarded` packs
+// are within the row in every thread.
 struct RowInstance {
   int items;
   int unguarded;
 };
 
-// The instances for rows that one warp has. The first instance that supports a row is used. The instances in which all
-// packs are unguarded are for GPT-2's widths: 768, 1024 and 1280 in 16 bits, and 768 in float32. In 16 bits the last
-// instance is for a width of 1600. In float32 several warps share a row of width 1024 or more. docs/notes/layernorm.md
-// has the cost of an instance and the slower widths.
+// The instances for rows that a single warp processes. The first instance that supports a row is used. The instances
+// with items == unguarded are for GPT-2's widths: 768, 1024 and 1280 for 16-bit types, and 768 for float32. The last
+// 16-bit instance is for the width 1600. (In float32, several warps share a row of 1024 or more elements.)
+// docs/notes/layernorm.md gives the cost of an additional instance, and lists the widths that an additional instance
+// would make faster.
 template <typename T>
 constexpr auto kWarpInstances = std::to_array<RowInstance>({{1, 0}, {2, 1}, {4, 2}, {6, 6}, {7, 4}});
 template <typename T>
@@ -96,7 +98,8 @@ constexpr auto kTeamInstances = std::to_array<RowInstance>({{kMinItems, 2}, {kMa
 // more than kMax packs per thread are not compiled.
 template <typename T, typename Team, const auto& kInstances, int kMax, typename Fn>
 void with_instance(const RowShape& shape, const Fn& fn) {
-  const int within = shape.full ? shape.items : shape.items - 1;  // packs within the row for every thread
+  // The number of packs per thread that are within the row in every thread.
+  const int within = shape.full ? shape.items : shape.items - 1;
   bool found = false;
   const auto try_instance = [&](auto i) {
     constexpr RowInstance kInstance = kInstances[i.value];
@@ -111,13 +114,13 @@ void with_instance(const RowShape& shape, const Fn& fn) {
   }(std::make_index_sequence<kInstances.size()>());
 }
 
-// Calls fn as with_instance() does, for a row that one warp has.
+// Calls fn as with_instance() does, for a row that one warp processes.
 template <typename T, int kMaxWarpItems, typename Fn>
 void with_warp_row(const RowShape& shape, const Fn& fn) {
   with_instance<T, Warp, kWarpInstances<T>, kMaxWarpItems>(shape, fn);
 }
 
-// Calls fn as with_instance() does, for any row. R's team is Warp if one warp has the row, else Team.
+// Calls fn as with_instance() does, for any row. R's team is Warp if one warp processes the row, else Team.
 template <typename T, typename Team, int kMaxWarpItems, typename Fn>
 void with_row(const RowShape& shape, const Fn& fn) {
   if (shape.threads == kWarp)

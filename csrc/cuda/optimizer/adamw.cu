@@ -1,10 +1,11 @@
-// AdamW on a list of tensors. The kernel reads the parameter (and its master), its gradient and both moments, and
-// writes all of them but the gradient: 28 bytes per parameter in float32, or 30 bytes for a bfloat16 parameter with
-// float32 master and moments. Elements are independent of each other, so the result does not depend on how the tensors
-// are divided into chunks.
+// AdamW on a list of tensors. The kernel reads the parameter, the master if there is one, the gradient and both
+// moments, and writes all of these except the gradient: 28 bytes per parameter in float32, or 30 bytes for a bfloat16
+// parameter with float32 master and moments. Elements are independent of each other, so the result does not depend on
+// how the tensors are divided into chunks.
 //
 // A thread loads two packs of every array, all in flight at once. Meanwhile one thread of the block computes the
-// factors, which takes about as long. Blocks are small, so the last blocks of the grid end almost at the same time.
+// factors, which takes about as long as the loads. Blocks are small, so the last blocks of the grid end almost at the
+// same time.
 #include <algorithm>
 
 #include "../../adamw.h"
@@ -20,7 +21,7 @@ constexpr int kThreads = 128;
 constexpr int kPacks = 2;  // packs of each array per thread
 
 enum Slot { kParam, kMaster, kGrad, kExpAvg, kExpAvgSq, kStep, kSlots };
-constexpr Slot kTensorIndex = kMaster;  // without masters this slot has the tensor's index in the lists
+constexpr Slot kTensorIndex = kMaster;  // without masters, this slot holds the tensor's index in the lists
 
 using AdamwList = TensorList<kSlots, 160>;  // GPT-2 124M has 148 tensors
 
@@ -45,8 +46,9 @@ struct Exact {
 };
 
 // Operations with an error of up to 2 ulp of float32, for parameters that are then rounded to 16 bits. The exact
-// operations have branches, which serialise a thread's elements; 14 bytes per parameter leave no time for that. Every
-// square root here is 0, infinite or between 1e-23 and 1e20, where both approximations are valid.
+// operations have branches, which serialise a thread's elements. A kernel that moves only 14 bytes per parameter has no
+// time for that. Every square root here is 0, infinite or between 1e-23 and 1e20, where the approximate operations are
+// valid.
 struct Approximate : Exact {
   static __device__ float quotient(float a, float b) { return __fdividef(a, b); }
   static __device__ float square_root(float x) {

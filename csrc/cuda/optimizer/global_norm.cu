@@ -20,7 +20,7 @@ static_assert(sizeof(NormList) + sizeof(double*) <= kArgumentBytes);
 
 constexpr int kThreads = 512;
 constexpr int kChunk = 16384;
-constexpr int kPacksInFlight = 4;  // per thread: 128 KB on an SM with 2048 threads
+constexpr int kPacksInFlight = 4;  // per thread; 128 KB per SM with 2048 threads
 
 // Returns the sum of the squares of a pack. float64 costs no time on SMs that convert 16 values and add 64 per clock
 // (H100, H200), because an SM reads only 8 bfloat16 per clock.

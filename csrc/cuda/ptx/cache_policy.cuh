@@ -14,7 +14,7 @@ namespace gptkernels::cuda {
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;
 constexpr uint64_t kEvictLast = 0x14F0000000000000;
 
-// tma_load() of a box of a four-dimensional tensor (ptx/tma.cuh) with priority evict-first.
+// Loads a box of a four-dimensional tensor with priority evict-first, and otherwise as tma_load() does (ptx/tma.cuh).
 __device__ inline void tma_load_once(uint32_t shared, const CUtensorMap& map, int column, int row, int head, int batch,
                                      uint32_t barrier) {
   asm volatile(
@@ -24,7 +24,7 @@ __device__ inline void tma_load_once(uint32_t shared, const CUtensorMap& map, in
       : "memory");
 }
 
-// tma_store() of a box of a four-dimensional tensor with priority evict-first.
+// Stores a box of a four-dimensional tensor with priority evict-first, and otherwise as tma_store() does.
 __device__ inline void tma_store_once(const CUtensorMap& map, uint32_t shared, int column, int row, int head,
                                       int batch) {
   asm volatile(
@@ -34,8 +34,9 @@ __device__ inline void tma_store_once(const CUtensorMap& map, uint32_t shared, i
       : "memory");
 }
 
-// Accesses to four float32 in global memory (16-byte aligned) with priority evict-last. The accesses are performed in
-// the L2 cache and bypass L1, so a thread's store, addition and load of the same element take effect in program order.
+// Store, add or load four float32 in global memory (16-byte aligned) with priority evict-last. The accesses are
+// performed in the L2 cache and bypass L1, so a thread's store, addition and load of the same element take effect in
+// program order.
 __device__ inline void kept_store(float* at, const float* x) {
   asm volatile("st.relaxed.gpu.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(at), "f"(x[0]),
                "f"(x[1]), "f"(x[2]), "f"(x[3]), "l"(kEvictLast)

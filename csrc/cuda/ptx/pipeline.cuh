@@ -10,9 +10,9 @@ namespace gptkernels::cuda {
 
 constexpr int kWarpgroup = 128;  // threads
 
-// Returns whether the current device runs code of this kernel that was compiled for sm_90a. In code for other
-// architectures the kernel is an empty stub, which is recognised by its launch bounds, kStubThreads.
-constexpr int kStubThreads = 32;
+constexpr int kStubThreads = 32;  // launch bounds of a kernel's empty stub in code for architectures other than sm_90a
+
+// Returns whether the current device runs code of this kernel that was compiled for sm_90a, not a stub.
 template <auto kKernel>
 bool built_for_wgmma() {
   return once_a_device([](int) {
@@ -36,7 +36,7 @@ __device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The threads whose `one` is true arrive. The function has no branch.
+// Arrives at a barrier in the threads whose `one` is true. The function has no branch.
 __device__ inline void barrier_arrive_if(bool one, uint32_t barrier) {
   random_delay();
   asm volatile(
@@ -46,9 +46,9 @@ __device__ inline void barrier_arrive_if(bool one, uint32_t barrier) {
       : "memory");
 }
 
-// The threads whose `one` is true arrive at a barrier in any block of the cluster. The arrival has no release at
-// cluster scope. A release is not needed here, and would wait for all of the thread's stores: with it, matmuls took 1.5
-// times as long.
+// Arrives at a barrier, in any block of the cluster, in the threads whose `one` is true. The arrival has no release at
+// cluster scope. A release is not needed here, and would wait for all of the thread's stores: with a release, matmuls
+// took 1.5 times as long.
 __device__ inline void barrier_arrive_in_block(bool one, uint32_t barrier) {
   random_delay();
   asm volatile(

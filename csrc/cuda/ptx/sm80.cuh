@@ -1,5 +1,5 @@
-// Wrappers of the tensor core instructions of one warp (mma.sync, sm_80 and later) and of the instructions that bring
-// their operands to shared memory and registers (cp.async, ldmatrix). Rows in shared memory consist of 16-byte chunks;
+// Wrappers of the tensor core instructions of one warp (mma.sync, sm_80 and later) and of the instructions that copy
+// the operands to shared memory and registers (cp.async, ldmatrix). Rows in shared memory consist of 16-byte chunks;
 // addresses are 32-bit addresses of the shared window.
 //
 // One mma takes 32 bytes of each row along k: 16 elements of 16 bits, or 8 float32 as TF32. The bytes of a fragment are

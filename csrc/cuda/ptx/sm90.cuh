@@ -22,8 +22,8 @@ __device__ inline uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Initialises a barrier with one expected arrival. A phase completes after this arrival and after the bytes that it
-// announced.
+// Initialises a barrier with one expected arrival. A phase completes after this arrival and after the bytes that the
+// arrival has announced.
 __device__ inline void mbarrier_init(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -33,7 +33,7 @@ __device__ inline void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives, and announces the bytes that the phase still has to wait for.
+// Arrives at a barrier, and announces the number of bytes for which the phase must also wait.
 __device__ inline void mbarrier_expect(uint32_t barrier, unsigned bytes) {
   random_delay();
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -76,7 +76,7 @@ __device__ inline unsigned cluster_blocks() {
   return blocks;
 }
 
-// The two halves of a barrier over all threads of the cluster; independent work may stand between them.
+// The two halves of a barrier over all threads of the cluster. Independent work may be done between the two calls.
 __device__ inline void cluster_arrive() {
   random_delay();
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
@@ -99,8 +99,8 @@ __device__ inline uint32_t in_block(const void* shared, unsigned rank) {
   return address;
 }
 
-// Writes a value of 4, 8 or 16 bytes to the same variable of block `rank`, asynchronously; that block's copy of
-// `barrier` counts the bytes as they arrive. The cluster must have at least two blocks.
+// Writes a value of 4, 8 or 16 bytes to the same variable of block `rank`, asynchronously. The barrier at the same
+// address in that block counts the bytes as they arrive. The cluster must have at least two blocks.
 template <typename V>
 __device__ void store_in_block(V* shared, const V& value, uint64_t* barrier, unsigned rank) {
   static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);

@@ -12,8 +12,8 @@
 
 namespace gptkernels::cuda {
 
-// Returns cuTensorMapEncodeTiled, or null if the driver does not have it. The runtime looks it up, so that no driver
-// library has to be linked.
+// Returns cuTensorMapEncodeTiled, or null if the driver does not provide this function. The CUDA runtime looks the
+// function up, so that no driver library has to be linked.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   static const auto encode = [] {
     void* function = nullptr;
@@ -26,8 +26,8 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encode;
 }
 
-// Returns whether TMA supports this tensor of T: its address is a multiple of 16 bytes, and so is every stride of a
-// dimension with more than one index. Strides are in elements.
+// Returns whether TMA supports this tensor of T: the address is a multiple of 16 bytes, and so is the stride of every
+// dimension whose size is more than 1. Strides are in elements.
 template <typename T>
 bool tma_supports(const void* data, int64_t row_stride, int64_t tokens, int64_t head_stride, int64_t heads,
                   int64_t batch_stride, int64_t batches) {
@@ -86,7 +86,8 @@ __device__ inline void tma_prefetch(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Loads the box at (column, row, head, batch) into shared memory. The mbarrier counts the bytes as they arrive.
+// Starts loading the box at (column, row, head, batch) into shared memory. The mbarrier counts the bytes as they
+// arrive.
 __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int column, int row, int head, int batch,
                                 uint32_t barrier) {
   asm volatile(
@@ -96,7 +97,7 @@ __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int col
       : "memory");
 }
 
-// Loads the box at (c0, ..., c4) of a tensor of five dimensions.
+// Starts loading the box at (c0, ..., c4) of a tensor of five dimensions.
 __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int c0, int c1, int c2, int c3, int c4,
                                 uint32_t barrier) {
   asm volatile(
@@ -113,7 +114,7 @@ __device__ inline void tma_store(const CUtensorMap& map, uint32_t shared, int co
                : "memory");
 }
 
-// Loads the box of a matrix at (column, row).
+// Starts loading the box of a matrix at (column, row).
 __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int column, int row, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
@@ -122,8 +123,8 @@ __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int col
       : "memory");
 }
 
-// Loads the box into every block of the cluster whose bit is set in `blocks`, at the same shared memory address. In
-// each of these blocks the mbarrier at the address `barrier` counts the bytes that arrive there.
+// Starts loading the box into every block of the cluster whose bit is set in `blocks`, at the same shared memory
+// address. In each of these blocks the mbarrier at the address `barrier` counts the bytes that arrive there.
 __device__ inline void tma_load_multicast(uint32_t shared, const CUtensorMap& map, int column, int row,
                                           uint32_t barrier, uint16_t blocks) {
   asm volatile(
@@ -157,7 +158,8 @@ __device__ inline void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Orders this thread's ordinary stores to shared memory before reads of it by TMA and wgmma (the async proxy).
+// Orders this thread's ordinary stores to shared memory before reads of shared memory by TMA and wgmma (the async
+// proxy).
 __device__ inline void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,8 +1,9 @@
 // Wrappers of wgmma, the tensor core instructions of a warpgroup (four warps) on sm_90a: D (64 x N) += A (64 x 16) * B
-// (16 x N). B is read from shared memory, A from shared memory or registers. Names and meanings are those of PTX.
+// (16 x N). B is read from shared memory, A from shared memory or registers. The names have the meanings that they have
+// in PTX.
 //
-// Accumulators: a warp has 16 of the 64 rows. Of every 8 columns 8t..8t+7, lane l has columns 8t + 2(l%4) and
-// 8t + 2(l%4) + 1: row l/4 in d[4t] and d[4t+1], row l/4 + 8 in d[4t+2] and d[4t+3]. For A in registers, a thread has
+// Accumulators: a warp holds 16 of the 64 rows. Of every 8 columns 8t..8t+7, lane l holds columns 8t + 2(l%4) and 8t +
+// 2(l%4) + 1: row l/4 in d[4t] and d[4t+1], row l/4 + 8 in d[4t+2] and d[4t+3]. If A is in registers, a thread holds
 // the same rows and columns of a 64 x 16 tile, so 16 columns of accumulators, rounded and packed in pairs, are one A
 // operand.
 #pragma once
@@ -61,8 +62,8 @@ __device__ void pin_registers(R (&registers)[N]) {
   }
 }
 
-// Returns the wgmma descriptor of a panel. Its lower word is the address in units of 16 bytes, so a step through the
-// panel is an addition to the descriptor. The layout depends on kRowsAreK (see wgmma()):
+// Returns the wgmma descriptor of a panel. The descriptor's lowest bits are the address in units of 16 bytes, so a step
+// through the panel is an addition to the descriptor. The layout depends on kRowsAreK (see wgmma()):
 //
 //   false ("K-major")    rows are m or n, columns are k; the next 16 columns are at + kStepK
 //   true ("MN-major")    rows are k, columns are m or n; the next 16 rows are at + kStepRows,
@@ -107,7 +108,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
   "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
   "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
 
-// D (64 x 64) += A * B, both in shared memory; D = A * B if `accumulate` is 0.
+// D (64 x 64) += A * B, or D = A * B if `accumulate` is 0, with A and B in shared memory.
 #define GPTKERNELS_WGMMA_SS_64(TYPE, d, a, b, accumulate, transpose_b)                        \
   asm volatile(                                                                               \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                            \
@@ -117,7 +118,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b)                                     \
       : "memory")
 
-// D (64 x 64), with A in registers.
+// D (64 x 64) += A * B, or D = A * B if `accumulate` is 0, with A in registers.
 #define GPTKERNELS_WGMMA_RS_64(TYPE, d, a, b, accumulate, transpose_b)                                \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                    \
@@ -127,7 +128,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]), "l"(b), "r"(accumulate), "n"(transpose_b) \
       : "memory")
 
-// D (64 x 128), with A and B in shared memory.
+// D (64 x 128) += A * B, or D = A * B if `accumulate` is 0, with A and B in shared memory.
 #define GPTKERNELS_WGMMA_SS_128(TYPE, d, a, b, accumulate, transpose_b)                         \
   asm volatile(                                                                                 \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                              \
@@ -137,7 +138,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b)                                       \
       : "memory")
 
-// D (64 x 128), with A in registers.
+// D (64 x 128) += A * B, or D = A * B if `accumulate` is 0, with A in registers.
 #define GPTKERNELS_WGMMA_RS_128(TYPE, d, a, b, accumulate, transpose_b)                               \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                    \
@@ -164,7 +165,7 @@ __device__ void wgmma(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
   }
 }
 
-// Computes D (64 x 2n) = A * B, or D += A * B, with A in registers: four words per thread.
+// Computes D (64 x 2n) = A * B, or D += A * B if `accumulate` is not 0, with A in registers: four words per thread.
 template <typename T, bool kRowsAreK, int n>
 __device__ void wgmma(float (&d)[n], const uint32_t* a, uint64_t b, int accumulate) {
   static_assert(n == 32 || n == 64);
@@ -225,7 +226,7 @@ __device__ uint32_t pack_pair(float low, float high) {
   return word;
 }
 
-// Does the same as pack_pair(), with negative values replaced by 0.
+// Rounds and packs two accumulators as pack_pair() does, with negative values replaced by 0.
 template <typename T>
 __device__ uint32_t pack_positive(float low, float high) {
   uint32_t word;

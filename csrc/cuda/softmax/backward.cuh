@@ -11,7 +11,7 @@
 
 namespace gptkernels::cuda {
 
-// ---- any row: one block per row, which reads it from memory in both passes ----
+// ---- any row: one block per row reads the row from memory in both passes ----
 
 template <typename T, int kVec, bool kCausal>
 __global__ void __launch_bounds__(kSimpleThreads) softmax_backward_simple_kernel(const SoftmaxBackwardRows<T> p) {

@@ -14,7 +14,7 @@
 
 namespace gptkernels::cuda {
 
-// ---- any row: one block per row, which reads it from memory in both passes ----
+// ---- any row: one block per row reads the row from memory in both passes ----
 
 template <typename T, int kVec, bool kCausal>
 __global__ void __launch_bounds__(kSimpleThreads) softmax_forward_simple_kernel(const SoftmaxRows<T> p) {
@@ -49,7 +49,8 @@ class Quotient {
  public:
   __device__ explicit Quotient(float total) : total_(total), reciprocal_(1 / total) {}
 
-  // Multiplies by the reciprocal. This has one more rounding than a division, which a Newton step corrects for float32.
+  // Multiplies by the reciprocal, which is rounded once more than a division is. For float32, a Newton step corrects
+  // the additional rounding error.
   __device__ float operator()(float e) const {
     const float q = e * reciprocal_;
     return sizeof(T) == 2 ? q : fmaf(fmaf(-q, total_, e), reciprocal_, q);
@@ -74,7 +75,8 @@ struct SoftmaxForwardRow {
   using Arguments = SoftmaxRows<T>;
   static constexpr RowShapes kShapes = {.overflow_in_block = !kCausal, .wide_head_tail = kCausal};
 
-  // With 1024 threads and two blocks per SM a thread has 32 registers; the variants that need more have fewer threads.
+  // With 1024 threads and two blocks per SM a thread has 32 registers; the variants that need more registers have fewer
+  // threads.
   template <bool kHasHeadTail, bool kOverflow>
   static constexpr int kThreads = kCausal && kOverflow                                        ? 512
                                   : kCausal || (kOverflow && (kHasHeadTail || sizeof(T) > 2)) ? 768
@@ -83,7 +85,7 @@ struct SoftmaxForwardRow {
   template <typename Team, int kItems, bool kHasHeadTail, bool kOverflow>
   static __device__ void run(const Arguments& p, uint4* slots, int) {
     // Keep the exponentials in registers if there is room. Otherwise the last pass computes them again from x, whose
-    // 16-bit packs take half the registers.
+    // 16-bit packs take half as many registers as the exponentials.
     constexpr bool kKept = sizeof(T) == 4 || kItems <= 2;
     typename Team::template Combine<MaxSum<T>> combine;
     const int columns = unmasked_columns<kCausal>(static_cast<unsigned>(Team::row()), static_cast<unsigned>(p.width));
@@ -112,7 +114,7 @@ struct SoftmaxForwardRow {
     const MaxSum<T> all = own.reduce_over_team(combine, exponential);
 
     const Quotient<T> quotient(static_cast<float>(all.total));
-    // Rescales this warp's exponentials to the team's maximum.
+    // The factor that rescales this warp's exponentials to the team's maximum.
     const float factor = Team::kOneWarp ? 1.f : exponential(own.max - all.max);
     // Without kept exponentials, the division is folded into the exponent: e^y / total = 2^(y * log2(e) - log2(total)).
     const float log_total = __log2f(all.total);

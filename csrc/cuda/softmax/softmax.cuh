@@ -2,9 +2,9 @@
 // chooses the kernels.
 //
 // Every input is read once and the output is written once, so with enough loads in flight the kernels run at memory
-// bandwidth. They keep a row in registers and shared memory between its load and its store
+// bandwidth. The kernels keep a row in registers and shared memory between the row's load and store
 // (common/row_part_launch.cuh). The fallback is a simple kernel with one block per row, which reads the row from memory
-// in both passes. It is used for
+// in both passes. The fallback is used for
 //
 //   float64
 //   arrays with different offsets from a multiple of 16 bytes

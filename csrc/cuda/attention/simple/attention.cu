@@ -1,6 +1,7 @@
-// Attention by ordinary multiply-adds, for every dtype, head size, mask and device. float64 uses these kernels, and so
-// do all calls that the kernels with tensor cores do not support. A thread block of 256 threads computes tiles of 64
-// rows by 64 columns; a thread has rows 4 * ty + i and columns tx + 16 * j of each tile.
+// Attention without tensor cores, for every dtype, head size, mask and device. These kernels compute all float64 calls,
+// and all calls that the kernels with tensor cores do not support. A thread block of 256 threads computes tiles of 64
+// rows by 64 columns. With tx = threadIdx.x % 16 and ty = threadIdx.x / 16, a thread computes rows 4 * ty + i and
+// columns tx + 16 * j of each tile.
 #include <type_traits>
 
 #include "cuda/attention/logsumexp_correction.cuh"
@@ -17,7 +18,7 @@ constexpr int kThreads = 256;
 
 // ---- which keys a query sees ----------------------------------------------------------------------------------------
 
-// Returns whether query i sees key j. Sets `bias` to the mask's value for their score.
+// Returns whether query i sees key j. Sets `bias` to the additive mask's value for this score, or to 0.
 template <typename T>
 __device__ bool sees(const AttentionMask<T>& mask, const AttentionSizes& sizes, const QueryHead& head, int64_t i,
                      int64_t j, accumulate_t<T>& bias) {
@@ -33,8 +34,8 @@ __device__ bool sees(const AttentionMask<T>& mask, const AttentionSizes& sizes, 
   return bias != -static_cast<A>(INFINITY);
 }
 
-// The keys [begin, end) that the tile of queries from `row` on may see, by causality and the key bounds. The kernels do
-// not read other keys, which may be NaN.
+// The keys [begin, end) that the tile of queries at `row` may see according to the causal mask and the key bounds. The
+// kernels do not read other keys, which may be NaN.
 struct KeyRange {
   int64_t begin = 0;
   int64_t end;
@@ -51,7 +52,7 @@ struct KeyRange {
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
 // Rows of shared memory are padded by 16 bytes, so that neighbouring rows begin in different banks. A chunk of columns
-// has 128 bytes in float32 and in float64.
+// takes 128 bytes per row, in float32 and in float64.
 template <typename A>
 struct TileShape {
   static constexpr int kVector = 16 / sizeof(A);
@@ -61,7 +62,7 @@ struct TileShape {
   static constexpr int kWeightPitch = kTile + kVector;
 };
 
-// Shared memory consists of kTiles tiles of weights and the rows that the two products load.
+// The shared memory: kTiles tiles of weights, and the rows that multiply_rows() or add_weighted_rows() has loaded.
 template <typename A, int kColumns, int kTiles>
 struct Shared {
   using Shape = TileShape<A>;
@@ -72,7 +73,7 @@ struct Shared {
   alignas(16) A rows[kScoreRows > kWeightedRows ? kScoreRows : kWeightedRows];
 };
 
-// Rows of one head's tensor. Rows from `count` on are not read and count as 0.
+// Rows of one head's tensor. Rows from `count` on are not read, and are treated as zeros.
 template <typename T>
 struct Rows {
   const T* data;
@@ -89,8 +90,8 @@ __device__ Rows<T> rows_of(const HeadsView<const T>& t, int64_t b, int64_t h, in
 
 // tile = x y^T, where x and y are (64, HS) and S is the type of the sums. Each chunk of columns is summed separately,
 // because a single sum over 256 columns would have several times the rounding error. The tile is written to shared
-// memory, where loops apply masks and dropout to it. (If it stayed in registers, the compiler would repeat the code of
-// masks and dropout for each of a thread's 16 elements.)
+// memory, where loops apply masks and dropout to it. (If the tile stayed in registers, the compiler would repeat the
+// code of masks and dropout for each of a thread's 16 elements.)
 template <typename S, typename T>
 __device__ void multiply_rows(accumulate_t<T>* tile, const Rows<T>& x, const Rows<T>& y, int head_size,
                               accumulate_t<T>* shared) {
@@ -140,9 +141,9 @@ __device__ void multiply_rows(accumulate_t<T>* tile, const Rows<T>& x, const Row
       tile[(4 * ty + i) * TileShape<A>::kWeightPitch + tx + 16 * j] = static_cast<A>(sums[i][j]);
 }
 
-// sums (64, HS) += weights (64, 64), which are in shared memory, times rows of x. A thread has rows 4 * ty + i and
+// sums (64, HS) += weights (64, 64), which are in shared memory, times rows of x. A thread computes rows 4 * ty + i and
 // columns tx + 16 * c. The kRowsAtATime rows of an iteration are summed separately. The rounding error of a sum over
-// thousands of rows then grows with the number of iterations.
+// thousands of rows then grows with the number of iterations, not of rows.
 template <typename T, int kColumns>
 __device__ void add_weighted_rows(accumulate_t<T> (&sums)[4][kColumns], const accumulate_t<T>* weights,
                                   const Rows<T>& x, int head_size, accumulate_t<T>* shared) {
@@ -177,7 +178,7 @@ __device__ void add_weighted_rows(accumulate_t<T> (&sums)[4][kColumns], const ac
   }
 }
 
-// Stores a thread's columns of one row, times `factor`.
+// Stores this thread's columns of one row, multiplied by `factor`.
 template <typename T, int kColumns>
 __device__ void store_row(T* to, const accumulate_t<T> (&sums)[kColumns], accumulate_t<T> factor, int head_size) {
   const int tx = threadIdx.x % 16;
@@ -256,8 +257,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Two numbers per query in the backward's workspace. The first kernel writes delta, and the kernel for dq writes the
-// correction.
+// The backward's workspace, with two numbers per query. attention_backward_delta_kernel writes delta, and the kernel
+// for dq writes the correction.
 template <typename A>
 struct RowStatistics {
   A* delta;       // sum(dout * out) - dlogsumexp
@@ -285,8 +286,8 @@ __global__ void attention_backward_delta_kernel(const __grid_constant__ Attentio
 }
 
 // Processes query i and key j. Replaces `weight`, the dot product of q and k, by the probability P times dropout's
-// factor. Replaces `gradient`, the dot product of dout and v, by dS, the gradient of the score. Returns P without
-// dropout. P is multiplied by `correction`, unless that is null.
+// factor. Replaces `gradient`, the dot product of dout and v, by dS, the gradient of the score. Returns P before
+// dropout. If `correction` is not null, P is multiplied by the query's correction.
 template <typename T>
 __device__ accumulate_t<T> weight_and_gradient(const AttentionBackward<T>& p, const DropoutDraw& dropout,
                                                const accumulate_t<T>* delta, const accumulate_t<T>* correction,
@@ -411,7 +412,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-// Calls fn.template operator()<S, kColumns>(), where kColumns columns of each of 16 threads hold a row of the head.
+// Calls fn.template operator()<S, kColumns>() with the smallest instance for which 16 threads with kColumns columns
+// each cover a row of the head.
 template <typename S, typename Fn>
 Status for_columns(int64_t head_size, const Fn& fn) {
   if (head_size <= 32) return fn.template operator()<S, 2>();
@@ -420,9 +422,10 @@ Status for_columns(int64_t head_size, const Fn& fn) {
   return fn.template operator()<S, 16>();
 }
 
-// Calls fn as for_columns() does, where S is the type in which scores are summed. An error of a score is a relative
-// error of its probability. S is float64 for float32 and few queries or keys. torch then computes a matrix-vector
-// product, which has very small errors, because many threads sum short parts of a row.
+// Calls fn as for_columns() does, where S is the type in which scores are summed. S is float64 if the inputs are
+// float32 and there are few queries or keys. In this case torch computes a matrix-vector product, which is very
+// accurate because many threads sum short parts of a row. An error of a score becomes a relative error of its
+// probability.
 template <typename T, typename Fn>
 Status for_shape(const AttentionSizes& s, const Fn& fn) {
   constexpr int64_t kFew = 64;

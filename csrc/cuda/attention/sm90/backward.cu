@@ -1,12 +1,13 @@
-// Attention's backward for sm_90a in two kernels, one for dq and one for dk and dv. Both sum in registers and in a
-// fixed order, so they need no atomics, and no array of the size of the scores. Let S = q k' be the scores, P the
-// probabilities, g the gradient of out, and D = sum(g out) - dlogsumexp for each query. Then
+// Attention's backward for sm_90a in two kernels, one for dq and one for dk and dv. Both kernels sum in registers and
+// in a fixed order, so they need no atomics, and no array of the size of the scores. Notation: ' is the transpose, S =
+// q k' are the scores, P the probabilities, and g is the gradient of out. For each query, D = sum(g out) - dlogsumexp
+// and bias = -logsumexp log2(e). scale_log2 is scale log2(e). Then
 //
 //   dS = P (g v' - D)    dq = scale dS k    dk = scale dS' q    dv = P' g
 //
-// where ' is the transpose. Both kernels compute S and g v', so there are 7 matmuls. A single kernel needs 5, but must
-// add up the dq of many thread blocks, or process a whole head in each thread block (backward_one_pass.cu). In all
-// matmuls P and dS are operands in registers.
+// Both kernels compute S and g v', so there are 7 matmuls. A single kernel would need 5 matmuls, but would have to add
+// up the dq of many thread blocks, or to process a whole head in each thread block (as backward_one_pass.cu does). In
+// all matmuls, P and dS are operands in registers.
 //
 //   kernel for dq, for each tile of 128 queries:                kernel for dk and dv, for each tile of 128 keys:
 //     D = sum(g out) - dlogsumexp; store it                       for each block j of 64 queries that see the tile:
@@ -18,8 +19,8 @@
 //       wait for S(j+1); release block j-1                          wait for S'(j+1); release block j-1
 //     store scale dq                                              store dv and scale dk
 //
-// One thread loads tiles and blocks ahead of their use. Two warpgroups compute 64 rows of a tile each. This file has
-// the kernels for up to 64 channels, and backward_128.cu the kernels for more channels.
+// One thread loads tiles and blocks before they are needed. Two warpgroups compute 64 rows of a tile each. This file
+// contains the kernels for head sizes up to 64, and backward_128.cu contains the kernels for larger head sizes.
 #include "backward_loader.cuh"
 #include "backward_softmax.cuh"
 
@@ -80,7 +81,7 @@ __device__ void load_query_tiles(const Sm90Backward<T>& p, DqueryShared& shared)
     if constexpr (Mask::kBlocks) {
       seen.for_each_from_last<1>(load_block);
     } else {
-#pragma unroll 1  // fewer registers
+#pragma unroll 1  // not unrolled, to save registers
       for (int block = blocks - 1; block >= 0; --block) load_block(block);
     }
   }
@@ -101,8 +102,8 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
     barrier_wait(shared.tile_full[at.slot], at.phase);
     const BackwardTile tile = shared.tiles[at.slot];
     if (tile.row < 0) break;
-    // Under the causal mask one half of a tile has a block more than the other, so the warpgroups exchange the halves
-    // at each tile.
+    // Under the causal mask, one half of a tile sees one block more than the other half, so the warpgroups exchange the
+    // halves at each tile.
     half ^= 1;
     const int first_row = tile.row + half * 64, row = first_row + warp * 16 + lane / 4;
     {
@@ -145,20 +146,21 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
       } else if (block > 0) {
         barrier_wait(shared.block_full[ring.slot], ring.phase);
       }
-      multiply<T>(next, q, shared.block[ring.slot][0]);  // after the last block, of old keys; the result is not used
+      // After the last block, this matmul reads old keys, and its result is not used.
+      multiply<T>(next, q, shared.block[ring.slot][0]);
 
       const int first_key = Mask::kBlocks ? own.first : block * kBlock;
       hide_keys<Mask>(current, p, own, tile.head, first_row, row, first_key);
       probabilities_of_rows(current, p.problem.scale_log2, bias);
       if constexpr (kDropout) for_kept<32>(dropout, tile.head, first_row + warp * 16, first_key, MarkDropped(current));
-      wgmma_wait<1>();  // for dp, and for dq of the previous block
+      wgmma_wait<1>();  // waits for dp, and for the previous block's dq
       pin_registers(dp);
       pin_registers(ds);
       score_gradients_of_rows<kDropout>(dp, current, delta);
       accumulators_to_a<T>(ds, dp);
       multiply_add<T>(dquery, ds, shared.block[now][0], accumulate);
       accumulate = true;
-      wgmma_wait<1>();  // for the next scores
+      wgmma_wait<1>();  // waits for the next scores
       pin_registers(next);
       return now;
     };
@@ -216,7 +218,7 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
 #pragma unroll
     for (int i = 0; i < 32; ++i) dkey[i] = dvalue[i] = 0;
 
-    // The first blocks of a head may have only queries that see none of the warpgroup's keys.
+    // The first blocks of a head may contain only queries that see none of the warpgroup's keys.
     int own_first = tile.first;
     if constexpr (Mask::kCausal) own_first = max(tile.first, (first_row - p.problem.query_offset) / kBlock);
     const int end = tile.first + tile.blocks;
@@ -248,7 +250,8 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
         if (more) begin_head();
       }
       if (more) barrier_wait(shared.block_full[ring.slot], ring.phase);
-      multiply<T>(next, k, shared.block[ring.slot][0]);  // after the last block, of old queries; the result is not used
+      // After the last block, this matmul reads old queries, and its result is not used.
+      multiply<T>(next, k, shared.block[ring.slot][0]);
 
       hide_queries<Mask>(current, p, own, head, first_row, row, first_query);
       probabilities_of_columns(current, p.problem.scale_log2, shared.bias[now]);
@@ -258,7 +261,7 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       complete(last);
       if constexpr (kDropout)
         for_kept_transposed<32>(dropout, head, first_row + warp * 16, first_query, MarkDropped(current));
-      wgmma_wait<1>();  // for dp, and for dv and dk of the previous block
+      wgmma_wait<1>();  // waits for dp, and for the previous block's dv and dk
       pin_registers(dp);
       pin_registers(weights);
       pin_registers(ds);
@@ -267,7 +270,7 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       score_gradients_of_columns<kDropout>(dp, current, shared.delta[now]);
       accumulators_to_a<T>(ds, dp);
       multiply_add<T>(dkey, ds, shared.block[now][0], true);
-      wgmma_wait<2>();  // for the next scores
+      wgmma_wait<2>();  // waits for the next scores
       pin_registers(next);
       return now;
     };

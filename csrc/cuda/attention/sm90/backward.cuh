@@ -1,5 +1,6 @@
-// Sizes, arguments and the launch, which the backward kernels for sm_90a share. backward.cu explains the algorithm.
-// backward_softmax.cuh has the arithmetic, backward_mask.cuh the masks, and backward_loader.cuh the loads.
+// The sizes, the arguments and the launch that the backward kernels for sm_90a share. backward.cu explains the
+// algorithm. backward_softmax.cuh contains the arithmetic, backward_mask.cuh the masks, and backward_loader.cuh the
+// loads.
 #pragma once
 
 #include "common.cuh"
@@ -14,8 +15,8 @@ constexpr int kRowPanel = 128 * kPanelRowBytes;   // bytes of a tile's panel (cu
 constexpr int kBlockPanel = 64 * kPanelRowBytes;  // bytes of a block's panel
 
 // A thread block sums the gradients of a tile: 128 queries for dq, or 128 keys for dk and dv. Each of the two computing
-// warpgroups has 64 rows of the tile. The thread block iterates over blocks of 64 keys for dq, or of 64 queries for dk
-// and dv.
+// warpgroups processes 64 rows of the tile. The thread block iterates over blocks of 64 keys for dq, or of 64 queries
+// for dk and dv.
 template <int HS>
 struct BackwardShape {
   static constexpr int kRows = 128;
@@ -24,26 +25,26 @@ struct BackwardShape {
   static constexpr int kThreads = 3 * kWarpgroup;
   static constexpr int kRowBytes = kPanels * kRowPanel;
   static constexpr int kBlockBytes = kPanels * kBlockPanel;
-  static constexpr int kStoredRows = HS == 64 ? 64 : kRows;  // rows of a TMA box of dq, dk and dv
+  static constexpr int kStoredRows = HS == 64 ? 64 : kRows;  // rows per TMA box of dq, dk and dv
 };
 
 struct alignas(16) BackwardTile {
   int row;     // first row; -1 after the last tile
   int head;    // number of the query head (for dk and dv, of the key head) among the heads of all batches
-  int first;   // first block
-  int blocks;  // number of blocks: for one query head, or under a block mask for all query heads that share the keys
+  int first;   // index of the first block
+  int blocks;  // number of blocks: of one query head, or, with a block mask, of all query heads that share the keys
 };
 
 template <typename T>
 struct Sm90Backward {
-  CUtensorMap query, key, value, out, dout;  // a box has kRows rows for a tile, kBlock rows for a block
+  CUtensorMap query, key, value, out, dout;  // TMA boxes of kRows rows for a tile, of kBlock rows for a block
   CUtensorMap dquery, dkey, dvalue;
   const float* logsumexp;
   const float* dlogsumexp;
-  // The first kernel computes these two statistics of each query, and the second kernel reads them.
+  // The kernel for dq computes these two statistics of each query, and the kernel for dk and dv reads them.
   float* row_bias;   // -logsumexp * log2(e)
-  float* row_delta;  // D
-  int64_t pitch;     // elements of row_bias, and of row_delta, per head
+  float* row_delta;  // D = sum(dout * out) - dlogsumexp
+  int64_t pitch;     // elements per head of row_bias and of row_delta
   Sm90Problem<T> problem;
   TileOrder order;
   Sm90Mask mask;
@@ -81,8 +82,8 @@ inline int64_t statistics_pitch(int64_t queries) {
   return ceil_div(queries, kRows) * kRows;
 }
 
-// The workspace has a counter of tiles for each kernel (TileOrder), the statistics, and the arrays of a mask. Returns
-// the number of bytes before the arrays of a mask.
+// Returns the number of bytes of the workspace before the arrays of a mask. The workspace contains a counter of tiles
+// for each kernel (TileOrder), the statistics, and the arrays of a mask.
 inline int64_t backward_workspace(const AttentionSizes& s) {
   const int64_t statistics = 2 * s.batches * s.heads * statistics_pitch(s.queries);
   return ceil_div(256 + statistics * static_cast<int64_t>(sizeof(float)), 256) * 256;

@@ -1,15 +1,20 @@
-// Attention's backward for sm_90a and head sizes of 72 to 128: the two kernels of backward.cu. With 128 channels the
-// sums of dq take 64 registers per thread, and the sums of dk and dv 128. Fewer operands are therefore in registers:
+// Attention's backward for sm_90a and head sizes of 72 to 128, with the two kernels of backward.cu. Notation as in that
+// file: ' is the transpose, S = q k' are the scores, P the probabilities, and g is the gradient of out. For each query,
+// D = sum(g out) - dlogsumexp and bias = -logsumexp log2(e). scale_log2 is scale log2(e).
 //
-// - The first kernel has only the queries in registers. For dP = g v' it reads both operands from shared memory.
-// - The second kernel reads keys and values from shared memory, and has the scores of one block only. When a warpgroup
-//   has packed dS', it starts the next S' and dP' and waits for them. Its exponentials overlap with its own dk and with
-//   the matmuls of the other warpgroup.
+// With 128 channels, the sums of dq take 64 registers per thread, and the sums of dk and dv take 128 registers. These
+// kernels therefore keep fewer operands in registers than the kernels of backward.cu:
 //
-// Shared memory has no space for results either. dq is stored through the buffer of the tile's dout, and dk and dv
-// through the buffers of the tile's keys and values. The kernels do not pause between tiles: the last step of a tile
-// starts the matmuls of the next tile's first block, while a thread of the loading warpgroup stores the results.
-// Therefore each tile must have at least one block.
+// - The kernel for dq keeps only the queries and dS in registers. For dP = g v' it reads both operands from shared
+//   memory.
+// - The kernel for dk and dv reads keys and values from shared memory, and keeps the scores of only one block. After a
+//   warpgroup has packed dS', it starts the matmuls for the next S' and dP' and waits for them. While the warpgroup
+//   then computes exponentials, its matmul for dk and the matmuls of the other warpgroup run.
+//
+// Shared memory has no separate buffers for results. dq is stored through the buffer of the tile's dout, and dk and dv
+// through the buffers of the tile's keys and values. Unlike the kernels of backward.cu, these kernels do not pause
+// between tiles: the last iteration of a tile starts the matmuls of the next tile's first block, while a thread of the
+// loading warpgroup stores the results. Therefore each tile must have at least one block.
 //
 // Block j+1 below is the first block of the next tile if j is the last block of a tile.
 //
@@ -33,7 +38,7 @@ struct DqueryShared : BackwardShape<128> {
   // buffer that the warpgroup holds, and the ring would deadlock. A warpgroup holds the values of at most one block.
   static constexpr int kKeys = 4;
   static constexpr int kValues = 2;
-  static constexpr int kDouts = 2;  // dout has two buffers, because dq is stored through them; query and out have one
+  static constexpr int kDouts = 2;  // dout has two buffers, because dq is stored through them
 
   Buffer<kRowBytes> query, out, dout[kDouts];
   Buffer<kBlockBytes> key[kKeys], value[kValues];
@@ -42,8 +47,8 @@ struct DqueryShared : BackwardShape<128> {
   Barrier tile_full, tile_empty, dout_empty[kDouts], dquery_full[kDouts];
   Barrier key_full[kKeys], key_empty[kKeys], value_full[kValues], value_empty[kValues];
   Barrier tile_taken, tile_wanted;  // synchronize the loading threads
-  BackwardTile next_tile;           // the tile whose query, out and dout are loaded
-  BackwardTile loaded_tile;         // the tile whose blocks are loaded
+  BackwardTile next_tile;           // tile whose query, out and dout are in the buffers, or are being loaded
+  BackwardTile loaded_tile;         // tile whose keys and values are loaded next; at most one tile ahead
   MaskedBlock masked[kKeys];
 
 #if GPTKERNELS_WGMMA
@@ -140,7 +145,7 @@ __device__ void load_key_blocks(const Sm90Backward<T>& p, DqueryShared& shared) 
       seen.for_each_from_last<1>([&](int block) { load_block(block, --left); });
       if (left > 0) load_block(0, 0);
     } else {
-#pragma unroll 1  // fewer registers
+#pragma unroll 1  // not unrolled, to save registers
       for (int block = tile.blocks - 1; block >= 0; --block) load_block(block, block);
     }
   }
@@ -180,7 +185,7 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
   unsigned phase = 0;  // phase of tile_full
   int row, head, block;
   int passed = 0;        // number of passed-over blocks of the tile whose values are still to be released
-  int freed = -1;        // slot of the keys that were used last: the next step, which waits for dq, releases them
+  int freed = -1;        // slot of the keys that were used last: the next step waits for dq and releases this slot
   OwnBlock<1> own = {};  // the mask of the block whose scores were started last
   bool accumulate = false;
   const auto thread_row = [&](int tile_row) { return tile_row + warp_row + lane / 4; };
@@ -249,9 +254,9 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
     } else {
       --block;
     }
-    start_scores(next, more);  // after the last tile, of old keys; the result is not used
+    start_scores(next, more);  // after the last tile, this reads old keys; the result is not used
 
-    wgmma_wait<1>();  // for dp, and for dq of the previous block
+    wgmma_wait<1>();  // waits for dp, and for the previous block's dq
     pin_registers(dp);
     pin_registers(ds);
     barrier_arrive_if(lane == 0, shared.value_empty[value.slot]);
@@ -275,7 +280,7 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
       barrier_arrive_if(lane == 0, shared.dquery_full[dout_now]);
       if (more) finish_statistics();
     }
-    wgmma_wait<1>();  // for the next scores
+    wgmma_wait<1>();  // waits for the next scores
     pin_registers(next);
     return more;
   };
@@ -320,13 +325,14 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
   uint32_t weights[16];  // P', then dS'
   RingPosition<kStages> ring;
   RingPosition<kTiles> at;
-  // The first of the warpgroup's 64 keys. Under the causal mask one half of a tile has a block more than the other, so
-  // the warpgroups exchange the halves at each tile. Tiles begin at multiples of 128, so `row & 64` tells the half.
+  // The first of the warpgroup's 64 keys. Under the causal mask, one half of a tile sees one block more than the other
+  // half, so the warpgroups exchange the halves at each tile. Tiles begin at multiples of 128, so `row & 64` is 0 in
+  // the first half and 64 in the second.
   int row = warpgroup * 64;
   int block, end, member = 0;
   OwnBlock<1> own = {};  // the mask of the block whose scores were started last
   bool accumulate = false;
-  int freed = -1;  // slot of the block that was used last: it is released when its dk is complete
+  int freed = -1;  // slot of the block that was used last, which is released when its dk is complete
   const auto half = [&] { return (row & 64) * kPanelRowBytes; };  // the bytes of a panel before the warpgroup's rows
 
   // Passes over the first blocks of a head, if their queries see none of the warpgroup's keys.
@@ -362,7 +368,7 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
                        row + warp * 16 + lane / 4, Mask::kBlocks ? own.first : block * kBlock);
     probabilities_of_columns(scores, p.problem.scale_log2, shared.bias[now]);
     complete(fmaxf(fmaxf(scores[7], scores[15]), fmaxf(scores[23], scores[31])));
-    wgmma_wait<0>();  // for dk of the previous block
+    wgmma_wait<0>();  // waits for the previous block's dk
     pin_registers(weights);
     barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty[max(freed, 0)]);
     freed = now;
@@ -379,7 +385,7 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
   while (true) {
     const int now = ring.slot, tile = at.slot;
     score_gradients_of_columns<false>(dp, scores, shared.delta[now]);
-    wgmma_wait<0>();  // for dv
+    wgmma_wait<0>();  // waits for dv
     pin_registers(weights);
     accumulators_to_a<T>(weights, dp);
 
@@ -410,7 +416,7 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       __syncwarp();
       barrier_arrive_if(lane == 0, shared.gradients_full[tile]);
     }
-    wgmma_wait<1>();  // for scores and dp
+    wgmma_wait<1>();  // waits for scores and dp
     pin_registers(scores);
     pin_registers(dp);
     // This call also follows the last block of the last tile, where its result is not used. If the loop ended before

@@ -7,7 +7,7 @@
 
 namespace gptkernels::cuda {
 
-// Types for members of a struct in shared memory. A member converts to its address in shared memory.
+// Types for members of a struct in shared memory. A member converts implicitly to its 32-bit address in shared memory.
 template <int kBytes>
 struct Buffer {
   uint8_t bytes[kBytes];
@@ -38,24 +38,24 @@ __device__ void init_barriers(const Barrier (&barriers)[n], int arrivals) {
 
 #endif
 
-// Shared memory of a kernel that loads both tensors of a block together: a ring of tiles with kTileParts tensors, a
-// ring of blocks, and the barriers of both rings. A "full" barrier completes when the bytes of the tile or block have
-// arrived, an "empty" barrier when the warps have released it.
+// Shared memory of a kernel that loads both tensors of a block together: a ring of tiles with kTileParts tensors each,
+// a ring of blocks, and the barriers of both rings. A "full" barrier completes when the bytes of the tile or block have
+// arrived. An "empty" barrier completes when the warps have released the tile or block.
 template <int HS, int kTileParts, int kTileBuffers, int kBlockBuffers>
 struct RingShared : BackwardShape<HS> {
   using Shape = BackwardShape<HS>;
   static constexpr int kTiles = kTileBuffers, kStages = kBlockBuffers;
 
-  Buffer<Shape::kRowBytes> tile[kTiles][kTileParts];        // query, dout, out; or key, value
-  Buffer<Shape::kBlockBytes> block[kStages][2];             // key, value; or query, dout
-  Buffer<HS == 64 ? Shape::kBlockBytes : 16> out[2];        // results of each warpgroup; with HS = 128, `tile` has them
+  Buffer<Shape::kRowBytes> tile[kTiles][kTileParts];        // query, dout, out (for dq); or key, value (for dk, dv)
+  Buffer<Shape::kBlockBytes> block[kStages][2];             // key, value (for dq); or query, dout (for dk, dv)
+  Buffer<HS == 64 ? Shape::kBlockBytes : 16> out[2];        // results per warpgroup; HS = 128 uses `tile` instead
   Buffer<Shape::kBlock * 4> bias[kStages], delta[kStages];  // statistics of a block's queries
   Barrier tile_full[kTiles], tile_empty[kTiles], gradients_full[kTiles], block_full[kStages], block_empty[kStages];
   BackwardTile tiles[kTiles];
   MaskedBlock masked[kStages];
 
 #if GPTKERNELS_WGMMA
-  // A tile is released by `tile_readers` arrivals.
+  // `tile_readers` is the number of arrivals that release a tile.
   __device__ void init(int tile_readers) const {
     init_barriers(tile_full, 1);
     init_barriers(tile_empty, tile_readers);
@@ -69,15 +69,15 @@ struct RingShared : BackwardShape<HS> {
 
 #if GPTKERNELS_WGMMA
 
-// Waits for an empty buffer and finds the tile to load into it. After the last tile, returns false and writes a tile
-// with row -1 for the computing warps.
+// Waits for an empty buffer, and finds the tile to load into this buffer. After the last tile, returns false and writes
+// a tile with row -1, at which the computing warps stop.
 template <typename T, typename Shared, typename Position>
 __device__ bool take_tile(const Sm90Backward<T>& p, Shared& shared, const Position& at, int index,
                           TileOrder::Tile& found) {
   barrier_wait(shared.tile_empty[at.slot], at.phase ^ 1);
   if (p.order.find(index, found)) return true;
   shared.tiles[at.slot].row = -1;
-  shared.tiles[at.slot].head = 0;  // a valid head, because a mask may be read for it, although the result is not used
+  shared.tiles[at.slot].head = 0;  // must be valid: this head's mask may be read, although the result is not used
   barrier_arrive(shared.tile_full[at.slot]);
   return false;
 }
@@ -91,8 +91,8 @@ __device__ int key_blocks(const Sm90Backward<T>& p, int head, int row) {
   return max((end + 63) / 64, 0);
 }
 
-// Loads the tiles of keys that the thread block takes, and the blocks of queries of each tile, in the kernels for dk
-// and dv. A tile has at least kLeastBlocks (0 or 1) blocks, even if no query sees its keys.
+// Loads the tiles of keys that the thread block takes, and the blocks of queries of each tile. The kernels for dk and
+// dv call this function. A tile has at least kLeastBlocks (0 or 1) blocks, even if no query sees its keys.
 template <int kLeastBlocks, typename Mask, typename T, typename Shared>
 __device__ void load_key_tiles(const Sm90Backward<T>& p, Shared& shared) {
   constexpr int kBlock = Shared::kBlock, kPanels = Shared::kPanels;
@@ -145,7 +145,7 @@ __device__ void load_key_tiles(const Sm90Backward<T>& p, Shared& shared) {
         seen.for_each_from_last<1>(load_block);
         if (none && member == 0) load_block(0);
       } else {
-#pragma unroll 1  // fewer registers
+#pragma unroll 1  // not unrolled, to save registers
         for (int block = first; block < query_blocks; ++block) load_block(block);
       }
     }

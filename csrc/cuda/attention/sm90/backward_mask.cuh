@@ -22,8 +22,8 @@ using AdditiveMask = MaskPolicy<false, true, true>;
 
 // ---- blocks that a warpgroup does not compute -----------------------------------------------------------------------
 
-// Releases the next stage of the ring without using it. The warpgroup first waits until the stage is full. An earlier
-// arrival would count for the stage's previous block, which the other warpgroup may still use.
+// Releases the next stage of the ring without using it. The warpgroup first waits until the stage is full. An arrival
+// before that would count for the stage's previous block, which the other warpgroup may still use.
 template <typename Barriers, int kStages>
 __device__ void pass_over(const Barriers& full, const Barriers& empty, RingPosition<kStages>& ring) {
   barrier_wait(full[ring.slot], ring.phase);
@@ -61,7 +61,7 @@ template <int kStages, bool kRowsAreKeys>
 struct SeenByWarpgroup {
   static constexpr int kMostPassed = kStages - 3;
   OwnBlock<1> own;  // the current block, which the warpgroup computes
-  int left;         // blocks left in the tile, with the current block; 0 if there is none
+  int left;         // blocks left in the tile, including the current block; 0 after the last block
   int passed = 0;   // blocks passed over between the previously computed block and the current block
 
   // Advances to the next block that the 64 rows from `row` on see.
@@ -93,7 +93,8 @@ __device__ void hide_columns(float (&scores)[32], int r, int limit) {
 }
 
 // Applies the mask to scores whose rows are queries and whose columns are keys: adds the mask's values, and sets the
-// scores of keys that a query does not see to -inf. `first_row` is the warpgroup's first row, `row` this thread's.
+// scores of keys that a query does not see to -inf. `first_row` is the warpgroup's first row, and `row` is the first of
+// this thread's two rows.
 template <typename Mask, typename T>
 __device__ void hide_keys(float (&scores)[32], const Sm90Backward<T>& p, const OwnBlock<1>& own, int head,
                           int first_row, int row, int first_key) {

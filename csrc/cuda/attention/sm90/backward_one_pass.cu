@@ -1,17 +1,18 @@
-// The backward of attention for sm_90a with one thread block per head. It computes the scores once, and needs five
-// matmuls instead of the seven of attention/sm90/backward.cu. It supports heads of up to 1024 queries and 64 channels,
-// if there are enough heads to keep the SMs busy.
+// The backward of attention for sm_90a with one thread block per head. The kernel computes the scores once, and needs
+// five matmuls, whereas the kernels of attention/sm90/backward.cu need seven. It supports heads of up to 1024 queries
+// and 64 channels, if there are enough heads to keep the SMs busy. Notation: S are the scores, P the probabilities, g
+// is the gradient of out, and D = sum(g out) - dlogsumexp for each query.
 //
 // A thread block processes its head's tiles of 128 keys, and for each tile the blocks of 64 queries that see it. Its
 // four warpgroups are
 //
-//   - one that loads tiles, and in which two warps compute D = sum(g out) - dlogsumexp of the next head,
-//   - two with 64 keys each, which sum dk and dv in registers and pass dS^T in shared memory to the last one,
-//   - one that computes dq of the block of queries for these keys, and adds it to the sums of earlier tiles.
+//   - one that loads tiles, and in which two warps compute D of the next head,
+//   - two that process 64 keys each, sum dk and dv in registers, and pass dS^T in shared memory to the last warpgroup,
+//   - one that computes dq of the block of queries for these keys, and adds dq to the sums of earlier tiles.
 //
-// The sums of dq are in global memory, in a buffer of the thread block that stays in the L2 cache. Only one thread
-// accesses an element, so terms are added in the order of the tiles without semaphores, and results are bitwise
-// reproducible.
+// The sums of dq are in global memory, in a buffer of the thread block that stays in the L2 cache. Each element is
+// accessed by one thread only. Its terms are therefore added in the order of the tiles without semaphores, and the
+// results are bitwise reproducible.
 #include <utility>
 
 #include "backward_softmax.cuh"
@@ -32,7 +33,7 @@ constexpr int kHeads = 2;    // buffers for a head's statistics
 constexpr int kHelpers = 2;  // warps that compute statistics, each for kHelperRows queries of every block
 constexpr int kHelperRows = kBlock / kHelpers;
 constexpr int kSums = kBlock * 64;  // elements of dq for a block of queries
-constexpr int kKeyWarps = 8;        // warps of the two warpgroups that have keys
+constexpr int kKeyWarps = 8;        // warps of the two warpgroups that compute dk and dv
 constexpr int kDqueryWarps = 4;
 
 // Shared memory, in bytes.
@@ -58,7 +59,7 @@ struct HeadBackward {
   CUtensorMap dkey, dvalue;             // boxes of 16 rows
   const float* logsumexp;
   const float* dlogsumexp;
-  float* sums;  // sums of dq: kSums for each thread block and block of queries, in the order of the accumulators
+  float* sums;  // sums of dq: kSums elements per thread block and block of queries, in the order of the accumulators
   Sm90Problem<T> problem;
   int blocks;  // blocks of queries
   int tiles;   // tiles of keys
@@ -66,8 +67,8 @@ struct HeadBackward {
 
 #if GPTKERNELS_WGMMA
 
-// The addresses of the buffers in shared memory and of their barriers. "full" completes when the bytes are loaded or
-// the warps have written them. "empty" completes when the warps have read the buffer.
+// The addresses of the buffers in shared memory and of their barriers. A "full" barrier completes when the buffer has
+// been loaded, or has been written by warps. An "empty" barrier completes when warps have read the buffer.
 struct Shared {
   uint32_t first;
 
@@ -108,7 +109,7 @@ struct Shared {
       barrier_init(block_full(i), 1);
       barrier_init(block_empty(i), kKeyWarps);
     }
-    for (int i = 0; i < 2 * kParts; ++i) {  // for both warpgroups
+    for (int i = 0; i < 2 * kParts; ++i) {  // the parts of both warpgroups
       barrier_init(part_full(0, i), kKeyWarps / 2);
       barrier_init(part_empty(0, i), kDqueryWarps);
     }
@@ -149,13 +150,14 @@ __device__ BlockWalk walk_of_tile(const HeadBackward<T>& p, int tile) {
   return {first_block<kCausal>(p, tile * kRows), p.blocks, tile};
 }
 
-// Returns the half of a tile that a warpgroup computes. The warpgroups exchange the halves at each tile, because one
-// half has a block more under the causal mask.
+// Returns the half of a tile that a warpgroup computes. The warpgroups exchange the halves at each tile, because under
+// the causal mask one half sees one block more than the other half.
 __device__ inline int half_of(int tile, int warpgroup) {
   return (tile + warpgroup) % 2;
 }
 
-// Returns the first block that sees one of the 64 keys from `key` on, or p.blocks if these keys are beyond the end.
+// Returns the first block that sees one of the 64 keys from `key` on, or p.blocks if all of these keys are beyond the
+// last key.
 template <bool kCausal, typename T>
 __device__ int own_first_block(const HeadBackward<T>& p, int key) {
   return key < p.problem.keys ? first_block<kCausal>(p, key) : p.blocks;
@@ -177,7 +179,7 @@ __device__ void load_tiles(const HeadBackward<T>& p, const Shared& shared) {
       tma_load_once(shared.key(at.slot), p.key, 0, tile * kRows, head, batch, tile_full);
       tma_load_once(shared.value(at.slot), p.value, 0, tile * kRows, head, batch, tile_full);
       at.advance();
-#pragma unroll 1  // fewer registers
+#pragma unroll 1  // not unrolled, to save registers
       for (BlockWalk walk = walk_of_tile<kCausal>(p, tile); walk.left > 0; walk.advance()) {
         const uint32_t full = shared.block_full(ring.slot);
         barrier_wait(shared.block_empty(ring.slot), ring.phase ^ 1);
@@ -218,7 +220,7 @@ __device__ inline void store_shared(uint32_t shared, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(x) : "memory");
 }
 
-// Computes -logsumexp * log2(e) and D for all heads of the thread block, at most one head ahead of their use.
+// Computes -logsumexp * log2(e) and D for all heads of the thread block, at most one head before they are used.
 template <typename T>
 __device__ void compute_statistics(const HeadBackward<T>& p, const Shared& shared, int helper) {
   const int lane = threadIdx.x % 32;
@@ -248,7 +250,7 @@ __device__ void compute_statistics(const HeadBackward<T>& p, const Shared& share
       const bool last = block + 1 == p.blocks;
       load(last ? index + gridDim.x : index, last ? 0 : block + 1);
       const uint32_t place = (block * kBlock + statistics_place(own)) * 4;
-      // With a bias of -inf, P is 0: for a query that sees no key, and for rows beyond the last query.
+      // A bias of -inf makes P 0. This is the bias of a query that sees no key, and of rows beyond the last query.
       store_shared(shared.bias(at.slot) + place, logsumexp == -INFINITY ? -INFINITY : -logsumexp * kLog2E);
       store_shared(shared.delta(at.slot) + place, sum - dlogsumexp);
       __syncwarp();
@@ -268,7 +270,8 @@ __device__ inline void load_transposed(uint32_t (&a)[16], uint32_t panel, int wa
                              panel + panel_offset(16 * i + lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2));
 }
 
-// Stores the warpgroup's dq^T (64 channels, 64 queries), times `factor` and rounded, in shared memory as dq.
+// Multiplies the warpgroup's dq^T (64 channels, 64 queries) by `factor`, rounds it, and stores it in shared memory,
+// transposed to dq.
 template <typename T>
 __device__ void stage_transposed(const float (&tile)[32], float factor, uint32_t panel, int warp) {
   const int lane = threadIdx.x % 32;
@@ -290,7 +293,7 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
   const int heads = p.problem.batches * p.problem.heads;
   float* const own_sums = p.sums + static_cast<int64_t>(blockIdx.x) * p.blocks * kSums + thread * 4;
   float dquery[32];
-  uint32_t keys[2][16];  // for both warpgroups' halves
+  uint32_t keys[2][16];  // the keys of both halves of a tile
   RingPosition<kTiles> at;
   RingPosition<kParts> part[2];
   const auto multiply_part = [&](int warpgroup, bool accumulate) {
@@ -387,7 +390,7 @@ __device__ inline void load_statistics(float (&x)[16], uint32_t shared) {
 }
 
 // Masks the scores of a thread's two keys, own_key and own_key + 8, with the queries of a block. A score becomes -inf
-// if the query does not see the key, or if the key is beyond the end and must not contribute to dq.
+// if the query does not see the key, or if the key is beyond the last key and must not contribute to dq.
 template <bool kCausal, typename T>
 __device__ void hide_scores(float (&scores)[32], const HeadBackward<T>& p, int own_key, int first_query) {
 #pragma unroll
@@ -436,8 +439,9 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
       for (int i = 0; i < 32; ++i) dkey[i] = dvalue[i] = 0;
       const int own_first = own_first_block<kCausal>(p, first_key);
       BlockWalk walk(own_first, p.blocks, tile);
-      // Only the other warpgroup computes the first blocks of queries. This warpgroup skips them while it uses no other
-      // block, so that the loader never waits for a stage that this warpgroup releases later.
+      // The first `others` blocks of queries are computed only by the other warpgroup. This warpgroup skips these
+      // blocks at a time when it holds no other block, so that the loader never waits for a stage that this warpgroup
+      // releases later.
       const int others = own_first - first_block<kCausal>(p, tile * kRows);
       const auto pass_over = [&] {
         for (int i = 0; i < others; ++i) {
@@ -447,7 +451,8 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
         }
       };
       if (tile % 2 == 0) pass_over();
-      // Starts the scores and dp of the next block. After a tile's last block their results are not used.
+      // Starts the matmuls for the scores and dp of the next block. After a tile's last block, their results are not
+      // used.
       const auto start_block = [&](bool any) {
         if (any) barrier_wait(shared.block_full(ring.slot), ring.phase);
         pin_registers(scores);
@@ -483,7 +488,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
           }
           complete(last);
           load_statistics(of_query, delta + block * kBlock * 4);
-          wgmma_wait<0>();  // for dp, and for dk of the previous block
+          wgmma_wait<0>();  // waits for dp, and for the previous block's dk
           barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty(max(freed, 0)));
           freed = slot;
           pin_registers(dp);
@@ -507,7 +512,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
           walk.advance();
           start_block(walk.left > 0);
           multiply_add<T>(dkey, ds, shared.query(slot), true);
-          wgmma_wait<2>();  // for the next block's scores
+          wgmma_wait<2>();  // waits for the next block's scores
         }
         wgmma_wait<0>();
         pin_registers(dkey);
@@ -516,7 +521,8 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
       }
       if (tile % 2 == 1) pass_over();
 
-      // Each warp stores its own 16 rows. It stages dv in its rows of the values, which no other warp reads.
+      // Each warp stores its own 16 rows of dv and dk. dv is staged in the warp's 16 rows of the values, which no other
+      // warp reads.
       release();
       if (lane == 0) tma_store_wait_read();
       __syncwarp();
@@ -614,8 +620,10 @@ Status launch(const AttentionBackward<T>& p, Stream stream) {
 
 template <typename T>
 bool attention_backward_sm90_head_supports(const AttentionBackward<T>& p) {
-  // All heads take the same time, and an SM processes one head at a time, so some SMs are idle in the last round. With
-  // longer heads, the other kernels gain more from their smaller tiles (docs/notes/attention.md).
+  // All heads take the same time, and an SM processes one head at a time, so some SMs are idle in the last round. The
+  // kernel is used if the SMs have work for at least kBusy, or with short heads kBusyWithShort, of the time. (The
+  // longer the heads, the more idle time the kernels of backward.cu avoid by their smaller units of work:
+  // docs/notes/attention.md.)
   constexpr int64_t kShort = 512;
   constexpr double kBusy = 0.8, kBusyWithShort = 0.7;
   const AttentionSizes& s = p.sizes;

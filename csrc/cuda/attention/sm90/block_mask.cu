@@ -14,7 +14,7 @@ template <typename E>
 struct MaskElements {
   const E* data;
   int64_t batch, head, query, key;
-  int64_t batches, heads;  // 1 if the mask is broadcast
+  int64_t batches, heads;  // 1 for a dimension that is broadcast
   int queries, keys;
   bool causal;
   int query_offset;
@@ -23,7 +23,7 @@ struct MaskElements {
   __device__ const E* row(int mask_head, int at) const {
     return data + mask_head / heads * batch + mask_head % heads * head + at * query;
   }
-  // Returns the end of the keys that query `at` may see.
+  // Returns the end of the range of keys that query `at` may see.
   __device__ int end(int at) const { return causal ? max(min(keys, at + query_offset + 1), 0) : keys; }
 };
 
@@ -50,8 +50,9 @@ struct Largest {
   }
 };
 
-// Each warp finds the shift of a row of the mask. It stops at a value above kLowValue, because the row then has no
-// shift. To stop early, it first reads the value of the key at the query's own position, which causal masks allow.
+// Each warp finds the shift (block_mask.cuh) of a row of the mask. The warp stops at a value above kLowValue, because
+// the row then has no shift. To stop early, the warp first reads the value of the key at the query's own position,
+// which causal masks allow.
 template <typename T>
 __global__ void __launch_bounds__(32 * kWarps) attention_mask_rows_kernel(const __grid_constant__ MaskElements<T> mask,
                                                                           const __grid_constant__ MaskBlocks blocks) {
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(32 * kWarps) attention_mask_rows_kernel(const 
 // Transposes a warp's 32 rows of 32 bits: bit i of lane l becomes bit l of lane i.
 __device__ uint32_t transpose_bits(uint32_t x) {
   const int lane = threadIdx.x % 32;
-  uint32_t lower = 0xFFFF;  // has the lower s of every 2 s bits set
+  uint32_t lower = 0xFFFF;  // the lower s of every 2 s bits are set
 #pragma unroll
   for (int s = 16; s > 0; s /= 2) {
     const uint32_t y = __shfl_xor_sync(~0u, x, s);
@@ -107,8 +108,8 @@ __device__ uint32_t transpose_bits(uint32_t x) {
   return x;
 }
 
-// Reorders the 64 bits of a row: each of the four threads that have the row gets the 16 bits of its columns, in the
-// order of MaskBlocks::query_bits().
+// Reorders the 64 bits of a row for the four threads that hold the row's scores. The 16 bits of each thread's columns
+// become adjacent, in the order of MaskBlocks::query_bits().
 __device__ uint2 for_accumulators(uint64_t row) {
   uint32_t part[4];
 #pragma unroll
@@ -121,7 +122,7 @@ __device__ uint2 for_accumulators(uint64_t row) {
   return {part[0] | part[1] << 16, part[2] | part[3] << 16};
 }
 
-// The bits of a row of 64 elements. take() sets the bit of element i.
+// The bits of a row of 64 elements. take() sets bit i if key i is seen.
 struct SeenRow {
   uint64_t bits = 0;
   bool added = false;  // whether the mask changes the score of a seen key (kMaskAdded)
@@ -143,13 +144,14 @@ struct SeenRow {
       take(i, x != -INFINITY, x != shift);
     }
   }
-  // Sets the bits of the elements in 16 bytes, from element i on.
+  // Reads the 16 bytes at `from`, which are elements i, i + 1, ... of the row, and sets the bits of the keys that are
+  // seen.
   __device__ void take_chunk(int i, const bool* from, float) {
     const uint4 words = __ldg(reinterpret_cast<const uint4*>(from));
     const uint32_t word[4] = {words.x, words.y, words.z, words.w};
     uint32_t sixteen = 0;
 #pragma unroll
-    for (int k = 0; k < 4; ++k)  // each byte becomes 0 or 1, and the multiplication gathers them in the upper byte
+    for (int k = 0; k < 4; ++k)  // each byte becomes 0 or 1; the multiplication gathers the 4 bits in the upper byte
       sixteen |= ((__vcmpne4(word[k], 0) & 0x01010101u) * 0x01020408u >> 24) << 4 * k;
     bits |= static_cast<uint64_t>(sixteen) << i;
   }
@@ -169,7 +171,7 @@ struct SeenRow {
   }
 };
 
-// Each warp classifies a block. Each lane has two of the block's rows.
+// Each warp classifies one block. Each lane processes two rows of the block.
 template <typename E>
 __global__ void __launch_bounds__(32 * kWarps)
     attention_mask_blocks_kernel(const __grid_constant__ MaskElements<E> mask,

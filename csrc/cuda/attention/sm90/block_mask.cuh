@@ -1,17 +1,17 @@
-// The arrays that the attention kernels for sm_90a read in place of a mask. A kernel that runs before them reads the
-// mask once. It classifies each block of 64 queries and 64 keys. It also writes a bit for each query and key. The bit
-// is 1 if the query sees the key: the key exists, and the mask and causality allow it.
+// The arrays that the attention kernels for sm_90a read in place of a mask. An earlier kernel reads the mask once,
+// classifies each block of 64 queries and 64 keys, and writes a bit for each query and key. The bit is 1 if the query
+// sees the key, that is, if the key exists and the mask and causality allow it.
 //
 // An additive mask may have values so low that they hide a key as -inf does, if the query sees any other key. For
 // example, Hugging Face's models write torch.finfo(dtype).min, which is -3.4e38 for bfloat16. The bits of such keys are
 // 0. But all values of a query (a row of the mask) may be low, for example if all the keys before the query are
-// padding. If all values are at or below kLowValue, the largest value is called the row's shift, and the scores are
-// computed without it:
+// padding. If all values of a row are at or below kLowValue, the largest value is called the row's shift, and the row
+// is treated as follows:
 //
 //   - In bfloat16, adding a score to such a value rounds the score away. The probabilities are therefore uniform over
-//     the keys whose value is the shift. The bits of these keys are 1, and their scores count as 0.
-//   - In float16, adding a score to the lowest value, -65504, does not round it away. The mask's value minus the shift
-//     is added to the score.
+//     the keys whose value is the shift. The bits of these keys are 1, and their scores are replaced by 0.
+//   - In float16, adding a score to the lowest value, -65504, does not round the score away. The mask's value minus the
+//     shift is added to the score.
 //
 // The logsumexp of such a row includes the shift.
 #pragma once
@@ -44,22 +44,22 @@ struct MaskRow {
   float log2_count;
 };
 
-// The classes of the blocks of a tile of 128 queries (or keys). The tile has two neighbouring rows of blocks.
+// The classes of the blocks of a tile of 128 queries (or keys). The tile consists of two neighbouring rows of blocks.
 struct SeenBlocks {
   const uint8_t* first;
   const uint8_t* second;
-  int words;  // 64-bit words of a row; each has the classes of 8 blocks
+  int words;  // 64-bit words of a row; each word holds the classes of 8 blocks
 
 #ifdef __CUDACC__
-  // Each byte of word i is a block. Returns a word in which bit 0 of the lowest byte of each group of kUnits
-  // neighbouring blocks is set if a block of the group is not hidden.
+  // Each byte of word i is the class of a block. Returns a word in which bit 0 of the lowest byte of each group of
+  // kUnits neighbouring blocks is set if a block of the group is not hidden.
   template <int kUnits>
   __device__ uint64_t seen(int i) const {
     uint64_t x = reinterpret_cast<const uint64_t*>(first)[i] | reinterpret_cast<const uint64_t*>(second)[i];
     x = (x | x >> 1) & 0x0101010101010101ull;
     return kUnits == 1 ? x : (x | x >> 8) & 0x0001000100010001ull;
   }
-  // Returns the number of groups of kUnits blocks of which a block is not hidden.
+  // Returns the number of groups of kUnits blocks that contain a block that is not hidden.
   template <int kUnits>
   __device__ int count() const {
     int n = 0;
@@ -67,18 +67,18 @@ struct SeenBlocks {
     for (int i = 0; i < words; ++i) n += __popcll(seen<kUnits>(i));
     return n;
   }
-  // Returns the classes of kUnits blocks from `block` on. The lower 16 bits have the classes of the first row, and the
-  // upper 16 bits have the classes of the second row.
+  // Returns the classes of kUnits blocks from `block` on. The lower 16 bits hold the classes of the first row, and the
+  // upper 16 bits hold the classes of the second row.
   template <int kUnits>
   __device__ uint32_t classes(int block) const {
     if constexpr (kUnits == 1) return first[block] | second[block] << 16;
     return *reinterpret_cast<const uint16_t*>(first + block) | *reinterpret_cast<const uint16_t*>(second + block) << 16;
   }
-  // Calls apply(block) for each group of kUnits blocks of which a block is not hidden, from the last group to the
-  // first. `block` is the first block of the group.
+  // Calls apply(block) for each group of kUnits blocks that contains a block that is not hidden, from the last group to
+  // the first. `block` is the first block of the group.
   template <int kUnits, typename Apply>
   __device__ void for_each_from_last(const Apply& apply) const {
-#pragma unroll 1  // fewer registers
+#pragma unroll 1  // not unrolled, to save registers
     for (int i = words - 1; i >= 0; --i)
 #pragma unroll 1
       for (uint64_t x = seen<kUnits>(i); x;) {
@@ -103,7 +103,7 @@ struct MaskBlocks {
   int query_pitch;  // query_blocks, rounded up to a multiple of 8
   int key_pitch;    // number of blocks of keys, rounded up to a multiple of 8
 
-  // Places all arrays in `memory`, unless that is null. Returns the number of bytes that the arrays need.
+  // Places all arrays in `memory`, unless `memory` is null. Returns the number of bytes that the arrays need.
   template <typename T>
   int64_t lay_out(const AttentionMask<T>& mask, const AttentionSizes& s, bool backward, void* memory) {
     const auto up = [](int64_t n, int64_t unit) { return ceil_div(n, unit) * unit; };
@@ -143,11 +143,11 @@ struct MaskBlocks {
   __device__ int bit_block(int query_block) const { return bit_blocks == 1 ? 0 : query_block; }
 
   // Returns a thread's bits of one of its rows, in the order of the thread's accumulators (wgmma.cuh): bit 2t + e is
-  // column 8t + 2c + e, where c (0 to 3) is the thread's index among the four threads that have the row.
+  // column 8t + 2c + e, where c (0 to 3) is the thread's index among the four threads that hold the row.
   __device__ uint32_t query_bits(int of_head, int query_block, int key_block, int row, int c) const {
     return bits[bits_at(of_head, query_block, key_block) + row * 4 + c];
   }
-  // Returns the bits in the same order if rows are keys and columns are queries.
+  // Returns a thread's bits of one of its rows, in the order of query_bits(), if rows are keys and columns are queries.
   __device__ uint32_t bits_of_key(int of_head, int query_block, int key_block, int row, int c) const {
     return key_bits[bits_at(of_head, query_block, key_block) + row * 4 + c];
   }

@@ -1,4 +1,5 @@
-// The code that the attention kernels for sm_90a share: arguments, dropout, and the checks whether they support a call.
+// The code that the attention kernels for sm_90a share: the arguments, dropout, and the checks whether the kernels
+// support a call.
 #pragma once
 
 #include <cmath>
@@ -19,7 +20,7 @@ namespace gptkernels::cuda {
 #if GPTKERNELS_WGMMA
 
 // Makes ptxas compute x, which is never -inf, before the following code. Otherwise ptxas would move the computation
-// behind a wait. The function has a store that depends on x and is never executed.
+// behind a wait. The function contains a store that depends on x and is never executed.
 __device__ inline void complete(float x) {
   asm volatile("{\n.reg .pred never;\nsetp.eq.f32 never, %0, 0fFF800000;\n@never st.shared.f32 [%1], %0;\n}" ::"f"(x),
                "r"(0)
@@ -80,12 +81,12 @@ __device__ float keep_probability(const Sm90Problem<T>& problem) {
   return 1 - static_cast<float>(problem.dropout.probability);
 }
 
-// for_kept() and for_kept_transposed() draw two of philox.h's groups at a time. More groups would need too many
+// for_kept() and for_kept_transposed() draw two groups (philox.h) at a time. Three or more groups would need too many
 // registers, and with one group the chain of dependent instructions would be too long.
 
 // Calls apply(i, keep, keep_next) for every even i of a thread's n scores, where `keep` says whether dropout keeps
-// score i, and `keep_next` whether it keeps score i + 1. Rows are queries and columns are keys. `query` is the warp's
-// first row, `key` the first column. Two neighbouring 16x8 tiles are one group.
+// score i, and `keep_next` whether dropout keeps score i + 1. Rows are queries and columns are keys. `query` is the
+// warp's first row, and `key` is the first column. Two neighbouring 16x8 tiles are one group of philox.h.
 template <int n, typename Apply>
 __device__ void for_kept(const DropoutDraw& dropout, uint32_t head, int query, int key, const Apply& apply) {
   const int lane = threadIdx.x % 32;
@@ -96,15 +97,15 @@ __device__ void for_kept(const DropoutDraw& dropout, uint32_t head, int query, i
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {  // query + 8 * (w / 2), key + 8 * (w % 2)
+      for (int w = 0; w < 4; ++w) {  // for query + 8 * (w / 2) and key + 8 * (w % 2)
         const uint32_t word = words[i].word[w];
         apply(8 * (j + i) + 4 * (w % 2) + 2 * (w / 2), dropout.keeps_lower(word), dropout.keeps_upper(word));
       }
   }
 }
 
-// Like for_kept, but rows are keys and columns are queries. Two lanes with neighbouring keys need halves of the same
-// two groups. Each lane draws one group, and the two lanes exchange halves.
+// Calls apply() as for_kept() does, but rows are keys and columns are queries. Two lanes with neighbouring keys need
+// halves of the same two groups. Each lane draws one group, and the two lanes exchange halves.
 template <int n, typename Apply>
 __device__ void for_kept_transposed(const DropoutDraw& dropout, uint32_t head, int key, int query, const Apply& apply) {
   const int lane = threadIdx.x % 32;
@@ -118,7 +119,7 @@ __device__ void for_kept_transposed(const DropoutDraw& dropout, uint32_t head, i
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {  // query + 8 * half; lower bits belong to `key`, upper bits to key + 8
+      for (int half = 0; half < 2; ++half) {  // for query + 8 * half: lower bits for `key`, upper bits for key + 8
         const uint32_t (&word)[4] = words[i].word;
         const uint32_t own = __byte_perm(word[2 * half], word[2 * half + 1], own_halves);
         const uint32_t got = __shfl_xor_sync(~0u, __byte_perm(word[2 * half], word[2 * half + 1], other_halves), 4);

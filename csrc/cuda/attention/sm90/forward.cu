@@ -1,5 +1,5 @@
 // The forward of attention for sm_90a. One thread of a thread block issues the loads, and two or four warpgroups each
-// compute 64 queries of a query tile:
+// compute 64 queries of a query tile (' is the transpose, and factor is scale * log2(e)):
 //
 //   for each query tile, the longest first:
 //     loader:      load q
@@ -22,9 +22,10 @@
 //     compute P(j+1), while O += P(j) v(j) runs  start O += P(j) v(j)
 //     wait for O
 //
-// With four warpgroups, the others compute while one waits, which is faster for up to 64 channels. Each thread then has
-// 112 registers. They are too few for 128 channels, dropout or masks, for which two warpgroups with 240 registers per
-// thread are used. softmax.cuh explains why the reference need not be the row's maximum.
+// With four warpgroups, three warpgroups can compute while one waits. This schedule is the faster of the two for up to
+// 64 channels. Each thread then has 112 registers, which are too few for 128 channels, dropout or masks. In these
+// cases, two warpgroups with 240 registers per thread are used. softmax.cuh explains why the reference need not be the
+// row's maximum.
 #include <cstddef>
 
 #include "cuda/attention/variants.h"
@@ -46,11 +47,11 @@ struct ForwardTile {
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
   static constexpr int kQueryPanel = kRows * kPanelRowBytes, kQueryBytes = kPanels * kQueryPanel;
   static constexpr int kKeyPanel = kKeys * kPanelRowBytes, kKeyBytes = kPanels * kKeyPanel;
-  static constexpr int kStoredRows = kOneBuffer ? 16 : 64;  // a warp or a warpgroup stores its rows of out together
+  static constexpr int kStoredRows = kOneBuffer ? 16 : 64;  // rows of out per TMA store: a warp's or a warpgroup's
 };
 
 using FourWarpgroups = ForwardTile<64, 4, 64, 8>;
-template <int HS, bool kDropout>  // dropout's random numbers need registers, so a tile has fewer keys
+template <int HS, bool kDropout>  // with dropout, random numbers need registers, so a tile has 64 keys
 using TwoWarpgroups = ForwardTile<HS, 2, HS == 64 && !kDropout ? 128 : 64, 4>;
 
 constexpr int64_t kCounterBytes = 256;  // the workspace begins with TileOrder's counter; the mask's arrays follow
@@ -64,13 +65,14 @@ struct Sm90Forward {
   Sm90Mask mask;
 };
 
-// The loader writes this for the computing warpgroups with each query tile.
+// Describes a query tile. The loader writes this record for the computing warpgroups.
 struct alignas(16) QueryTile {
   Queries queries;
   int key_tiles;  // the number of loaded key tiles, at least one; 0 if there are no more query tiles
 };
 
-// Shared memory. Each buffer has two barriers: "full" completes when it is loaded, "empty" when the warps have read it.
+// Shared memory. Each buffer has two barriers: "full" completes when the buffer is loaded, and "empty" completes when
+// the warps have read the buffer.
 template <typename Tile>
 struct Shared {
   struct Stage {
@@ -81,7 +83,7 @@ struct Shared {
     uint8_t out[Tile::kQueryBytes];
     Stage stage[Tile::kStages];
     uint64_t query_full[2], query_empty[2];
-    uint64_t key_full[Tile::kStages], key_empty[Tile::kStages];      // if kOneBuffer, for keys and values
+    uint64_t key_full[Tile::kStages], key_empty[Tile::kStages];      // if kOneBuffer, for keys and values together
     uint64_t value_full[Tile::kStages], value_empty[Tile::kStages];  // unused if kOneBuffer
     QueryTile tile[2];                                               // describes each buffer of queries
     MaskedBlock block[Tile::kStages];                                // describes each stage, if the mask is a BlockMask
@@ -182,44 +184,47 @@ __device__ void load_tiles(const Sm90Forward<T>& p, const Shared<Tile>& shared) 
 
 // ---- a computing warpgroup ------------------------------------------------------------------------------------------
 
-// Returns whether this is the one lane of the warp that elect.sync chooses.
+// Returns true in one lane of the warp, which elect.sync chooses, and false in the other lanes.
 __device__ inline bool elected() {
   uint32_t chosen;
   asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(chosen));
   return chosen;
 }
 
-// The state and functions of a thread of a computing warpgroup. The arrays that wgmma accesses are arguments. If they
-// were members, the compiler would keep the whole struct in memory until a late pass, which costs registers.
+// The state and functions of a thread of a computing warpgroup. The arrays that wgmma accesses are arguments of the
+// functions. If these arrays were members, the compiler would keep the whole struct in memory until a late pass, which
+// costs registers.
 template <typename T, typename Tile, typename Mask, bool kDropout>
 struct Warpgroup {
   static constexpr int kScores = Tile::kKeys / 2, kOut = 32 * Tile::kPanels;  // accumulators
   static constexpr int kSteps = 4 * Tile::kPanels;                            // wgmmas over 16 channels each
-  static constexpr int kStageStep = 2 * Tile::kKeyBytes >> 4;                 // difference between stages' descriptors
+  static constexpr int kStageStep = 2 * Tile::kKeyBytes >> 4;  // difference between adjacent stages' descriptors
   // The first reference of a row is the maximum over every kReferenceStep-th group of 8 columns, from the first group
-  // on. Four warpgroups may skip groups: without an attn_mask, a query that sees any key of a tile sees its first key.
+  // on. The schedule with four warpgroups, which is not used with an attn_mask, may skip groups: a query that sees any
+  // key of a key tile sees the first key of the tile.
   static constexpr int kReferenceStep = Tile::kOneBuffer ? 4 : 1;
 
   const Sm90Forward<T>& p;
   const Shared<Tile>& shared;
   const int thread = threadIdx.x % kWarpgroup;
   const int lane = thread % 32;
-  const int index = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);  // tells the compiler that a warp has one value
+  const int index = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);  // the shuffle tells ptxas that it is uniform
   const int warp = __shfl_sync(~0u, thread / 32, 0);
-  const int own_row = warp * 16 + lane / 4;  // this thread's rows among the warpgroup's 64: own_row and own_row + 8
+  const int own_row = warp * 16 + lane / 4;  // this thread's two rows of the 64 are own_row and own_row + 8
   const uint32_t queries_lower = static_cast<uint32_t>(panel_descriptor(shared.query(0)));
   const uint32_t keys_lower = static_cast<uint32_t>(panel_descriptor(shared.key(0)));
 
   typename Mask::template Scores<Tile::kKeys> mask;
   RingPosition<2> query;
-  RingPosition<Tile::kStages> stage;  // the stage from which scores are computed
+  RingPosition<Tile::kStages> stage;  // the stage from which scores are computed next
   int key_tile;                       // the key tile in this stage
   int group = index;                  // the index of the warpgroup's 64 queries in the query tile
   Queries queries;                    // these 64 queries
 
   __device__ Warpgroup(const Sm90Forward<T>& arguments, const Shared<Tile>& memory) : p(arguments), shared(memory) {}
 
-  // Descriptors differ in their lower words only, so the arithmetic is done on the lower words.
+  // Returns the descriptor with this lower word. All descriptors have the same upper word, so arithmetic is done on the
+  // lower words.
   __device__ static uint64_t descriptor(uint32_t lower) {
     return static_cast<uint64_t>(panel_descriptor(0, 0) >> 32) << 32 | lower;
   }
@@ -243,7 +248,9 @@ struct Warpgroup {
 
   // Starts O += P v, or O = P v.
   __device__ void start_out(float (&out)[kOut], uint32_t (&weights)[kScores / 2], int slot, bool accumulate) const {
-    constexpr uint32_t kPanel = Tile::kPanels > 1 ? (Tile::kKeyPanel >> 4) - 1 : 0;  // panel_descriptor's panel_bytes
+    // Added to the upper half of a descriptor's lower word, which is the distance between panels in units of 16 bytes.
+    // panel_descriptor() has set the distance to 1.
+    constexpr uint32_t kPanel = Tile::kPanels > 1 ? (Tile::kKeyPanel >> 4) - 1 : 0;
     const uint32_t v = keys_lower + slot * kStageStep + (Tile::kKeyBytes >> 4) + (kPanel << 16);
     pin_registers(weights);
     pin_registers(out);
@@ -254,7 +261,7 @@ struct Warpgroup {
     wgmma_commit();
   }
 
-  // Computes S = q k' again by mma.sync: wgmma needs a whole warpgroup, but a single warp may need its scores again.
+  // Computes S = q k' again, with mma.sync: a single warp may need its scores again, but wgmma needs a whole warpgroup.
   __device__ void compute_scores_again(float (&scores)[kScores], int query_slot, int slot) const {
     const uint32_t q = shared.query(query_slot), k = shared.key(slot);
 #pragma unroll
@@ -279,11 +286,12 @@ struct Warpgroup {
     mask.hide(scores, p.problem, p.mask, queries, own_row, lane, key_tile);
   }
 
-  // Stores the logsumexp of a query tile's rows, and computes the factors of their O.
+  // Stores the logsumexp of this thread's two rows, and sets `inverse` to the factors by which O of these rows is
+  // multiplied.
   __device__ void finish_rows(const Softmax<T>& softmax, float (&inverse)[2], const Queries& of) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float total = quad_sum(softmax.sum[r]);  // 0, or at least 1, or NaN
+      const float total = quad_sum(softmax.sum[r]);  // is 0, at least 1, or NaN
       inverse[r] = total == 0 ? 0 : reciprocal_approximately(total);
       if constexpr (kDropout) inverse[r] /= keep_probability(p.problem);
       const int row = of.first + own_row + 8 * r;
@@ -294,7 +302,7 @@ struct Warpgroup {
     }
   }
 
-  // Stores out / sum. Either each warp stores its 16 rows, or one store writes the warpgroup's 64 rows.
+  // Stores out * inverse. Either each warp stores its 16 rows, or one thread stores the warpgroup's 64 rows.
   __device__ void store_out(const float (&out)[kOut], const float (&inverse)[2], const Queries& of) const {
     constexpr bool kByWarp = Tile::kStoredRows == 16;
     constexpr int kPanelBytes = Tile::kStoredRows * kPanelRowBytes;
@@ -330,12 +338,13 @@ struct Warpgroup {
   // ---- four warpgroups, one buffer of scores
 
   // Starts a query tile. A key tile is loaded if any query of the query tile sees it. The warpgroup skips the key tiles
-  // that its own queries do not see. (Queries beyond the last one see none.)
+  // that its own queries do not see. (Queries beyond the last query see no key.)
   //
   // Why the ring does not deadlock: the warpgroup has not released the last stage of the previous query tile when it
   // waits for the stage after the skipped ones. The loader refills a stage only after all warpgroups have released it,
-  // so it fills at most kStages - 1 stages after the unreleased stage. Therefore the warpgroup skips at most
-  // kStages - 2 key tiles. It computes further key tiles that its queries do not see, with all scores masked.
+  // so the loader fills at most kStages - 1 stages after the unreleased stage. Therefore the warpgroup skips at most
+  // kStages - 2 key tiles. If its queries do not see further key tiles, the warpgroup computes them with all scores
+  // masked.
   __device__ void open(const QueryTile& tile) {
     constexpr int kStages = Tile::kStages;
     constexpr int kMostSkipped = kStages - 2;
@@ -388,7 +397,7 @@ struct Warpgroup {
         barrier_wait(shared.query_full(query.slot), query.phase);
         const QueryTile tile = shared.tile(query.slot);
         more = tile.key_tiles > 0;
-        // Under the causal mask later queries see more keys, so the warpgroups exchange their groups.
+        // Under the causal mask the later of the two groups sees more keys, so the warpgroups exchange their groups.
         group = Tile::kWarpgroups - 1 - group;
         if (more) open(tile);
       } else {
@@ -434,7 +443,7 @@ struct Warpgroup {
     asm volatile("bar.arrive %0, 256;" ::"r"(4 - index) : "memory");
   }
 
-  // Sets dropped weights to 0. They are already included in the sums.
+  // Sets dropped weights to 0. The sums of the softmax already include the dropped weights.
   __device__ void drop(float (&scores)[kScores], const DropoutDraw& dropout) const {
     if (mask.sees_none(p.problem, queries, key_tile)) return;
     float last = 0;
@@ -462,8 +471,9 @@ struct Warpgroup {
   // Why neither the ring nor the turns deadlock: both warpgroups compute every key tile of a query tile. Therefore each
   // warpgroup passes the turn on as often as it waits for its turn, and releases stage j before it waits for stage j+2.
   __device__ void compute_with_two_buffers() {
-    // With 64 channels the exponentials take as long as the MMAs, and the warpgroups take turns at exponentials. With
-    // 128 they take turns at starting MMAs, because an MMA with A in registers blocks its warps until it runs.
+    // With 64 channels, the exponentials take as long as the MMAs, and the warpgroups take turns at exponentials. With
+    // 128 channels, the warpgroups take turns at starting MMAs, because an MMA with A in registers blocks its warps
+    // until it runs.
     constexpr bool kTurnsAtExponentials = Tile::kPanels == 1;
     float scores_a[kScores], scores_b[kScores], out[kOut], inverse[2];
     uint32_t weights[kScores / 2];
@@ -522,7 +532,7 @@ struct Warpgroup {
       RingPosition<Tile::kStages> next_value = value;
       if (any_previous) next_value.advance();
       barrier_wait(shared.value_full(next_value.slot), next_value.phase);
-      wgmma_wait<0>();  // for O += P v of the previous key tile, and for `next`
+      wgmma_wait<0>();  // waits for the previous key tile's O += P v, and for `next`
       pin_registers(next);
       pin_registers(out);
       pin_registers(weights);
@@ -620,7 +630,7 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
   };
   if (max_dynamic_shared_memory<kKernel>() < kSharedBytes) return cudaErrorInvalidConfiguration;
   if (!Mask::kBlocks && tiles * heads <= 2 * multiprocessors()) {
-    arguments.order.next = nullptr;  // a counter would not help, and clearing it takes 2 us
+    arguments.order.next = nullptr;  // for so few tiles a counter saves no time, and clearing it takes 2 us
   } else {
     const Status cleared = cudaMemsetAsync(p.workspace, 0, sizeof(int), stream);
     if (cleared != cudaSuccess) return cleared;
@@ -634,9 +644,9 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
   return cudaGetLastError();
 }
 
-// Returns whether four warpgroups, whose query tiles have 256 queries, are faster than two. If there are many keys, and
-// fewer query tiles than SMs, twice as many tiles of half the size finish sooner (docs/notes/attention.md has the
-// figures).
+// Returns whether four warpgroups, whose query tiles have 256 queries, are faster than two warpgroups, whose query
+// tiles have 128. Two warpgroups are faster if there are many keys, and too few tiles of 256 queries for all SMs
+// (docs/notes/attention.md gives the figures).
 bool enough_tiles(const AttentionSizes& s, bool causal) {
   constexpr int64_t kLong = 1024;
   const int64_t tiles = ceil_div(s.queries, FourWarpgroups::kRows) * s.batches * s.heads;
@@ -648,7 +658,7 @@ bool enough_tiles(const AttentionSizes& s, bool causal) {
 template <typename T>
 bool attention_forward_sm90_supports(const AttentionForward<T>& p) {
   // With dropout and an additive mask, the kernel is not compiled for more than 64 channels. The backward for sm_90a
-  // does not support dropout there either.
+  // does not support dropout for such head sizes either.
   const bool narrow = p.mask.bias && p.dropout.probability > 0;
   return p.sizes.head_size <= (narrow ? 64 : 128) && supports_mask<T>(p) &&
          sm90_supports<T, attention_forward_wgmma_kernel<T, TwoWarpgroups<128, false>, PlainMask<true>, false>>(p);

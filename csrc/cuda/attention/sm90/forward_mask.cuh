@@ -21,13 +21,14 @@ struct PlainMask {
 
 #if GPTKERNELS_WGMMA
 
-  // Returns the end of the keys that query i sees.
+  // Returns the end of the range of keys that query i sees.
   template <typename T>
   __device__ static int end(const Sm90Problem<T>& problem, int i) {
     return kCausal ? min(problem.keys, i + problem.query_offset + 1) : problem.keys;
   }
 
-  // Returns the number of key tiles that the `count` queries from `first` on see, or 1 if they see none.
+  // Returns the number of key tiles that the `count` queries from `first` on see, or 1 if these queries see no key
+  // tile.
   template <int kKeys, typename T>
   __device__ static int key_tiles(const Sm90Problem<T>& problem, int first, int count) {
     return max((end(problem, first + count - 1) + kKeys - 1) / kKeys, 1);
@@ -42,14 +43,14 @@ struct PlainMask {
         : count(key_tiles<kKeys>(problem, of.first, queries)) {}
     template <typename Load>
     __device__ void for_each_from_last(const Load& load) const {
-#pragma unroll 1  // fewer registers
+#pragma unroll 1  // not unrolled, to save registers
       for (int tile = count - 1; tile >= 0; --tile) load(tile);
     }
   };
 
   template <int kKeys>
   struct Scores {
-    int whole;  // number of key tiles of which each of the warpgroup's queries sees all keys
+    int whole;  // number of key tiles that all of the warpgroup's queries see completely
 
     template <typename T>
     __device__ void start(const Sm90Problem<T>& problem, const Queries& queries) {
@@ -80,8 +81,8 @@ struct PlainMask {
 #endif
 };
 
-// Query i sees the keys that the classes and bits of attn_mask show (block_mask.cuh). They include causality and the
-// end of the keys. If kAdditive, the mask's values are added to the scores.
+// Query i sees the keys that the classes and bits of attn_mask show (block_mask.cuh). The classes and bits also reflect
+// causality and the number of keys. If kAdditive, the mask's values are added to the scores.
 template <bool kAdditive>
 struct BlockMask {
   static constexpr bool kBlocks = true, kAdds = kAdditive, kLongestLast = true;
@@ -117,11 +118,11 @@ struct BlockMask {
   template <int kKeys>
   struct Scores {
     static constexpr int kUnits = kKeys / kMaskBlock;
-    OwnBlock<kUnits> own = {}, next = {};  // for the key tile whose scores are hidden next, and the key tile after it
+    OwnBlock<kUnits> own = {}, next = {};  // the key tile whose scores are masked next, and the key tile after it
 
     template <typename T>
     __device__ void start(const Sm90Problem<T>&, const Queries&) {}
-    // Reads the bits of the next key tile ahead of their use.
+    // Reads the bits of the next key tile before they are needed.
     __device__ void look_ahead(const Sm90Mask& mask, const MaskedBlock& block, int first_query, int warpgroup,
                                int own_row) {
       next = OwnBlock<kUnits>::of(block, warpgroup, [&](int unit, int r) {

@@ -16,7 +16,7 @@ __device__ void load_panels(uint32_t shared, int panel_bytes, const CUtensorMap&
   for (int i = 0; i < kPanels; ++i) tma_load(shared + i * panel_bytes, map, i * kPanelColumns, row, head, batch, full);
 }
 
-// Starts storing the box of rows from `row` on.
+// Starts storing kPanels panels to the box of rows from `row` on.
 template <int kPanels>
 __device__ void store_panels(const CUtensorMap& map, uint32_t shared, int panel_bytes, int row, int head, int batch) {
   for (int i = 0; i < kPanels; ++i) tma_store(map, shared + i * panel_bytes, i * kPanelColumns, row, head, batch);

@@ -1,7 +1,7 @@
 // The functions with which the attention kernels for sm_90a apply a mask that block_mask.cu has classified. The loader
-// skips hidden blocks of 64 queries and 64 keys, and writes a MaskedBlock to shared memory for what it loads. The
-// computing warpgroups read the bits of their rows from the arrays of block_mask.cuh, and the values to add from the
-// mask.
+// skips hidden blocks of 64 queries and 64 keys, and writes a MaskedBlock to shared memory for each stage that it
+// loads. The computing warpgroups read the bits of their rows from the arrays of block_mask.cuh, and the values to add
+// from the mask.
 #pragma once
 
 #include <climits>
@@ -34,8 +34,8 @@ bool has_mask(const AttentionMask<T>& mask) {
   return mask.allowed || mask.bias;
 }
 
-// Returns whether the kernels support the mask of a call: no mask, or a mask whose blocks 32-bit numbers can index.
-// They do not support key bounds.
+// Returns whether the kernels support the mask of a call: no mask, or a mask whose blocks can be indexed with 32 bits.
+// The kernels do not support key bounds.
 template <typename T, typename Params>
 bool supports_mask(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
@@ -57,7 +57,7 @@ struct alignas(16) MaskedBlock {
   int first;
   uint32_t classes;
   int mask_head;
-  int member;  // if the stages have queries: the index of their head among the heads that share keys
+  int member;  // if stages hold queries: the index of their head among the heads that share the keys
 };
 
 #if GPTKERNELS_WGMMA
@@ -104,14 +104,15 @@ __device__ void hide(float (&scores)[n], const uint32_t (&bits)[2]) {
 }
 
 // Returns -(logsumexp - shift) * log2(e) for a row that has a shift. In bfloat16 the difference is the logarithm of the
-// number of keys with the shift. It is rounded away in the logsumexp, so MaskRow has it.
+// number of keys whose value is the shift. The logsumexp does not contain this logarithm, because the logarithm is
+// rounded away there. The function therefore reads the logarithm from MaskRow.
 template <typename T>
 __device__ float shifted_bias(float logsumexp, const MaskRow& row) {
   return std::is_same_v<T, bfloat16> ? -row.log2_count : -(logsumexp - row.shift) * kLog2E;
 }
 
-// Adds value - shift to a score, which is in units of 1 / scale. In bfloat16, in a row with a shift, the score counts
-// as 0, because adding it to a value of such a magnitude (2^100 or more) would round it away.
+// Adds value - shift to a score, which is in units of 1 / scale. In bfloat16, in a row with a shift, the score is
+// replaced by 0, because adding the score to a value of such a magnitude (2^100 or more) would round the score away.
 template <typename T>
 __device__ float add_value(float score, float value, float shift, float inverse_scale) {
   const float kept = std::is_same_v<T, bfloat16> && shift != 0 ? 0 : 1;
@@ -128,7 +129,7 @@ __device__ inline void in_parts(int i) {
   if (i % 4 == 3) asm volatile("" ::: "memory");
 }
 
-// Adds a mask's values to scores, which are in units of 1 / scale. Rows are queries, and this thread has the rows
+// Adds a mask's values to scores, which are in units of 1 / scale. Rows are queries, and this thread holds the rows
 // `query` and query + 8. Columns are keys from `first_key` on.
 template <typename T, int n>
 __device__ void add_values(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask& masked, int batch,
@@ -166,7 +167,7 @@ __device__ void add_values(float (&scores)[n], const Sm90Problem<T>& problem, co
   }
 }
 
-// Adds a mask's values to scores whose rows are keys. This thread has the rows `key` and key + 8. Columns are queries
+// Adds a mask's values to scores whose rows are keys. This thread holds the rows `key` and key + 8. Columns are queries
 // from `first_query` on.
 template <typename T, int n>
 __device__ void add_values_of_keys(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask& masked, int batch,

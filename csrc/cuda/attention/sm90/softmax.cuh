@@ -1,7 +1,7 @@
 // The softmax of attention's forward on sm_90a, one key tile after the other.
 //
 // The exponentials of row i are relative to a reference r_i: p_ij = exp(s_ij - r_i), and out_i is sum_j p_ij v_j /
-// sum_j p_ij. The division cancels any r_i, so r_i need not be the row's maximum. It may be any score for which the
+// sum_j p_ij. The division cancels any r_i, so r_i need not be the row's maximum. r_i may be any score for which the
 // arithmetic is as exact as with the maximum:
 //
 //   - r_i is a score of a key that query i sees. The p of this key is 1, so the sum is at least 1 and the division is
@@ -23,7 +23,7 @@ namespace gptkernels::cuda {
 
 #if GPTKERNELS_WGMMA
 
-// The four lanes of a quad have the columns of a row (wgmma.cuh).
+// Returns the maximum over the four lanes of a quad, which hold the columns of a row (wgmma.cuh).
 __device__ inline float quad_max(float x) {
   x = fmaxf(x, __shfl_xor_sync(~0u, x, 1));
   return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
@@ -34,7 +34,8 @@ __device__ inline bool quad_any(bool x) {
 }
 
 // A thread's part of the softmax of its two rows: rows lane / 4 and lane / 4 + 8 of the warp's 16 rows. Scores and
-// references are dot products of queries and keys. `factor`, scale * log2(e), converts them to exponents of 2.
+// references are dot products of queries and keys. `factor`, scale * log2(e), converts these dot products to exponents
+// of 2.
 template <typename T>
 struct Softmax {
   static constexpr float kLargestSum = std::is_same_v<T, bfloat16> ? 1 << 20 : 1 << 12;
@@ -74,8 +75,8 @@ struct Softmax {
   }
 
   // Sets `base` to the numbers to which the exponentials are relative: the references. A reference far from 0 is
-  // instead subtracted from the scores, and its base is 0, because its product with `factor` would be rounded too
-  // coarsely.
+  // instead subtracted from the scores, and the base is 0, because the product of such a reference and `factor` would
+  // be rounded too coarsely.
   template <int n>
   __device__ void find_base(float (&scores)[n], float (&base)[2]) const {
 #pragma unroll
