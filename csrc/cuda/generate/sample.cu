@@ -1,5 +1,5 @@
 // Draws the next token of each row of logits. A cluster of 8 thread blocks processes a row (one thread block below
-// sm_90). The logits are read once; x stays in shared memory.
+// sm_90). The logits are read once, and x stays in shared memory, up to 8192 elements per thread block.
 //
 //   x = logits / temperature
 //   if max x is not finite: return -1
