@@ -54,7 +54,6 @@ constexpr int kPieceColumns = 32;
 constexpr int kPairs = 2;               // pairs of warpgroups that compute tiles
 constexpr int kConsumers = 2 * kPairs;  // with a single warpgroup per tile, 8 warps would hide less latency than 16
 constexpr int kConsumerWarps = 4 * kConsumers;
-constexpr int kPairWarps = kConsumerWarps / kPairs;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kAStep = kRows * kStepBytes;
 constexpr int kTransposedBytes = kPieceColumns * kRows;
@@ -120,6 +119,7 @@ struct Shared {
   __device__ uint32_t turn(int i) const { return at(offsetof(SharedLayout, turn), i, 8); }
 
   __device__ void init_barriers() const {
+    constexpr int kPairWarps = kConsumerWarps / kPairs;
     for (int i = 0; i < kStages; ++i) {
       barrier_init(full(i), 1);
       barrier_init(empty(i), kPairWarps);
