@@ -1,24 +1,34 @@
-// Float8 products for sm_90a with GELU or its gradient in the epilogue, which also quantises the result.
+// Float8 matmuls for sm_90a whose epilogue computes GELU or its gradient, and quantises the result.
 //
-//   GELU:           product = T(scale_a scale_b (a @ b^T) + bias);  out = fp8(GELU(product)), and its transpose
-//   GELU gradient:  product = T(scale_a scale_b (a @ b^T));  out = fp8(product * GELU'(u)), its transpose, column sums
+// The columns of the product are divided into `strips` of 256 (128 if inner > 768). A thread block has one strip, whose
+// rows of b, with the whole inner dimension, stay in shared memory. It processes every `parts`-th tile of 64 rows. One
+// thread loads the operands; two pairs of warpgroups alternate tiles, so that the tensor cores compute one pair's
+// matmul while the other pair runs its epilogue. Each warpgroup of a pair has half of the tile's columns.
 //
-// fp8_quantize, which is launched afterwards, then only reduces the column sums. Without a scale (an all-zero amax
-// history) this kernel writes only the product, and fp8_quantize does the rest.
+//   loader:  load the strip's rows of b
+//            for each tile, for each step of 128 terms: wait until the stage is empty, load 64 rows of a into it
+//   pair:    wait for b
+//            for every second tile:
+//              wait for the pair's turn
+//              for each step: wait until the stage is full, sums += a @ b^T, release the stage
+//              pass the turn to the other pair
+//              for each piece of 32 columns:
+//                product = T(scale_a scale_b sums + bias)                      bias: GELU only
+//                values = T(GELU(product))  or  T(product * GELU'(u))
+//                store product (GELU only), float8(values), and float8(values) transposed
+//                column sums += values (gradient only); amax = max(amax, |values|)
+//            store the column sums; update the amax history
 //
-// The columns of the product are divided into `strips` of 256 (128 if inner > 768), one strip per block column. A block
-// keeps the strip's rows of b, with the whole inner dimension, in shared memory, and processes every `parts`-th tile of
-// 64 rows. It has one producer warpgroup (one thread issues TMA loads of a into a ring of 3 stages) and two pairs of
-// consumer warpgroups. The pairs alternate tiles ("ping-pong"): while the tensor cores compute one pair's product, the
-// other pair runs its epilogue. The two warpgroups of a pair compute half of the tile's columns each. (A single
-// warpgroup per tile is slower: 16 warps hide more latency than 8.)
+// Without a scale (an all-zero amax history) the kernel writes only the product. fp8_quantize, which is launched
+// afterwards, then does the rest; otherwise it only adds the column sums.
 //
 // TMA permutes the rows of a and b on their way to shared memory (rows_map, columns_map), so that in every 32 columns a
-// thread's accumulators are 8 neighbouring columns of 2 neighbouring rows. So it stores 16 bytes of T or 8 bytes of
-// float8 at once; for the transposed copy, stmatrix assembles its pairs of bytes to 16 rows of a column.
+// thread's accumulators are 8 neighbouring columns of 2 neighbouring rows. Thus a thread stores 16 bytes of T or 8
+// bytes of float8 at once. For the transposed copy, stmatrix assembles pairs of bytes to 16 rows of a column.
 #include <cuda_fp8.h>
 
 #include <algorithm>
+#include <cstddef>
 
 #include "../../fp8_scale.h"
 #include "amax_history.cuh"
@@ -38,24 +48,16 @@ namespace gptkernels::cuda {
 namespace {
 
 constexpr int kRows = 64;                   // rows of a tile
-constexpr int kStepBytes = kPanelRowBytes;  // inner elements (bytes) per step
+constexpr int kStepBytes = kPanelRowBytes;  // terms of a step; each is a byte
 constexpr int kStages = 3;
 constexpr int kPieceColumns = 32;
-constexpr int kPairs = 2;  // pairs of consumer warpgroups
-constexpr int kConsumers = 2 * kPairs;
+constexpr int kPairs = 2;               // pairs of warpgroups that compute tiles
+constexpr int kConsumers = 2 * kPairs;  // with a single warpgroup per tile, 8 warps would hide less latency than 16
+constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
-
-// Shared memory: rows of b (256 of up to 768 elements, or 128 of up to 1536), ring buffer of a, one transposed piece
-// per consumer warpgroup, bias, largest magnitudes, mbarriers. 232448 bytes is the limit of a block on sm_90.
-constexpr int kBBytes = 256 * 768;
 constexpr int kAStep = kRows * kStepBytes;
-constexpr int kTransposedBytes = kPieceColumns * kRows;  // bytes of a warpgroup's piece
-constexpr int kTransposedAt = kBBytes + kStages * kAStep;
-constexpr int kBiasAt = kTransposedAt + kConsumers * kTransposedBytes;
-constexpr int kAmaxAt = kBiasAt + 2 * 256;
-constexpr int kBarriersAt = kAmaxAt + 4 * 4 * kConsumers;
-constexpr int kSharedBytes = kBarriersAt + 8 * (2 * kStages + 1 + kPairs);
-static_assert(kSharedBytes <= 232448 && kBarriersAt % 8 == 0);
+constexpr int kTransposedBytes = kPieceColumns * kRows;
+constexpr int kBBytes = 256 * 768;
 
 // The columns of a strip: 256, or 128 if 256 rows of b do not fit in shared memory.
 constexpr int strip_columns(int64_t inner) {
@@ -80,37 +82,117 @@ struct GeluProduct {
   int steps;
   int tiles;   // row tiles
   int strips;  // column strips
-  int parts;   // blocks per strip
+  int parts;   // thread blocks per strip
 };
+
+// Shared memory. A stage's barrier "full" completes when the stage is loaded, its barrier "empty" when a pair's warps
+// have read it. A pair's barrier "turn" completes when the other pair has started the last MMAs of its tile.
+struct SharedLayout {
+  uint8_t b[kBBytes];                                // the strip's rows: 256 of up to 768 terms, or 128 of up to 1536
+  uint8_t a[kStages][kAStep];                        // the ring
+  uint8_t transposed[kConsumers][kTransposedBytes];  // each warpgroup's piece of the transposed copy
+  uint16_t bias[256];
+  float largest[kConsumerWarps];  // each warp's largest magnitude
+  uint64_t full[kStages], empty[kStages], b_full, turn[kPairs];
+};
+static_assert(sizeof(SharedLayout) <= 232448, "a thread block of sm_90 has at most this much shared memory");
 
 #if GPTKERNELS_WGMMA
 
-// Addresses of the mbarriers in shared memory.
-struct Barriers {
+// Addresses in shared memory.
+struct Shared {
   uint32_t first;
-  __device__ uint32_t full(int slot) const { return first + 8 * slot; }
-  __device__ uint32_t empty(int slot) const { return first + 8 * (kStages + slot); }
-  __device__ uint32_t weights() const { return first + 8 * (2 * kStages); }
-  __device__ uint32_t turn(int pair) const { return first + 8 * (2 * kStages + 1 + pair); }
+
+  __device__ uint32_t at(size_t offset, int i, int bytes) const {
+    return first + static_cast<uint32_t>(offset) + i * bytes;
+  }
+  // The address of a row of b, which is a column of the strip of `columns` columns.
+  __device__ uint32_t b(int step, int columns, int column) const {
+    return first + (step * columns + column) * kStepBytes;
+  }
+  __device__ uint32_t a(int i) const { return at(offsetof(SharedLayout, a), i, kAStep); }
+  __device__ uint32_t transposed(int i) const { return at(offsetof(SharedLayout, transposed), i, kTransposedBytes); }
+  __device__ uint32_t bias(int i) const { return at(offsetof(SharedLayout, bias), i, 2); }
+  __device__ uint32_t full(int i) const { return at(offsetof(SharedLayout, full), i, 8); }
+  __device__ uint32_t empty(int i) const { return at(offsetof(SharedLayout, empty), i, 8); }
+  __device__ uint32_t b_full() const { return at(offsetof(SharedLayout, b_full), 0, 8); }
+  __device__ uint32_t turn(int i) const { return at(offsetof(SharedLayout, turn), i, 8); }
+
+  __device__ void init_barriers() const {
+    constexpr int kPairWarps = kConsumerWarps / kPairs;
+    for (int i = 0; i < kStages; ++i) {
+      barrier_init(full(i), 1);
+      barrier_init(empty(i), kPairWarps);
+    }
+    barrier_init(b_full(), 1);
+    for (int i = 0; i < kPairs; ++i) barrier_init(turn(i), kPairWarps);
+    mbarrier_init_fence();
+  }
 };
 
-// The producer, one thread: loads the block's rows of b, then the rows of a, tile by tile, into the ring buffer.
+// ---- warpgroup 0 ----------------------------------------------------------------------------------------------------
+
+// Loads the strip's rows of b, then the rows of a, tile by tile, into the ring. Called by one thread.
 template <int kColumns, typename T>
-__device__ void load_operands(const GeluProduct<T>& p, uint32_t shared, const Barriers& barriers, int strip, int part) {
-  constexpr int kBStep = kColumns * kStepBytes;
-  mbarrier_expect(barriers.weights(), p.steps * kBStep);
+__device__ void load_operands(const GeluProduct<T>& p, const Shared& shared, int strip, int part) {
+  mbarrier_expect(shared.b_full(), p.steps * (kColumns * kStepBytes));
   for (int step = 0; step < p.steps; ++step)
-    tma_load(shared + step * kBStep, p.b, step * kStepBytes, 0, 0, 0, strip * (kColumns / 32), barriers.weights());
+    tma_load(shared.b(step, kColumns, 0), p.b, step * kStepBytes, 0, 0, 0, strip * (kColumns / 32), shared.b_full());
   RingPosition<kStages> ring;
   for (int tile = part; tile < p.tiles; tile += p.parts)
     for (int step = 0; step < p.steps; ++step) {
-      barrier_wait(barriers.empty(ring.slot), ring.phase ^ 1);
-      mbarrier_expect(barriers.full(ring.slot), kAStep);
-      tma_load(shared + kBBytes + ring.slot * kAStep, p.a, step * kStepBytes, 0, 0, tile * (kRows / 16),
-               barriers.full(ring.slot));
+      barrier_wait(shared.empty(ring.slot), ring.phase ^ 1);
+      mbarrier_expect(shared.full(ring.slot), kAStep);
+      tma_load(shared.a(ring.slot), p.a, step * kStepBytes, 0, 0, tile * (kRows / 16), shared.full(ring.slot));
       ring.advance();
     }
 }
+
+// ---- the other warpgroups: the matmul -------------------------------------------------------------------------------
+
+// Starts the MMAs of one step.
+template <bool kE4M3, int n>
+__device__ __forceinline__ void start_step(float (&sums)[n], const Shared& shared, int warpgroup, int step, int slot) {
+  constexpr int kWarpgroupColumns = 2 * n;
+  // A wgmma descriptor holds the lower 18 bits of an address.
+  const Shared low = {shared.first & 0x3FFFF};
+  const uint64_t a = panel_descriptor(low.a(slot));
+  const uint64_t b = panel_descriptor(low.b(step, 2 * kWarpgroupColumns, warpgroup % 2 * kWarpgroupColumns));
+  pin_registers(sums);
+  wgmma_fence();
+#pragma unroll
+  for (int i = 0; i < kStepBytes / 32; ++i) wgmma_fp8<kE4M3>(sums, a + i * kStepK, b + i * kStepK, i > 0 || step > 0);
+  wgmma_commit();
+}
+
+// Computes the sums of a tile for half of its columns. `position` is the index of the next step in the thread block's
+// sequence of steps.
+template <bool kE4M3, int n>
+__device__ __forceinline__ void multiply_tile(float (&sums)[n], const Shared& shared, int warpgroup, int steps,
+                                              int& position) {
+  const bool arrives = threadIdx.x % 32 == 0;
+  int slot = 0;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step, ++position) {
+    const int before = slot;
+    slot = position % kStages;
+    barrier_wait(shared.full(slot), position / kStages & 1);
+    start_step<kE4M3>(sums, shared, warpgroup, step, slot);
+    if (step > 0) {
+      wgmma_wait<1>();
+      barrier_arrive_if(arrives, shared.empty(before));
+    }
+  }
+  barrier_arrive_if(arrives, shared.turn(warpgroup / 2 ^ 1));
+  wgmma_wait<0>();
+  pin_registers(sums);
+  barrier_arrive_if(arrives, shared.empty(slot));
+}
+
+// ---- the other warpgroups: the epilogue -----------------------------------------------------------------------------
+
+// A thread's 8 neighbouring columns of two neighbouring rows, as words of two columns of T: [row][column / 2].
+using Pair = uint32_t[2][4];
 
 __device__ inline uint4 load_shared(uint32_t shared) {
   uint32_t words[4];
@@ -118,22 +200,71 @@ __device__ inline uint4 load_shared(uint32_t shared) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// Reduce-scatter of 8 values over the 8 lanes with the same lane % 4. A lane returns the sum of value sum_column(lane),
-// which is lane / 4 with its three bits reversed.
-__device__ inline float sum_over_rows(const float (&values)[8], int lane) {
-  float four[4], two[2];
+// Multiplies the sums of a piece by the scales, adds the bias, and rounds to T.
+template <typename T, bool kBias, int n>
+__device__ __forceinline__ void round_piece(Pair& product, const float (&sums)[n], int piece, float factor,
+                                            const uint4& bias) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float2 add = {-0.0f, -0.0f};
+      if constexpr (kBias) add = unpack_pair<T>((&bias.x)[i]);
+      const float* of = sums + 16 * piece + 4 * i + 2 * h;
+      product[h][i] = pack_pair<T>(fmaf(of[0], factor, add.x), fmaf(of[1], factor, add.y));
+    }
+}
+
+// Stores a piece of the product. `at` is the index of the thread's first element in the tile.
+template <typename T>
+__device__ __forceinline__ void store_product(const GeluProduct<T>& p, int64_t at, int piece, const Pair& product) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    __stwb(reinterpret_cast<uint4*>(p.product + at + h * p.columns + piece * kPieceColumns),
+           {product[h][0], product[h][1], product[h][2], product[h][3]});
+}
+
+// Computes GELU(product), or the product times GELU's derivative at u, rounded to T.
+template <Function kFunction, typename T>
+__device__ __forceinline__ void apply_function(Pair& values, const Pair& product, const uint4 (&u)[2]) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = unpack_pair<T>(product[h][i]);
+      if constexpr (kFunction == Function::kGelu) {
+        values[h][i] = pack_pair<T>(GeluTanh<T>::value(x.x), GeluTanh<T>::value(x.y));
+      } else {
+        const float2 at = unpack_pair<T>((&u[h].x)[i]);
+        values[h][i] = pack_pair<T>(x.x * GeluTanh<T>::derivative(at.x), x.y * GeluTanh<T>::derivative(at.y));
+      }
+    }
+}
+
+// Keeps half of the values of each of two lanes whose numbers differ in `bit`, and adds the other lane's to them.
+template <int n>
+__device__ __forceinline__ void exchange_half(float (&half)[n], const float (&values)[2 * n], int lane, int bit) {
+  const bool high = lane & bit;
+#pragma unroll
+  for (int i = 0; i < n; ++i) {
+    const float sent = high ? values[i] : values[i + n];
+    half[i] = (high ? values[i + n] : values[i]) + __shfl_xor_sync(~0u, sent, bit);
+  }
+}
+
+// Sums a piece's columns over the warp's 16 rows by a reduce-scatter over the 8 lanes with the same lane % 4. A lane
+// gets the sum of its column sum_column(lane), which is lane / 4 with its three bits reversed.
+template <typename T>
+__device__ __forceinline__ float sum_over_rows(const Pair& values, int lane) {
+  float eight[8], four[4], two[2];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const bool high = lane & 16;
-    const float sent = high ? values[i] : values[i + 4];
-    four[i] = (high ? values[i + 4] : values[i]) + __shfl_xor_sync(~0u, sent, 16);
+    const float2 first = unpack_pair<T>(values[0][i]), second = unpack_pair<T>(values[1][i]);
+    eight[2 * i] = first.x + second.x;
+    eight[2 * i + 1] = first.y + second.y;
   }
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    const bool high = lane & 8;
-    const float sent = high ? four[i] : four[i + 2];
-    two[i] = (high ? four[i + 2] : four[i]) + __shfl_xor_sync(~0u, sent, 8);
-  }
+  exchange_half(four, eight, lane, 16);
+  exchange_half(two, four, lane, 8);
   const bool high = lane & 4;
   const float sent = high ? two[0] : two[1];
   return (high ? two[1] : two[0]) + __shfl_xor_sync(~0u, sent, 4);
@@ -160,53 +291,101 @@ __device__ uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(found);
 }
 
-// 8 neighbouring columns of two neighbouring rows, as words of two columns of T: [row][column / 2].
-using Pair = uint32_t[2][4];
-
-template <typename T, Function kFunction, int kColumns>
-__global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __grid_constant__ GeluProduct<T> p) {
-  constexpr int kOwnColumns = kColumns / 2, kPieces = kOwnColumns / kPieceColumns;  // per warpgroup
-  extern __shared__ __align__(1024) uint8_t shared_bytes[];
-  const uint32_t shared = shared_address(shared_bytes);
-  const Barriers barriers = {shared + kBarriersAt};
-  const int strip = blockIdx.x % p.strips, part = blockIdx.x / p.strips;
-
-  if (threadIdx.x == 0) {
-    for (int i = 0; i < kStages; ++i) {
-      barrier_init(barriers.full(i), 1);
-      barrier_init(barriers.empty(i), 8);  // the 8 warps of a pair
-    }
-    barrier_init(barriers.weights(), 1);
-    for (int i = 0; i < kPairs; ++i) barrier_init(barriers.turn(i), 8);
-    mbarrier_init_fence();
-  }
-  if (threadIdx.x < kColumns) {
-    const int column = strip * kColumns + threadIdx.x;
-    T* const bias = reinterpret_cast<T*>(shared_bytes + kBiasAt);
-    bias[threadIdx.x] = p.bias && column < p.columns ? p.bias[column] : narrow<T>(-0.0f);
-  }
-  __syncthreads();
-
-  if (threadIdx.x < kWarpgroup) {
-    dealloc_registers<24>();
-    if (threadIdx.x == 0) load_operands<kColumns>(p, shared, barriers, strip, part);
-    return;
-  }
-  alloc_registers<112>();
-  constexpr bool kE4M3 = kFunction == Function::kGelu;
+// Rounds a piece to float8, and tracks its largest magnitude. Word i of `words` has columns 2i and 2i + 1, each as two
+// bytes for its two rows.
+template <bool kE4M3, typename T>
+__device__ __forceinline__ void to_float8(uint32_t (&words)[4], const Pair& values, float multiplier,
+                                          uint32_t& amax_pair) {
   constexpr auto kFormat = kE4M3 ? __NV_E4M3 : __NV_E5M2;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    float2 of_row[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t finite = finite_or_nan<T>(values[h][i]);
+      amax_pair = larger_magnitudes<T>(amax_pair, finite);
+      of_row[h] = unpack_pair<T>(finite);
+    }
+    const float2 first = {of_row[0].x * multiplier, of_row[1].x * multiplier};
+    const float2 second = {of_row[0].y * multiplier, of_row[1].y * multiplier};
+    words[i] = __nv_cvt_float2_to_fp8x2(first, __NV_SATFINITE, kFormat) |
+               uint32_t(__nv_cvt_float2_to_fp8x2(second, __NV_SATFINITE, kFormat)) << 16;
+  }
+}
+
+// Stores two rows of float8, `stride` elements apart.
+__device__ __forceinline__ void store_float8(uint8_t* to, int stride, const uint32_t (&words)[4]) {
+  __stwb(reinterpret_cast<uint2*>(to),
+         {__byte_perm(words[0], words[1], 0x6420), __byte_perm(words[2], words[3], 0x6420)});
+  __stwb(reinterpret_cast<uint2*>(to + stride),
+         {__byte_perm(words[0], words[1], 0x7531), __byte_perm(words[2], words[3], 0x7531)});
+}
+
+// Where a thread writes to and reads from the warpgroup's piece of the transposed copy in shared memory. The piece has
+// 64 bytes per column. 16-byte chunk i of a column is at index i ^ (column / 8), which avoids bank conflicts.
+struct TransposedPiece {
+  uint32_t put_at, get_at;  // addresses
+  int get_row, get_column;  // the thread reads 16 rows of a column
+};
+
+// Stores a piece of the transposed copy, which the warpgroup assembles in shared memory. `first_row` is the tile's
+// first row, `first_column` the piece's first column.
+template <typename T>
+__device__ __forceinline__ void store_transposed(const GeluProduct<T>& p, const TransposedPiece& own, int warpgroup,
+                                                 int first_row, int first_column, const uint32_t (&words)[4]) {
+  warpgroup_barrier(1 + warpgroup);  // the previous piece has been read
+  store_matrices_transposed(own.put_at, words[0], words[1], words[2], words[3]);
+  warpgroup_barrier(1 + warpgroup);
+  const int row = first_row + own.get_row;
+  if (row >= p.rows) return;
+  const int64_t column = first_column + own.get_column;
+  __stwb(reinterpret_cast<uint4*>(p.pass.out_transposed + column * p.rows + row), load_shared(own.get_at));
+}
+
+// Loads u of a piece: the points at which GELU's derivative is taken.
+template <typename T>
+__device__ __forceinline__ void load_u(uint4 (&u)[2], const GeluProduct<T>& p, int64_t at, int piece, bool inside,
+                                       int pieces) {
+#pragma unroll
+  for (int h = 0; h < 2; ++h)
+    u[h] = inside && piece < pieces
+               ? __ldcs(reinterpret_cast<const uint4*>(p.pass.u + at + h * p.columns + piece * kPieceColumns))
+               : uint4{};
+}
+
+// Updates the amax history with the thread block's largest magnitude. `amax_pair` has two magnitudes of the thread.
+template <typename T>
+__device__ __forceinline__ void update_amax(const GeluProduct<T>& p, float* largest, int warpgroup, int warp, int lane,
+                                            uint32_t amax_pair) {
+  const float2 of_two = unpack_pair<T>(amax_pair);
+  float amax = warp_reduce<FiniteMax>(fmaxf(of_two.x, of_two.y));
+  if (lane == 0) largest[warpgroup * 4 + warp] = amax;
+  random_delay();
+  asm volatile("bar.sync %0, %1;" ::"n"(1 + kConsumers), "n"(kConsumers * kWarpgroup) : "memory");
+  if (threadIdx.x != kWarpgroup) return;
+  for (int i = 1; i < kConsumerWarps; ++i) amax = fmaxf(amax, largest[i]);
+  update_history(p.pass.history, __float_as_int(amax));
+}
+
+// Computes the tiles of a pair of warpgroups.
+template <Function kFunction, int kColumns, typename T>
+__device__ __forceinline__ void compute_tiles(const GeluProduct<T>& p, SharedLayout* layout, const Shared& shared,
+                                              int strip, int part) {
+  constexpr int kWarpgroupColumns = kColumns / 2, kPieces = kWarpgroupColumns / kPieceColumns;
+  constexpr bool kGelu = kFunction == Function::kGelu;
   const int thread = threadIdx.x % kWarpgroup;
   const int lane = thread % 32;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
   const int warp = __shfl_sync(~0u, thread / 32, 0);
+  const int pair = warpgroup / 2;
   const int row_in_tile = warp * 16 + lane / 4 * 2;  // first of the thread's two rows
-  const int pair = warpgroup / 2, first_column = strip * kColumns + warpgroup % 2 * kOwnColumns;
+  const int first_column = strip * kColumns + warpgroup % 2 * kWarpgroupColumns;
   const int own_column = first_column + lane % 4 * 8;
   const int pieces = min(kPieces, (p.columns - first_column) / kPieceColumns);
 
   const int32_t bits = history_amax(p.pass.history);
   const bool fused = bits > 0;
-  const Fp8Scale scale = fp8_scale(static_cast<uint32_t>(bits), kE4M3 ? 8 : 15);
+  const Fp8Scale scale = fp8_scale(static_cast<uint32_t>(bits), kGelu ? 8 : 15);
   const float multiplier = __uint_as_float(scale.multiplier);
   if (blockIdx.x == 0 && threadIdx.x == kWarpgroup) {
     *p.done = fused;
@@ -214,152 +393,56 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
   }
   const float factor = *p.scale_a * *p.scale_b;  // exact: the scales are powers of two
 
-  // The transposed piece in shared memory: 64 bytes per column; 16-byte chunk i is at index i ^ (column / 8), which
-  // avoids bank conflicts.
-  const auto place = [](int column, int chunk) { return column * kRows + ((chunk ^ column / 8) << 4); };
-  const uint32_t transposed = shared + kTransposedAt + warpgroup * kTransposedBytes;
-  const uint32_t put_at = transposed + place(lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2, warp);
-  const int get_column = thread / 4, get_row = thread % 4 * 16;
-  const uint32_t get_at = transposed + place(get_column, thread % 4);
+  const uint32_t transposed = shared.transposed(warpgroup);
+  const auto place = [&](int column, int chunk) { return transposed + column * kRows + ((chunk ^ column / 8) << 4); };
+  const TransposedPiece transposed_piece = {
+      .put_at = place(lane % 8 / 2 * 8 + lane / 8 * 2 + lane % 2, warp),
+      .get_at = place(thread / 4, thread % 4),
+      .get_row = thread % 4 * 16,
+      .get_column = thread / 4,
+  };
 
-  float sums[kOwnColumns / 2];
+  float sums[kWarpgroupColumns / 2];
   uint32_t amax_pair = 0;
   float totals[kPieces] = {};
-  int position = pair * p.steps;  // the next step's index in the sequence of all loads of a
-
-  // Issues the wgmmas of one step.
-  const auto issue = [&](int step, int slot) {
-    // A wgmma descriptor holds the lower 18 bits of an address.
-    const uint64_t a = panel_descriptor((shared & 0x3FFFF) + kBBytes + slot * kAStep);
-    const uint64_t b =
-        panel_descriptor((shared & 0x3FFFF) + (step * kColumns + warpgroup % 2 * kOwnColumns) * kStepBytes);
-    pin_registers(sums);
-    wgmma_fence();
-#pragma unroll
-    for (int i = 0; i < kStepBytes / 32; ++i) wgmma_fp8<kE4M3>(sums, a + i * kStepK, b + i * kStepK, i > 0 || step > 0);
-    wgmma_commit();
-  };
-  const auto release = [&](int slot) { barrier_arrive_if(lane == 0, barriers.empty(slot)); };
-
-  // Rounds a piece to float8, stores it and its transposed copy, and tracks the largest magnitude.
-  const auto quantise = [&](Pair& pairs, int piece, int row, bool inside) {
-    uint32_t words[4];  // two columns x two rows each, the rows of a column adjacent
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float2 of_row[2];
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        const uint32_t finite = finite_or_nan<T>(pairs[h][i]);
-        amax_pair = larger_magnitudes<T>(amax_pair, finite);
-        of_row[h] = unpack_pair<T>(finite);
-      }
-      const float2 first = {of_row[0].x * multiplier, of_row[1].x * multiplier};
-      const float2 second = {of_row[0].y * multiplier, of_row[1].y * multiplier};
-      words[i] = __nv_cvt_float2_to_fp8x2(first, __NV_SATFINITE, kFormat) |
-                 uint32_t(__nv_cvt_float2_to_fp8x2(second, __NV_SATFINITE, kFormat)) << 16;
-    }
-    if (inside) {
-      uint8_t* to = p.pass.out + int64_t(row) * p.columns + own_column + piece * kPieceColumns;
-      __stwb(reinterpret_cast<uint2*>(to),
-             {__byte_perm(words[0], words[1], 0x6420), __byte_perm(words[2], words[3], 0x6420)});
-      __stwb(reinterpret_cast<uint2*>(to + p.columns),
-             {__byte_perm(words[0], words[1], 0x7531), __byte_perm(words[2], words[3], 0x7531)});
-    }
-    if (p.pass.out_transposed == nullptr) return;
-    warpgroup_barrier(1 + warpgroup);  // the previous piece has been read
-    store_matrices_transposed(put_at, words[0], words[1], words[2], words[3]);
-    warpgroup_barrier(1 + warpgroup);
-    const int first_row = row - row_in_tile + get_row;
-    if (first_row >= p.rows) return;
-    const int64_t column = first_column + piece * kPieceColumns + get_column;
-    __stwb(reinterpret_cast<uint4*>(p.pass.out_transposed + column * p.rows + first_row), load_shared(get_at));
-  };
-
-  barrier_wait(barriers.weights(), 0);
-  unsigned turn = pair ^ 1;  // phase parity of barriers.turn; the first pair begins
+  int position = pair * p.steps;
+  barrier_wait(shared.b_full(), 0);
+  unsigned turn = pair ^ 1;  // phase parity of the pair's barrier; the first pair begins
   for (int tile = part + pair * p.parts; tile < p.tiles; tile += kPairs * p.parts) {
     const int row = tile * kRows + row_in_tile;
     const bool inside = row < p.rows;  // uniform in a warp: rows is a multiple of 16
     const int64_t at = int64_t(row) * p.columns + own_column;
-    uint4 next_u[2] = {};  // u of the next piece, prefetched: the points at which GELU's derivative is taken
-    const auto load_u = [&](int piece) {
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-        next_u[h] = inside && piece < pieces
-                        ? __ldcs(reinterpret_cast<const uint4*>(p.pass.u + at + h * p.columns + piece * kPieceColumns))
-                        : uint4{};
-    };
-    if constexpr (kFunction == Function::kDgelu) load_u(0);
+    uint4 next_u[2] = {};  // of the next piece
+    if constexpr (!kGelu) load_u(next_u, p, at, 0, inside, pieces);
     // The pairs alternate, so that they consume the stages of the ring in order. A pair must not wait on a stage more
     // than one phase ahead, because mbarrier waits distinguish only the current and the previous phase.
-    barrier_wait(barriers.turn(pair), turn);
+    barrier_wait(shared.turn(pair), turn);
     turn ^= 1;
-    int slot = 0;
-    for (int step = 0; step < p.steps; ++step, ++position) {
-      const int before = slot;
-      slot = position % kStages;
-      barrier_wait(barriers.full(slot), position / kStages & 1);
-      issue(step, slot);
-      if (step > 0) {
-        wgmma_wait<1>();
-        release(before);
-      }
-    }
-    barrier_arrive_if(lane == 0, barriers.turn(pair ^ 1));
-    wgmma_wait<0>();
-    pin_registers(sums);
-    release(slot);
+    multiply_tile<kGelu>(sums, shared, warpgroup, p.steps, position);
     position += p.steps;  // skip the other pair's steps
 
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
       if (piece >= pieces) break;
-      Pair product;
-      const uint4 current_u[2] = {next_u[0], next_u[1]};
-      if constexpr (kFunction == Function::kDgelu)
-        if (piece + 1 < kPieces) load_u(piece + 1);
+      Pair product, values;
+      const uint4 u[2] = {next_u[0], next_u[1]};
+      if constexpr (!kGelu)
+        if (piece + 1 < kPieces) load_u(next_u, p, at, piece + 1, inside, pieces);
       uint4 bias = {};
-      if constexpr (kFunction == Function::kGelu)
-        bias = load_shared(shared + kBiasAt + 2 * (warpgroup % 2 * kOwnColumns + piece * kPieceColumns + lane % 4 * 8));
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          float2 add = {-0.0f, -0.0f};
-          if constexpr (kFunction == Function::kGelu) add = unpack_pair<T>((&bias.x)[i]);
-          const float* of = sums + 16 * piece + 4 * i + 2 * h;
-          product[h][i] = pack_pair<T>(fmaf(of[0], factor, add.x), fmaf(of[1], factor, add.y));
-        }
-      if ((kFunction == Function::kGelu || !fused) && inside)
-#pragma unroll
-        for (int h = 0; h < 2; ++h)
-          __stwb(reinterpret_cast<uint4*>(p.product + at + h * p.columns + piece * kPieceColumns),
-                 {product[h][0], product[h][1], product[h][2], product[h][3]});
+      if constexpr (kGelu)
+        bias = load_shared(shared.bias(warpgroup % 2 * kWarpgroupColumns + piece * kPieceColumns + lane % 4 * 8));
+      round_piece<T, kGelu>(product, sums, piece, factor, bias);
+      if ((kGelu || !fused) && inside) store_product(p, at, piece, product);
       if (!fused) continue;
-      Pair values;
-#pragma unroll
-      for (int h = 0; h < 2; ++h)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 x = unpack_pair<T>(product[h][i]);
-          if constexpr (kFunction == Function::kGelu) {
-            values[h][i] = pack_pair<T>(GeluTanh<T>::value(x.x), GeluTanh<T>::value(x.y));
-          } else {
-            const float2 u = unpack_pair<T>((&current_u[h].x)[i]);
-            values[h][i] = pack_pair<T>(x.x * GeluTanh<T>::derivative(u.x), x.y * GeluTanh<T>::derivative(u.y));
-          }
-        }
-      if constexpr (kFunction == Function::kDgelu) {
-        float both[8];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 first = unpack_pair<T>(values[0][i]), second = unpack_pair<T>(values[1][i]);
-          both[2 * i] = first.x + second.x;
-          both[2 * i + 1] = first.y + second.y;
-        }
-        totals[piece] += sum_over_rows(both, lane);
-      }
-      quantise(values, piece, row, inside);
+      apply_function<kFunction, T>(values, product, u);
+      if constexpr (!kGelu) totals[piece] += sum_over_rows<T>(values, lane);
+      uint32_t words[4];
+      to_float8<kGelu, T>(words, values, multiplier, amax_pair);
+      if (inside)
+        store_float8(p.pass.out + int64_t(row) * p.columns + own_column + piece * kPieceColumns, p.columns, words);
+      if (p.pass.out_transposed)
+        store_transposed(p, transposed_piece, warpgroup, row - row_in_tile, first_column + piece * kPieceColumns,
+                         words);
     }
   }
 
@@ -369,16 +452,31 @@ __global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __gri
     for (int piece = 0; piece < kPieces; ++piece)
       if (piece < pieces) to[own_column + piece * kPieceColumns + sum_column(lane)] = totals[piece];
   }
-  if (!fused) return;
-  float* const largest = reinterpret_cast<float*>(shared_bytes + kAmaxAt);
-  const float2 of_two = unpack_pair<T>(amax_pair);
-  float amax = warp_reduce<FiniteMax>(fmaxf(of_two.x, of_two.y));
-  if (lane == 0) largest[warpgroup * 4 + warp] = amax;
-  random_delay();
-  asm volatile("bar.sync %0, %1;" ::"n"(1 + kConsumers), "n"(kConsumers * kWarpgroup) : "memory");
-  if (threadIdx.x != kWarpgroup) return;
-  for (int i = 1; i < 4 * kConsumers; ++i) amax = fmaxf(amax, largest[i]);
-  update_history(p.pass.history, __float_as_int(amax));
+  if (fused) update_amax(p, layout->largest, warpgroup, warp, lane, amax_pair);
+}
+
+// ---- the kernel -----------------------------------------------------------------------------------------------------
+
+template <typename T, Function kFunction, int kColumns>
+__global__ void __launch_bounds__(kThreads, 1) fp8_gelu_wgmma_kernel(const __grid_constant__ GeluProduct<T> p) {
+  extern __shared__ __align__(1024) uint8_t shared_bytes[];
+  auto* const layout = reinterpret_cast<SharedLayout*>(shared_bytes);
+  const Shared shared = {shared_address(shared_bytes)};
+  const int strip = blockIdx.x % p.strips, part = blockIdx.x / p.strips;
+  if (threadIdx.x == 0) shared.init_barriers();
+  if (threadIdx.x < kColumns) {
+    const int column = strip * kColumns + threadIdx.x;
+    reinterpret_cast<T*>(layout->bias)[threadIdx.x] = p.bias && column < p.columns ? p.bias[column] : narrow<T>(-0.0f);
+  }
+  __syncthreads();
+
+  if (threadIdx.x < kWarpgroup) {
+    dealloc_registers<24>();
+    if (threadIdx.x == 0) load_operands<kColumns>(p, shared, strip, part);
+  } else {
+    alloc_registers<112>();
+    compute_tiles<kFunction, kColumns>(p, layout, shared, strip, part);
+  }
 }
 
 #else
@@ -388,8 +486,11 @@ __global__ void __launch_bounds__(kStubThreads) fp8_gelu_wgmma_kernel(const __gr
 
 #endif
 
+// ---- host code ------------------------------------------------------------------------------------------------------
+
 // Returns a tensor map of a dense matrix of bytes whose row index is split in kRank dimensions: `sizes`, `strides` (in
-// rows) and `boxes` describe them, the fastest first. The innermost dimension is the columns, 128 per box.
+// rows) and `boxes` describe these dimensions, the fastest first. The innermost dimension of the map has the columns,
+// 128 per box.
 template <int kRank>
 CUtensorMap block_map(const void* data, int64_t columns, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank],
                       const int (&boxes)[kRank]) {
@@ -413,7 +514,7 @@ CUtensorMap rows_map(const void* data, int64_t rows, int64_t columns) {
   return block_map<3>(data, columns, {8, 2, rows / 16}, {2, 1, 16}, {8, 2, kRows / 16});
 }
 
-// Loads row 8 t + 2 j + i of every 32 (t, j = 0..3, i = 0, 1) to row 8 j + 2 t + i of shared memory. Thread t of a quad
+// Loads row 8 t + 2 j + i of every 32 (t, j = 0..3, i = 0, 1) to row 8 j + 2 t + i of shared memory. Lane t of every 4
 // holds columns 8 j + 2 t + i of the accumulators, which are then the 8 neighbouring rows 8 t + 2 j + i of b.
 CUtensorMap columns_map(const void* data, int64_t rows, int64_t columns, int box_rows) {
   return block_map<4>(data, columns, {2, 4, 4, rows / 32}, {1, 8, 2, 32}, {2, 4, 4, box_rows / 32});
@@ -465,7 +566,7 @@ cudaError_t launch(const Fp8Matmul<T>& p, Fp8Quantize<T> pass, Stream stream) {
                                   .strips = strips_of(p),
                                   .parts = parts_of(p)};
   max_dynamic_shared_memory<kernel>();
-  kernel<<<problem.strips * problem.parts, kThreads, kSharedBytes, stream>>>(problem);
+  kernel<<<problem.strips * problem.parts, kThreads, int(sizeof(SharedLayout)), stream>>>(problem);
   pass.fused = {.done = done, .partials = partials, .partial_rows = partial_rows(p)};
   const cudaError_t error = cudaGetLastError();
   return error == cudaSuccess ? fp8_quantize(pass, stream) : error;
@@ -477,14 +578,10 @@ cudaError_t launch(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass, Stream str
                                        : launch<T, kFunction, 128>(p, pass, stream);
 }
 
-inline bool aligned(const void* pointer) {
-  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
-}
-
-// True if the kernel supports the operation, formats, sizes and alignment.
+// Returns whether the kernel supports the operation, formats, sizes and alignment.
 template <typename T>
 bool supports(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
-  constexpr int64_t kLargest = int64_t{1} << 30;
+  constexpr int64_t kLargest = int64_t{1} << 30;  // indices in the kernel have 32 bits
   const bool gelu = pass.source == Fp8Source::kGelu && !pass.column_sums;
   const bool dgelu = pass.source == Fp8Source::kGeluGradient && !p.bias;
   const Fp8Format format = gelu ? Fp8Format::kE4M3 : Fp8Format::kE5M2;
@@ -493,12 +590,11 @@ bool supports(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
   if (p.rows < 1 || p.columns < 1 || p.inner < 1 || p.inner > kMaxInner) return false;
   if (p.rows >= kLargest || p.columns >= kLargest || strips_of(p) > multiprocessors()) return false;
   if (p.rows % 16 != 0 || p.columns % 32 != 0) return false;
-  return aligned(p.a) && aligned(p.b) && aligned(p.out) && aligned(pass.u) && aligned(pass.out) &&
-         aligned(pass.out_transposed) && tensor_map_encoder() &&
+  return all_aligned(p.a, p.b, p.out, pass.u, pass.out, pass.out_transposed) && tensor_map_encoder() &&
          built_for_wgmma<fp8_gelu_wgmma_kernel<T, Function::kGelu, 256>>();
 }
 
-// True if at least 85 % of the SMs are busy, each with enough tiles (4) to amortise loading b.
+// Returns whether at least 85 % of the SMs are busy, and each has enough tiles (4) to make up for loading b.
 template <typename T>
 bool is_faster(const Fp8Matmul<T>& p) {
   constexpr double kBusy = 0.85;

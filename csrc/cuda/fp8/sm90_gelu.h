@@ -1,13 +1,13 @@
-// A float8 matrix product with a fused epilogue, GELU or its gradient, whose result is quantised to float8 in the same
-// kernel. For sm_90a (H100, H200); T is bfloat16 or float16; the inner dimension is at most 1536.
+// A float8 matmul whose epilogue computes GELU or its gradient and quantises the result to float8. The kernel is for
+// sm_90a (H100, H200). T is bfloat16 or float16, and the inner dimension is at most 1536.
 #pragma once
 
 #include "cuda/gemm/fp8.h"
 
 namespace gptkernels::cuda {
 
-// True if fp8_gelu_sm90 supports this product followed by this quantisation (whose x is the product's out), and is
-// faster than two separate kernels. The environment variable GPTKERNELS_MATMUL overrides the second condition
+// Returns whether fp8_gelu_sm90 supports this matmul followed by this quantisation (whose x is the matmul's out), and
+// is faster than two separate kernels. The environment variable GPTKERNELS_MATMUL overrides the second condition
 // (gemm/backend.h).
 template <typename T>
 bool fp8_gelu_sm90_supports(const Fp8Matmul<T>& product, const Fp8Quantize<T>& quantization);

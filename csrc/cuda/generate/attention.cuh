@@ -1,11 +1,22 @@
 // Decoding attention: one query per attention head over the keys and values in the cache.
 //
-// decode_attention_kernel (sm_90, 16-byte aligned, HS equal to 4, 8, 16 or 32 packs of 16 bytes) runs a cluster of 8
-// blocks per attention head. A pack is loaded by one lane, so a team of HS / pack lanes loads a key; the teams of the
-// cluster take the keys round robin and keep an online softmax each. The partial softmaxes are then merged within the
-// warp by shuffles, within the block through shared memory, and within the cluster by the first block.
+// decode_attention_kernel is for sm_90, 16-byte aligned tensors, and HS of 4, 8, 16 or 32 packs of 16 bytes. A cluster
+// of 8 thread blocks processes an attention head. A lane loads one pack of a key, so HS / pack lanes form a team that
+// loads a whole key. The teams of the cluster take the keys round robin:
 //
-// decode_attention_simple_kernel handles every other case with one block per attention head and one key per warp.
+//   each team, with kDepth keys and values in registers:
+//     load the first keys and values
+//     wait for the previous kernel; load the query, and the newest key and value
+//     for each kDepth of the team's keys and values:
+//       score(j) = query . key(j) / sqrt(HS)                summed over the team's lanes by shuffles
+//       new maximum = max(maximum, scores);  scale sum and out by exp(maximum - new maximum)
+//       sum += exp(score(j) - new maximum);  out += exp(score(j) - new maximum) * value(j)
+//   each warp: merge the teams by shuffles
+//   each thread block: merge the warps through shared memory, write the result to the first thread block
+//   the first thread block: merge the thread blocks; store out / sum
+//
+// decode_attention_simple_kernel supports all other cases, with one thread block per attention head and one key per
+// warp.
 #pragma once
 
 #include "../../decode.h"
@@ -40,8 +51,8 @@ struct RunningSoftmax {
   A maximum = -INFINITY;
   A sum = 0;
 
-  // Merges another softmax into this one. Sums relative to the previous maximum must be multiplied by `scale`, the
-  // other's by `other_scale`.
+  // Merges another softmax into this one. The caller must multiply its sums by `scale`, and the other softmax's sums by
+  // `other_scale`.
   __device__ void join(A other_maximum, A other_sum, A& scale, A& other_scale) {
     const A largest = fmax(maximum, other_maximum);
     const A origin = largest == -INFINITY ? A(0) : largest;
@@ -52,15 +63,34 @@ struct RunningSoftmax {
   }
 };
 
-// ---- the simple kernel: one block per attention head, one key per warp ----------------------------------------------
+// Partial softmaxes of warps or thread blocks, in shared memory, and their sums of values.
+template <typename T, int kParts, int kHeadSize>
+struct DecodeAttentionParts {
+  accumulate_t<T> out[kParts][kHeadSize];
+  accumulate_t<T> maximum[kParts], sum[kParts];
+};
+
+// Merges the parts. Returns element i of the sum of values, and the merged softmax in `all`.
+template <typename T, int kParts, int kHeadSize>
+__device__ __forceinline__ accumulate_t<T> merge_parts(RunningSoftmax<T>& all,
+                                                       const DecodeAttentionParts<T, kParts, kHeadSize>& parts, int i) {
+  accumulate_t<T> out = 0;
+  for (int k = 0; k < kParts; ++k) {
+    accumulate_t<T> rescale, weight;
+    all.join(parts.maximum[k], parts.sum[k], rescale, weight);
+    out = out * rescale + parts.out[k][i] * weight;
+  }
+  return out;
+}
+
+// ---- the simple kernel: one thread block per attention head, one key per warp ---------------------------------------
 
 template <typename T>
 __global__ void __launch_bounds__(kDecodeAttentionThreads)
     decode_attention_simple_kernel(const __grid_constant__ DecodeAttention<T> p) {
   using A = accumulate_t<T>;
   constexpr int kItems = kDecodeMaxHeadSize / kWarp;
-  __shared__ A shared_out[kDecodeAttentionWarps][kDecodeMaxHeadSize];
-  __shared__ A shared_maximum[kDecodeAttentionWarps], shared_sum[kDecodeAttentionWarps];
+  __shared__ DecodeAttentionParts<T, kDecodeAttentionWarps, kDecodeMaxHeadSize> parts;
   let_next_kernel_start();
   wait_for_previous_kernel();
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
@@ -86,25 +116,20 @@ __global__ void __launch_bounds__(kDecodeAttentionThreads)
         out[k] = out[k] * rescale + weight * widen(values[j * p.head_size + i]);
   }
 #pragma unroll
-  for (int k = 0; k < kItems; ++k) shared_out[warp][lane + k * kWarp] = out[k];
-  shared_maximum[warp] = softmax.maximum;
-  shared_sum[warp] = softmax.sum;
+  for (int k = 0; k < kItems; ++k) parts.out[warp][lane + k * kWarp] = out[k];
+  parts.maximum[warp] = softmax.maximum;
+  parts.sum[warp] = softmax.sum;
   __syncthreads();
   for (int i = threadIdx.x; i < p.head_size; i += kDecodeAttentionThreads) {
     RunningSoftmax<T> all;
-    A total = 0;
-    for (int w = 0; w < kDecodeAttentionWarps; ++w) {
-      A rescale, weight;
-      all.join(shared_maximum[w], shared_sum[w], rescale, weight);
-      total = total * rescale + shared_out[w][i] * weight;
-    }
+    const A total = merge_parts(all, parts, i);
     p.out[row * p.head_size + i] = total / all.sum;
   }
 }
 
-// ---- the fast kernel: one cluster of blocks per attention head ------------------------------------------------------
+// ---- the fast kernel: one cluster of thread blocks per attention head -----------------------------------------------
 
-constexpr int kDecodeSplits = 8;
+constexpr int kDecodeSplits = 8;  // thread blocks of a cluster
 
 // __cluster_dims__ does not compile below sm_90. There the kernel is empty and is never launched.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -113,26 +138,27 @@ constexpr int kDecodeSplits = 8;
 #define DECODE_CLUSTER __cluster_dims__(kDecodeSplits, 1, 1)
 #endif
 
-// A team of kLanes lanes shares a key, one pack per lane. The cluster reads kAtOnce keys at a time; key j belongs to
+// A team of kLanes lanes loads a key, one pack per lane. The cluster reads kAtOnce keys at a time; key j belongs to
 // team j % kAtOnce.
 template <typename T, int kLanes>
 struct DecodeAttentionShape {
   static constexpr int kVec = kPack<T>;
   static constexpr int kHeadSize = kLanes * kVec;
-  static constexpr int kTeams = kDecodeAttentionThreads / kLanes;  // per block
+  static constexpr int kTeams = kDecodeAttentionThreads / kLanes;  // per thread block
   static constexpr int kAtOnce = kTeams * kDecodeSplits;
   static constexpr int kDepth = 8;  // keys in flight per team
 };
 
-// The partial softmax of one block, stored in the shared memory of the cluster's first block.
-template <typename T, int kHeadSize>
-struct DecodeAttentionPart {
-  accumulate_t<T> out[kHeadSize];
-  accumulate_t<T> maximum;
-  accumulate_t<T> sum;
+// A lane's packs of kDepth keys and values of its team.
+template <typename T, int kLanes>
+struct DecodeKeys {
+  using Shape = DecodeAttentionShape<T, kLanes>;
+  Packed<T, Shape::kVec> key[Shape::kDepth], value[Shape::kDepth];
 };
 
-// Stores 4 bytes to the same shared variable of block `rank` of the cluster.
+#if GPTKERNELS_HOPPER
+
+// Stores 4 bytes to the same shared variable of thread block `rank` of the cluster.
 template <typename V>
 __device__ void store_remote(V* shared, V value, unsigned rank) {
   static_assert(sizeof(V) == 4);
@@ -141,142 +167,154 @@ __device__ void store_remote(V* shared, V value, unsigned rank) {
                : "memory");
 }
 
-// The keys and values of earlier tokens were written before this step, so the first ones are loaded before waiting for
-// the previous kernel. Only the query and the newest key and value come from that kernel.
+// Loads the keys and values `start`, start + kAtOnce, ...; those from `end` on are 0. `keys` and `values` point to the
+// lane's pack of key 0 and value 0.
+template <typename T, int kLanes>
+__device__ __forceinline__ void load_keys(DecodeKeys<T, kLanes>& loaded, const T* keys, const T* values, int64_t start,
+                                          int64_t end) {
+  using Shape = DecodeAttentionShape<T, kLanes>;
+#pragma unroll
+  for (int d = 0; d < Shape::kDepth; ++d) {
+    const int64_t j = start + d * Shape::kAtOnce;
+    loaded.key[d] = loaded.value[d] = {};
+    if (j < end) {
+      loaded.key[d] = load<Shape::kVec>(keys + j * Shape::kHeadSize);
+      loaded.value[d] = load<Shape::kVec>(values + j * Shape::kHeadSize);
+    }
+  }
+}
+
+// Adds the loaded keys and values to the team's softmax and to its sum of values, `out`. Keys beyond `position` are
+// ignored.
+template <typename T, int kLanes>
+__device__ __forceinline__ void add_keys(RunningSoftmax<T>& softmax, accumulate_t<T> (&out)[kPack<T>],
+                                         const accumulate_t<T> (&query)[kPack<T>], const DecodeKeys<T, kLanes>& loaded,
+                                         int64_t start, int64_t position) {
+  using A = accumulate_t<T>;
+  using Shape = DecodeAttentionShape<T, kLanes>;
+  constexpr int kVec = Shape::kVec, kDepth = Shape::kDepth;
+  A scores[kDepth], largest = -INFINITY;
+#pragma unroll
+  for (int d = 0; d < kDepth; ++d) {
+    A wide[kVec];
+    widen(wide, loaded.key[d]);
+    scores[d] = 0;
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) scores[d] += query[e] * wide[e];
+  }
+#pragma unroll
+  for (int d = 0; d < kDepth; ++d) {
+    scores[d] = warp_reduce<Sum, kLanes>(scores[d]);
+    if (start + d * Shape::kAtOnce > position) scores[d] = -INFINITY;
+    largest = fmax(largest, scores[d]);
+  }
+  A rescale, unused;
+  softmax.join(largest, A(0), rescale, unused);
+  const A origin = softmax.maximum == -INFINITY ? A(0) : softmax.maximum;
+#pragma unroll
+  for (int e = 0; e < kVec; ++e) out[e] *= rescale;
+#pragma unroll
+  for (int d = 0; d < kDepth; ++d) {
+    const A weight = exp_for<T>(scores[d] - origin);
+    softmax.sum += weight;
+    A wide[kVec];
+    widen(wide, loaded.value[d]);
+#pragma unroll
+    for (int e = 0; e < kVec; ++e) out[e] += weight * wide[e];
+  }
+}
+
+// Merges the softmaxes and sums of the warp's teams. Every lane gets the result for its columns.
+template <typename T, int kLanes>
+__device__ __forceinline__ void merge_teams(RunningSoftmax<T>& softmax, accumulate_t<T> (&out)[kPack<T>], int lane) {
+  using A = accumulate_t<T>;
+#pragma unroll
+  for (int offset = kLanes; offset < kWarp; offset *= 2) {
+    A scale_lower, scale_upper;
+    const A other_maximum = __shfl_xor_sync(~0u, softmax.maximum, offset);
+    const A other_sum = __shfl_xor_sync(~0u, softmax.sum, offset);
+    // Both lanes merge in the same order (lower lane first), so that they get the same bits.
+    RunningSoftmax<T> lower = lane & offset ? RunningSoftmax<T>{other_maximum, other_sum} : softmax;
+    const RunningSoftmax<T> upper = lane & offset ? softmax : RunningSoftmax<T>{other_maximum, other_sum};
+    lower.join(upper.maximum, upper.sum, scale_lower, scale_upper);
+    softmax = lower;
+#pragma unroll
+    for (int e = 0; e < kPack<T>; ++e) {
+      const A other = __shfl_xor_sync(~0u, out[e], offset);
+      out[e] = lane & offset ? other * scale_lower + out[e] * scale_upper : out[e] * scale_lower + other * scale_upper;
+    }
+  }
+}
+
+#endif
+
 template <typename T, int kLanes>
 __global__ void DECODE_CLUSTER __launch_bounds__(kDecodeAttentionThreads)
     decode_attention_kernel(const __grid_constant__ DecodeAttention<T> p) {
-#if __CUDA_ARCH__ >= 900
+#if GPTKERNELS_HOPPER
   using A = accumulate_t<T>;
   using Shape = DecodeAttentionShape<T, kLanes>;
-  constexpr int kVec = Shape::kVec, kDepth = Shape::kDepth, kHeadSize = Shape::kHeadSize;
-  __shared__ A shared_out[kDecodeAttentionWarps][kHeadSize];
-  __shared__ A shared_maximum[kDecodeAttentionWarps], shared_sum[kDecodeAttentionWarps];
-  __shared__ DecodeAttentionPart<T, kHeadSize> parts[kDecodeSplits];
+  constexpr int kVec = Shape::kVec, kHeadSize = Shape::kHeadSize;
+  __shared__ DecodeAttentionParts<T, kDecodeAttentionWarps, kHeadSize> warp_parts;
+  __shared__ DecodeAttentionParts<T, kDecodeSplits, kHeadSize> block_parts;  // used in the first thread block
   let_next_kernel_start();
   cluster_arrive();
 
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int split = static_cast<int>(cluster_rank());
   const int64_t row = blockIdx.x / kDecodeSplits, position = min(p.lengths[row / p.heads], p.capacity) - 1;
-  const int own = threadIdx.x % kLanes * kVec;
+  const int column = threadIdx.x % kLanes * kVec;                      // the first of the lane's pack
   const int64_t first = threadIdx.x / kLanes * kDecodeSplits + split;  // the team's first key
-  const T* keys = p.keys + row * p.capacity * kHeadSize + own;
-  const T* values = p.values + row * p.capacity * kHeadSize + own;
+  const T* keys = p.keys + row * p.capacity * kHeadSize + column;
+  const T* values = p.values + row * p.capacity * kHeadSize + column;
 
-  Packed<T, kVec> key[kDepth], value[kDepth];
-  const auto load_keys = [&](int64_t start, int64_t end) {
-#pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      const int64_t j = start + d * Shape::kAtOnce;
-      key[d] = value[d] = {};
-      if (j < end) {
-        key[d] = load<kVec>(keys + j * kHeadSize);
-        value[d] = load<kVec>(values + j * kHeadSize);
-      }
-    }
-  };
-  load_keys(first, position);
+  // Earlier decoding steps wrote all keys and values but the newest, so the first ones need not wait for the previous
+  // kernel.
+  DecodeKeys<T, kLanes> loaded;
+  load_keys(loaded, keys, values, first, position);
   wait_for_previous_kernel();
-
   A query[kVec], out[kVec] = {};
 #pragma unroll
-  for (int e = 0; e < kVec; ++e) query[e] = p.query[row * kHeadSize + own + e];
+  for (int e = 0; e < kVec; ++e) query[e] = p.query[row * kHeadSize + column + e];
 #pragma unroll
-  for (int d = 0; d < kDepth; ++d)
+  for (int d = 0; d < Shape::kDepth; ++d)
     if (first + d * Shape::kAtOnce == position) {
-      key[d] = load<kVec>(keys + position * kHeadSize);
-      value[d] = load<kVec>(values + position * kHeadSize);
+      loaded.key[d] = load<kVec>(keys + position * kHeadSize);
+      loaded.value[d] = load<kVec>(values + position * kHeadSize);
     }
   const A scale = A(1) / sqrt(static_cast<A>(kHeadSize));
 #pragma unroll
   for (int e = 0; e < kVec; ++e) query[e] *= scale;
 
   RunningSoftmax<T> softmax;
-  for (int64_t start = first; start - first <= position; start += kDepth * Shape::kAtOnce) {
-    if (start != first) load_keys(start, position + 1);
-    A scores[kDepth], largest = -INFINITY;
-#pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      A wide[kVec];
-      widen(wide, key[d]);
-      scores[d] = 0;
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) scores[d] += query[e] * wide[e];
-    }
-#pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      scores[d] = warp_reduce<Sum, kLanes>(scores[d]);
-      if (start + d * Shape::kAtOnce > position) scores[d] = -INFINITY;
-      largest = fmax(largest, scores[d]);
-    }
-    A rescale, unused;
-    softmax.join(largest, A(0), rescale, unused);
-    const A origin = softmax.maximum == -INFINITY ? A(0) : softmax.maximum;
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) out[e] *= rescale;
-#pragma unroll
-    for (int d = 0; d < kDepth; ++d) {
-      const A weight = exp_for<T>(scores[d] - origin);
-      softmax.sum += weight;
-      A wide[kVec];
-      widen(wide, value[d]);
-#pragma unroll
-      for (int e = 0; e < kVec; ++e) out[e] += weight * wide[e];
-    }
+  for (int64_t start = first; start - first <= position; start += Shape::kDepth * Shape::kAtOnce) {
+    if (start != first) load_keys(loaded, keys, values, start, position + 1);
+    add_keys(softmax, out, query, loaded, start, position);
   }
 
-  // Merge the teams of a warp, then the warps of the block, then the blocks of the cluster.
-#pragma unroll
-  for (int offset = kLanes; offset < kWarp; offset *= 2) {
-    A scale_own, scale_other;
-    const A other_maximum = __shfl_xor_sync(~0u, softmax.maximum, offset);
-    const A other_sum = __shfl_xor_sync(~0u, softmax.sum, offset);
-    // Both lanes merge in the same order (lower lane first), so that they get the same bits.
-    RunningSoftmax<T> lower = lane & offset ? RunningSoftmax<T>{other_maximum, other_sum} : softmax;
-    const RunningSoftmax<T> upper = lane & offset ? softmax : RunningSoftmax<T>{other_maximum, other_sum};
-    lower.join(upper.maximum, upper.sum, scale_own, scale_other);
-    softmax = lower;
-#pragma unroll
-    for (int e = 0; e < kVec; ++e) {
-      const A other = __shfl_xor_sync(~0u, out[e], offset);
-      out[e] = lane & offset ? other * scale_own + out[e] * scale_other : out[e] * scale_own + other * scale_other;
-    }
-  }
+  merge_teams<T, kLanes>(softmax, out, lane);
   if (lane < kLanes) {
 #pragma unroll
-    for (int e = 0; e < kVec; ++e) shared_out[warp][own + e] = out[e];
-    shared_maximum[warp] = softmax.maximum;
-    shared_sum[warp] = softmax.sum;
+    for (int e = 0; e < kVec; ++e) warp_parts.out[warp][column + e] = out[e];
+    warp_parts.maximum[warp] = softmax.maximum;
+    warp_parts.sum[warp] = softmax.sum;
   }
   __syncthreads();
-  cluster_wait();  // all blocks have started, so their shared memory may be written
+  cluster_wait();  // all thread blocks have started, so their shared memory may be written
   for (int i = threadIdx.x; i < kHeadSize; i += kDecodeAttentionThreads) {
     RunningSoftmax<T> all;
-    A total = 0;
-#pragma unroll
-    for (int w = 0; w < kDecodeAttentionWarps; ++w) {
-      A rescale, weight;
-      all.join(shared_maximum[w], shared_sum[w], rescale, weight);
-      total = total * rescale + shared_out[w][i] * weight;
-    }
-    store_remote(&parts[split].out[i], total, 0);
+    const A total = merge_parts(all, warp_parts, i);
+    store_remote(&block_parts.out[split][i], total, 0);
     if (i == 0) {
-      store_remote(&parts[split].maximum, all.maximum, 0);
-      store_remote(&parts[split].sum, all.sum, 0);
+      store_remote(&block_parts.maximum[split], all.maximum, 0);
+      store_remote(&block_parts.sum[split], all.sum, 0);
     }
   }
   cluster_barrier();
   if (split != 0) return;
   for (int i = threadIdx.x; i < kHeadSize; i += kDecodeAttentionThreads) {
     RunningSoftmax<T> all;
-    A total = 0;
-#pragma unroll
-    for (int s = 0; s < kDecodeSplits; ++s) {
-      A rescale, weight;
-      all.join(parts[s].maximum, parts[s].sum, rescale, weight);
-      total = total * rescale + parts[s].out[i] * weight;
-    }
+    const A total = merge_parts(all, block_parts, i);
     p.out[row * kHeadSize + i] = total / all.sum;
   }
 #endif

@@ -1,5 +1,5 @@
-// One decoding step: the newest token of each of B sequences goes through GPT-2, with earlier keys and values cached.
-// Each layer is five kernels:
+// One decoding step: computes GPT-2's logits for the newest token of each of B sequences, with the keys and values of
+// earlier tokens in a cache. A layer consists of five kernels:
 //
 //   residual = wte[token] + wpe[position]
 //   for each layer:
@@ -12,7 +12,7 @@
 //
 // All kernels but the embedding use programmatic dependent launch. The embedding is launched normally, so it starts
 // only after all work that precedes the step. Therefore every kernel of the step may read what was written before the
-// step (weights, lengths, earlier keys and values) before it waits for the kernel that precedes it.
+// step (weights, lengths, earlier keys and values) without waiting for the previous kernel.
 #include "../../decode.h"
 #include "attention.cuh"
 #include "cuda/embedding/token.cuh"

@@ -1,18 +1,18 @@
-// Products of a matrix and a few vectors, out (B, M) = x (B, K) @ weight (M, K)^T, with an epilogue and optionally a
-// preceding layer norm of x. Bound by the bandwidth of reading the weights once. x and all sums are float32 (float64
-// for float64).
+// Matmuls of a matrix and a few vectors, out (B, M) = x (B, K) @ weight (M, K)^T, with an epilogue and optionally a
+// preceding layer norm of x. The time is that of reading the weights once. x and all sums are float32 (float64 for
+// float64).
 //
-// decode_product_kernel: a block computes `block_rows` rows of the weight. A row is divided into `slices` of equal
-// size, and each warp multiplies one slice of its rows:
+// decode_product_kernel: a thread block computes `block_rows` rows of the weight. A row is divided into `slices` of
+// equal size, and each warp multiplies one slice of its rows:
 //
-//   load the first rows of the weight (and of the norm)   before the wait: they do not depend on earlier kernels
+//   load the first rows of the weight (and of the norm)   they do not depend on earlier kernels
 //   wait for the previous kernel; load x; normalise x     x stays in registers if B = 1
 //   for each group of kRows rows: dot products, warp reductions, partial sums to shared memory; load the next rows
 //   sum the slices, add the bias, apply the epilogue
 //
-// Loading weights before the wait (programmatic dependent launch) keeps the memory busy while the previous kernel ends.
-// The norm is fused if B = 1 and a row is one slice; otherwise decode_norm_kernel runs first. Shapes that are not
-// aligned to 16 bytes, and very long rows, use decode_product_simple_kernel.
+// The weights that are loaded before the wait (programmatic dependent launch) keep the memory busy while the previous
+// kernel ends. The norm is fused if B = 1 and a row is one slice; otherwise decode_norm_kernel runs first. Shapes that
+// are not aligned to 16 bytes, and very long rows, use decode_product_simple_kernel.
 #pragma once
 
 #include <algorithm>
@@ -47,7 +47,7 @@ struct DecodeEpilogue {
   int64_t head_size = 0;             // HS
   int64_t capacity = 0;
 
-  // Operands of the epilogue besides the sum. They are loaded before the sum is known.
+  // The operands of the epilogue besides the sum, which are loaded before the sum is known.
   struct Preloaded {
     A value;
     int64_t position;
@@ -99,7 +99,7 @@ constexpr int kDecodeWarps = kDecodeThreads / kWarp;
 
 // ---- the simple kernels: any shape ----------------------------------------------------------------------------------
 
-// out (B, K) = layernorm(x). One block per row of x.
+// out (B, K) = layernorm(x). One thread block per row of x.
 template <typename T>
 __global__ void __launch_bounds__(kDecodeThreads)
     decode_norm_kernel(accumulate_t<T>* out, const __grid_constant__ DecodeProduct<T> p) {
@@ -142,11 +142,11 @@ __global__ void __launch_bounds__(kDecodeThreads)
 
 // ---- the fast kernel ------------------------------------------------------------------------------------------------
 
-// How the work is divided.
+// The division of the work.
 struct DecodeLayout {
   int slices;      // slices of a weight row, each for one warp; 0: the fast kernel does not support the shape
   int packs;       // packs of a slice (the last slice may be shorter)
-  int block_rows;  // weight rows per block
+  int block_rows;  // weight rows per thread block
 };
 
 constexpr int kDecodePacks = 12;  // packs of weights in flight per thread
@@ -266,7 +266,8 @@ struct DecodeNorm {
   }
 };
 
-// kNorm: the layer norm is fused. It requires B = 1 and one slice; every warp normalises x for itself.
+// If kNorm, the kernel also computes the layer norm, which requires B = 1 and one slice. Every warp normalises x for
+// itself.
 template <typename T, int kPacks, bool kNorm>
 __global__ void __launch_bounds__(kDecodeThreads, kNorm&& kPacks > 3 ? 1 : 2)
     decode_product_kernel(const __grid_constant__ DecodeProduct<T> p, const __grid_constant__ DecodeLayout layout) {
@@ -301,7 +302,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kNorm&& kPacks > 3 ? 1 : 2)
   load_rows(group);
   DecodeNorm<T, kPacks> norm;
   if constexpr (kNorm) norm.load(p, packs);
-  // The thread's first output. Its bias is loaded before the wait, the epilogue's operands right after.
+  // The bias of the thread's first output is loaded before the wait, the epilogue's operands right after the wait.
   const int count = rows * static_cast<int>(p.sizes.batch);
   const bool any = threadIdx.x < count;
   const int64_t b0 = threadIdx.x / rows, row0 = first + threadIdx.x % rows;
@@ -360,7 +361,7 @@ DecodeLayout decode_layout(const DecodeProduct<T>& p) {
   // Without a norm, prefer slices of at most 4 packs per lane: then several rows are in flight per warp.
   while (!p.norm_weight && slices < kDecodeWarps && ceil_div(packs, slices) > int64_t{4} * kWarp) slices *= 2;
   if (slices > kDecodeWarps) return {};
-  // One block per SM leaves room for the next kernel's blocks; two if there is much to read.
+  // One thread block per SM leaves room for the next kernel's thread blocks. With many rows there are two per SM.
   int64_t rows = ceil_div(p.sizes.rows, multiprocessors());
   if (rows > kFewRows) rows = ceil_div(p.sizes.rows, int64_t{kBlocksEach} * multiprocessors());
   rows = std::min(rows, kMaxShared / (p.sizes.batch * slices * static_cast<int64_t>(sizeof(accumulate_t<T>))));
