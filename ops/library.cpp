@@ -191,12 +191,14 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   //   residual_2 = residual_1 + dropout(the output of attention's projection)
   //   out        = the output of the MLP without the bias of mlp_proj; the caller adds out and the bias to residual_2
   //
-  // Without values, residual_1 is the stream, and the output of that name has no elements. values and the matmuls may
-  // have 16 bits if the stream and the norms are float32. approximate selects GELU's form. out_dropout is the dropout
-  // of attention's projection. If post_gelu has no elements, the backward computes it again. The backward's mask has an
-  // entry for each output. dvalues has no elements if it equals dstream. Without values, adds_past may be false:
-  // dstream is then dresidual_1 without the gradient through the first norm, and dvalues is the gradient through the
-  // norm.
+  // values and the matmuls may have 16 bits if the stream and the norms are float32. approximate selects GELU's form.
+  // out_dropout is the dropout of attention's projection. Without values, residual_1 equals the stream, and the
+  // returned residual_1 is empty.
+  //
+  // The backward's mask has an entry for each gradient. If post_gelu is empty, the backward computes it again. dvalues
+  // is empty if it would equal dstream. adds_past=False, which requires that there are no values, returns the two parts
+  // of the stream's gradient without adding them: the part that bypasses the first norm as dstream, and the part
+  // through the norm as dvalues.
   m.def(
       "layer(Tensor stream, Tensor? values, Tensor? values_bias, Tensor? norm_1_weight, Tensor? norm_1_bias, "
       "Tensor qkv_weight, Tensor? qkv_bias, Tensor attn_proj_weight, Tensor? attn_proj_bias, Tensor? norm_2_weight, "

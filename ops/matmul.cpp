@@ -45,9 +45,8 @@ T* start(const Matrix& m) {
   return base ? base + m.offset : nullptr;
 }
 
-// Return how BLAS reads a matrix: whether transposed, and with which leading dimension. A BLAS supports matrices whose
-// rows, or columns, are `ld` elements apart. A single row (or column) may have any stride, but BLAS still requires the
-// ld that a second row would need.
+// is_transposed and leading_dimension return how a matrix is passed to BLAS, which requires that its rows (or columns)
+// are `ld` elements apart. A single row may have any stride, but BLAS checks ld as if there were a second row.
 bool is_transposed(const Matrix& m) {
   return m.column_stride != 1;
 }

@@ -254,8 +254,9 @@ std::pair<int64_t, int64_t> key_range(const AttentionMask<T>& mask, const Attent
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// Replaces scores by exp2((score - maximum) * factor) for kColumns vectors of lanes. Updates each lane's running
-// maximum and sum. Writes to `decay` the factor that rescales the outputs of earlier tiles.
+// Replaces the scores of kColumns SIMD vectors of queries, one query per lane, by exp2((score - maximum) * factor).
+// Updates each query's running maximum and sum. Writes to `decay` the factor that rescales the outputs of earlier
+// tiles.
 template <int kColumns, typename A>
 [[gnu::always_inline]] inline void exponentials(A* scores, int64_t keys, A factor, A* maximum, A* sum, A* decay) {
   using V = Vector<A>;
@@ -642,11 +643,10 @@ void add_splits(const AttentionBackward<T>& p, int64_t b, int64_t kh, int64_t fi
   add(p.dvalue, sums + slab, A(1));
 }
 
-// Runs tasks [begin, end). Each key head has `splits` tasks. A task adds to separate sums of dkey and dvalue. It
-// processes one of every `splits` query tiles of the heads that read this key head. Every second group of `splits`
-// tiles is assigned to the tasks in reverse order, because later tiles see more keys under a causal mask. With one task
-// per key head, the task writes the gradients itself. The next task then reuses the memory of the sums, which is still
-// in the cache.
+// Runs tasks [begin, end). The query tiles of the heads that read a key head are divided among `splits` tasks, each of
+// which has its own sums of dkey and dvalue. Every second group of `splits` tiles is assigned to the tasks in reverse
+// order, because later tiles see more keys under a causal mask. If `splits` is 1, the task writes the gradients itself,
+// and the next task reuses the memory of the sums, which is still in the cache.
 template <int kSize, typename T>
 [[gnu::noinline]] void backward_range(const AttentionBackward<T>& p, const Dropout& dropout, int64_t splits,
                                       int64_t begin, int64_t end) {

@@ -103,8 +103,8 @@ class RowColumns {
     if (unmasked(AtEdge{})) fn(AtEdge{});
   }
 
-  // Writes this thread's part of the row: the Values that fn(place) returns, and 0 in masked columns. The element type
-  // Out may overload store_narrow.
+  // Writes this thread's part of the row: what fn(place) returns in unmasked columns, and 0 in masked columns.
+  // store_narrow may be overloaded for the element type Out.
   template <typename Out, typename Fn>
   __device__ void store(Out* base, const Fn& fn) const {
     Out* row = base + begin_;
@@ -200,7 +200,7 @@ class RowPart {
     if (columns.unmasked(AtEdge{})) edge_.v[0] = row[columns.column(AtEdge{})];
   }
 
-  // Returns the elements of a place, in the array's dtype.
+  // Returns the pack, or the single element for AtEdge, at a place, in the array's dtype.
   __device__ auto& raw(InRegisters at) { return packs_[at.i]; }
   __device__ auto& raw(InShared at) { return slots_[(at.i - Columns::kItems) * blockDim.x + threadIdx.x]; }
   __device__ auto& raw(AtEdge) { return edge_; }

@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(kBinThreads)
     encoder_backward_bins_kernel(const EncoderWorkspace<T> w, const int64_t vocabulary) {
   extern __shared__ int shared[];
   __shared__ int firsts[kMaxTiles];   // number of the bin's entries in earlier tiles
-  __shared__ int origins[kMaxTiles];  // entry e of the bin is tile_entries[origins[tile] + e]
+  __shared__ int origins[kMaxTiles];  // entry e of the bin, if tile t has it, is tile_entries[origins[t] + e]
   __shared__ int before;              // number of entries in earlier bins
   __shared__ int total;               // number of entries in this bin
   constexpr int kAhead = 2;           // loads in flight per lane

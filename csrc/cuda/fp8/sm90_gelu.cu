@@ -241,7 +241,8 @@ __device__ __forceinline__ void apply_function(Pair& values, const Pair& product
     }
 }
 
-// Keeps half of the values of each of two lanes whose numbers differ in `bit`, and adds the other lane's to them.
+// A step of a reduce-scatter between two lanes whose indices differ in `bit`. The lane with the bit set keeps the upper
+// half of its values, and the other lane keeps the lower half. Each adds its partner's values of the same half.
 template <int n>
 __device__ __forceinline__ void exchange_half(float (&half)[n], const float (&values)[2 * n], int lane, int bit) {
   const bool high = lane & bit;

@@ -34,7 +34,7 @@ namespace {
 
 struct DqueryShared : BackwardShape<128> {
   // Buffers for blocks. While a warpgroup waits for the keys of a block, it holds the keys of the two previous blocks,
-  // and may have passed over one block at the start of a tile. With fewer than 4 buffers, the next keys could need a
+  // and may have skipped one block at the start of a tile. With fewer than 4 buffers, the next keys could need a
   // buffer that the warpgroup holds, and the ring would deadlock. A warpgroup holds the values of at most one block.
   static constexpr int kKeys = 4;
   static constexpr int kValues = 2;
@@ -69,7 +69,7 @@ struct DqueryShared : BackwardShape<128> {
 };
 
 // Buffers of the kernel for dk and dv. While a warpgroup waits for a block, it holds the previous block, and may have
-// passed over one block. With fewer than 3 stages the ring would deadlock. dk and dv are stored through the buffers of
+// skipped one block. With fewer than 3 stages the ring would deadlock. dk and dv are stored through the buffers of
 // the tile's keys and values.
 constexpr int kStages = 3, kTiles = 2;
 using DkeyShared = RingShared<128, 2, kTiles, kStages>;
@@ -184,13 +184,13 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
   RingPosition<kDouts> dout;
   unsigned phase = 0;  // phase of tile_full
   int row, head, block;
-  int passed = 0;        // number of passed-over blocks of the tile whose values are still to be released
+  int passed = 0;        // number of the tile's skipped blocks whose values are still to be released
   int freed = -1;        // slot of the keys that were used last: the next step waits for dq and releases this slot
   OwnBlock<1> own = {};  // the mask of the block whose scores were started last
   bool accumulate = false;
   const auto thread_row = [&](int tile_row) { return tile_row + warp_row + lane / 4; };
 
-  // Loads the next tile's queries to registers, and passes over the blocks that none of the warpgroup's queries sees.
+  // Loads the next tile's queries to registers, and skips the blocks that none of the warpgroup's queries sees.
   // Returns false after the last tile.
   const auto begin_tile = [&] {
     barrier_wait(shared.tile_full, phase);
@@ -210,8 +210,7 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
     return true;
   };
 
-  // Computes D and the bias. Releases the tile's query and out, and the values of the blocks that begin_tile() passed
-  // over.
+  // Computes D and the bias. Releases the tile's query and out, and the values of the blocks that begin_tile() skipped.
   const auto finish_statistics = [&] {
     delta[0] = delta[1] = 0;
 #pragma unroll

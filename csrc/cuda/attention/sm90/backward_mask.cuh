@@ -46,23 +46,23 @@ __device__ OwnBlock<1> own_block(const MaskBlocks& blocks, const MaskedBlock& bl
 }
 
 // Iterates over the blocks of a tile under a block mask. A block that neither warpgroup sees is not loaded. A block
-// that only the other warpgroup sees is passed over, unless the ring could deadlock:
+// that only the other warpgroup sees is skipped, unless the ring could deadlock:
 //
 //   While a warpgroup waits for block j, it holds the stages of the two blocks i and h that it computed last (h < i <
 //   j), because their products may still run. Stages are filled in order, so block j has the stage of block j -
 //   kStages. With h <= j - kStages the loader would wait for the warpgroup to release h before it loads j, and the
-//   warpgroup would wait for the loader. Therefore j - h < kStages must hold, where j - h = (blocks passed over between
-//   h and i) + 1 + (blocks passed over between i and j) + 1.
+//   warpgroup would wait for the loader. Therefore j - h < kStages must hold, where j - h = (blocks skipped between
+//   h and i) + 1 + (blocks skipped between i and j) + 1.
 //
-// A warpgroup therefore passes over at most kStages - 3 blocks between h and j. It computes the next block even if all
-// of its scores are hidden. (Without a block mask at most one block is passed over, because the halves of a tile differ
+// A warpgroup therefore skips at most kStages - 3 blocks between h and j. It computes the next block even if all
+// of its scores are hidden. (Without a block mask at most one block is skipped, because the halves of a tile differ
 // by one block.)
 template <int kStages, bool kRowsAreKeys>
 struct SeenByWarpgroup {
   static constexpr int kMostPassed = kStages - 3;
   OwnBlock<1> own;  // the current block, which the warpgroup computes
   int left;         // blocks left in the tile, including the current block; 0 after the last block
-  int passed = 0;   // blocks passed over between the previously computed block and the current block
+  int passed = 0;   // blocks skipped between the previously computed block and the current block
 
   // Advances to the next block that the 64 rows from `row` on see.
   template <typename Shared>

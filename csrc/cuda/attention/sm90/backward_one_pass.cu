@@ -270,8 +270,8 @@ __device__ inline void load_transposed(uint32_t (&a)[16], uint32_t panel, int wa
                              panel + panel_offset(16 * i + lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2));
 }
 
-// Multiplies the warpgroup's dq^T (64 channels, 64 queries) by `factor`, rounds it, and stores it in shared memory,
-// transposed to dq.
+// Multiplies the warpgroup's tile of dq^T (64 channels, 64 queries) by `factor`, rounds it to T, and stores its
+// transpose, a tile of dq, in shared memory.
 template <typename T>
 __device__ void stage_transposed(const float (&tile)[32], float factor, uint32_t panel, int warp) {
   const int lane = threadIdx.x % 32;

@@ -95,7 +95,7 @@ struct MaskBlocks {
   uint8_t* key_classes;  // (mask heads, key_pitch, query_pitch): `classes` transposed, for the backward; else null
   uint16_t* bits;        // (mask heads, bit_blocks, key_pitch, 64 queries, 4); written for kMaskBits and kMaskAdded
   uint16_t* key_bits;    // (mask heads, bit_blocks, key_pitch, 64 keys, 4), for the backward; else null
-  MaskRow* rows;         // (mask heads, bit_blocks, 64), or null for a bool mask, whose rows have no shift
+  MaskRow* rows;         // (mask heads, bit_blocks, 64): the shift of each row; null for a bool mask
   int batch, head;       // the mask head of (b, h) is b * batch + h * head
   int heads;             // number of mask heads: heads whose masks differ
   int query_blocks;

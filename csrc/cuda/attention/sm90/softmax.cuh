@@ -49,9 +49,10 @@ struct Softmax {
     return fabsf(reference[r]) * factor > kFarFromZero && reference[r] != -INFINITY;
   }
 
-  // Raises references to the maxima of these scores, if the maxima are higher. Sets `rescale` to the factors that make
-  // earlier sums relative to the new references. Changes only rows that have no reference yet or are `too_low`, so that
-  // a row does not depend on other rows of its warp. Reads every kEvery-th group of 8 columns, from the first group on.
+  // Raises a row's reference to the maximum of its scores, if the maximum is higher. Changes only rows that have no
+  // reference yet or whose `too_low` is set: the whole warp calls this function if any of its rows needs it, but the
+  // result of a row must not depend on other rows. Sets `rescale` to the factors that make earlier sums relative to the
+  // new references. Reads every kEvery-th group of 8 columns, from the first group on.
   template <int kEvery, int n>
   __device__ void raise_references(const float (&scores)[n], const bool (&too_low)[2], float (&rescale)[2]) {
     bool needs = false;
