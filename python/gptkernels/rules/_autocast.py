@@ -1,7 +1,7 @@
 """Casts inside ``torch.autocast``, by torch's rules.
 
-Torch caches the low-precision copy of a parameter until the outermost context ends, so that a weight is cast once
-however often it is used. Its cache cannot be called from Python; this one has the same rules and lifetime.
+Torch caches the low-precision copy of a parameter until the outermost context ends, so that a weight that is used
+several times is cast once. Torch's cache cannot be called from Python. The cache here has the same rules and lifetime.
 """
 
 import weakref
@@ -92,7 +92,10 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_cacheable(value: Tensor, dtype: torch.dtype) -> bool:
-    """Torch's conditions: a float32 leaf that requires a gradient, cast to autocast's own dtype; and no tracing."""
+    """Return whether torch's cache would store the cast.
+
+    It stores casts of float32 leaves that require a gradient, to autocast's own dtype, and none while tracing.
+    """
     return (
         value.dtype == torch.float32
         and value.requires_grad
@@ -109,8 +112,8 @@ def _is_cacheable(value: Tensor, dtype: torch.dtype) -> bool:
 def _new_casts() -> _Casts:
     """Make a dictionary that lives until torch clears its own cache.
 
-    Torch has no callback for that. Therefore a product without rows puts a small parameter into torch's cache. The
-    dictionary is an attribute of its cast, to which only torch has a reference.
+    Torch has no callback for that. Therefore a matmul without rows puts the cast of a small weight into torch's cache.
+    The dictionary is an attribute of this cast, to which only torch's cache has a reference.
     """
     global _casts
     casts = _Casts()
@@ -126,7 +129,7 @@ def _new_casts() -> _Casts:
 
 @contextmanager
 def _disable_saved_tensors_hooks() -> Iterator[None]:
-    """Save tensors as they are inside this context. (The hooks of activation checkpointing would replace them.)"""
+    """Return a context in which autograd saves tensors unchanged; activation checkpointing would replace them."""
     hooks = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)

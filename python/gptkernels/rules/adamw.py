@@ -1,4 +1,4 @@
-"""One step of AdamW on lists of tensors, in place (Loshchilov and Hutter, 2019); shaped as torch's _fused_adamw_."""
+"""One step of AdamW on lists of tensors, in place (Loshchilov and Hutter, 2019), with _fused_adamw_'s arguments."""
 
 from typing import Any
 
@@ -29,8 +29,8 @@ _count_versions = _version_counter(ops.adamw_.default)
 def step(*lists: Any, **options: Any) -> None:
     """Call ``adamw_`` when no gradients are recorded.
 
-    Each of the rules above would pass lists of hundreds of tensors through Python again, so this function does their
-    work.
+    Each of the rules above would pass lists of hundreds of tensors through Python again. This function increments the
+    versions of the written tensors instead.
     """
     if torch.compiler.is_compiling():
         ops.adamw_.default(*lists, **options)

@@ -75,7 +75,7 @@ def _fake_dropout_mask(batches, heads, queries, keys, dropout_p, seed, offset):
 
 
 def visible_keys(query: Tensor, key: Tensor, options: Options) -> Tensor:
-    """Compute which keys each query sees, of a shape that broadcasts to (B, NH, Tq, Tk)."""
+    """Return the mask of the keys that each query sees; its shape broadcasts to (B, NH, Tq, Tk)."""
     rows = torch.arange(query.shape[2], device=query.device)[:, None]
     columns = torch.arange(key.shape[2], device=query.device)
     seen = columns <= rows + options.query_offset if options.is_causal else (columns >= 0).expand(len(rows), -1)
@@ -95,7 +95,7 @@ def _shared(t: Tensor, heads: int) -> Tensor:
 
 
 def _scores(query: Tensor, key: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute the scaled and masked scores, and which queries see any key; the scores of those that see none are 0."""
+    """Compute the scaled and masked scores, and which queries see a key. If a query sees none, its scores are 0."""
     scale = 1 / math.sqrt(query.shape[3]) if options.scale is None else options.scale
     scores = query @ _shared(key, query.shape[1]).mT * scale
     seen = visible_keys(query, key, options)
@@ -148,11 +148,10 @@ def backward_formula(
 
 
 class ScaledDotProductAttention(torch.autograd.Function):
-    """query (B, NH, Tq, HS), key and value (B, KH, Tk, HS) -> out as query, logsumexp (B, NH, Tq)."""
+    """query (B, NH, Tq, HS), key and value (B, KH, Tk, HS) -> out (B, NH, Tq, HS), logsumexp (B, NH, Tq)."""
 
     @staticmethod
     def forward(ctx, query, key, value, *options):
-        """Save the inputs, out and the logsumexp."""
         if ctx.needs_input_grad[3]:
             raise RuntimeError(
                 "gptkernels::scaled_dot_product_attention: attn_mask requires grad, but has no derivative here"
@@ -164,7 +163,6 @@ class ScaledDotProductAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlogsumexp):
-        """Compute the three gradients in one call."""
         if dout is None and dlogsumexp is None:
             return (None,) * 12
         query, key, value, out, logsumexp, *options = saved(ctx)
@@ -178,17 +176,15 @@ class ScaledDotProductAttention(torch.autograd.Function):
 
 
 def _formula(query, key, value, *options):
-    """Compute the op's outputs in torch ops."""
     return forward_formula(query, key, value, Options(*options))
 
 
 def _backward_formula(dout, dlogsumexp, query, key, value, out, logsumexp, *options):
-    """Compute the backward's outputs in torch ops; out and logsumexp are functions of the inputs."""
     return backward_formula(dout, dlogsumexp, query, key, value, Options(*options))
 
 
 def _folded(*positions: int):
-    """Make a rule that folds the mapped dimension into the batch, if no mask or bound depends on the sequence."""
+    """Make a vmap rule that folds the mapped dimension into the batch if there is no mask and no bound of keys."""
 
     def rule(op, size, in_dims, args):
         options = Options(*args[positions[-1] + 1 :])
@@ -199,13 +195,13 @@ def _folded(*positions: int):
 
 
 def sdpa_flops(query_shape, key_shape, value_shape, *args, **kwargs) -> int:
-    """Two products of 2*B*NH*Tq*Tk*HS each. As in torch's count, masked scores are included."""
+    """Count two matmuls of 2*B*NH*Tq*Tk*HS flops each. As in torch's count, masked scores are included."""
     b, heads, queries, size = query_shape
     return 2 * 2 * b * heads * queries * key_shape[2] * size
 
 
 def sdpa_backward_flops(dout_shape, dlogsumexp_shape, query_shape, key_shape, value_shape, *args, **kwargs) -> int:
-    """Five products: the scores again, and four for the gradients."""
+    """Count five matmuls: one for the scores, and four for the gradients."""
     return 5 * sdpa_flops(query_shape, key_shape, value_shape) // 2
 
 
@@ -213,7 +209,7 @@ def sdpa_backward_flops(dout_shape, dlogsumexp_shape, query_shape, key_shape, va
 
 
 def unpack(qkv: Tensor, num_heads: int) -> tuple[Tensor, ...]:
-    """qkv (B, T, 3C) -> query, key and value (B, NH, T, HS), views."""
+    """qkv (B, T, 3C) -> query, key and value (B, NH, T, HS), which are views."""
     return qkv.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
 
 
@@ -240,7 +236,6 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv, num_heads, scale, dropout_p, seed, offset):
-        """Save qkv, out and the logsumexp."""
         out, logsumexp = below_autograd(ops.attention, qkv, num_heads, scale, dropout_p, seed, offset)
         ctx.save_for_backward(qkv, out, logsumexp, seed, offset)
         ctx.options = num_heads, scale, dropout_p
@@ -250,7 +245,6 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, _dlogsumexp):
-        """Compute dqkv, packed as qkv."""
         if dout is None:
             return (None,) * 6
         qkv, out, logsumexp, seed, offset = ctx.saved_tensors

@@ -1,4 +1,4 @@
-"""Causal self-attention: softmax(scale * q k^T, causal) v for every head (Vaswani et al., 2017)."""
+"""Causal self-attention that also returns the probabilities: softmax(scale * q k^T) v (Vaswani et al., 2017)."""
 
 import math
 
@@ -30,7 +30,6 @@ class AttentionProbabilities(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv, num_heads, scale):
-        """Save the probabilities."""
         out, probabilities = below_autograd(ops.attention_probabilities.default, qkv, num_heads, scale)
         ctx.save_for_backward(qkv, probabilities)
         ctx.num_heads, ctx.scale = num_heads, scale
@@ -40,7 +39,6 @@ class AttentionProbabilities(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, _dprobabilities):
-        """Compute four products and the softmax's gradient."""
         if dout is None:
             return None, None, None
         qkv, probabilities = ctx.saved_tensors
@@ -79,7 +77,7 @@ def backward_formula(dout, qkv, probabilities, num_heads, scale) -> Tensor:
 
 
 def attention_probabilities_flops(qkv_shape, num_heads, *args, **kwargs) -> int:
-    """Two products of 2*B*T*T*C each. As in torch's count, masked scores are included."""
+    """Count two matmuls of 2*B*T*T*C flops each. As in torch's count, masked scores are included."""
     b, t, c3 = qkv_shape
     return 2 * 2 * b * t * t * (c3 // 3)
 
@@ -87,7 +85,7 @@ def attention_probabilities_flops(qkv_shape, num_heads, *args, **kwargs) -> int:
 def attention_probabilities_backward_flops(
     dout_shape, qkv_shape, probabilities_shape, num_heads, *args, **kwargs
 ) -> int:
-    """Four products; the probabilities are saved, not computed again."""
+    """Count four matmuls; the probabilities were saved."""
     return 2 * attention_probabilities_flops(qkv_shape, num_heads)
 
 

@@ -1,4 +1,4 @@
-"""Causal softmax: row t of softmax(scale * scores) over the columns 0..t, zeros above the diagonal."""
+"""Causal softmax: row t is softmax(scale * scores) over the columns 0..t, and 0 in the later columns."""
 
 import torch
 
@@ -21,7 +21,6 @@ class CausalSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, scores, scale):
-        """Save the output; the backward needs nothing else."""
         out = below_autograd(ops.causal_softmax.default, scores, scale)
         ctx.save_for_backward(out)
         ctx.scale = scale
@@ -29,18 +28,17 @@ class CausalSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        """Compute dscores = scale * out * (dout - sum(dout * out))."""
         (out,) = ctx.saved_tensors
         return ops.causal_softmax_backward.default(dout, out, ctx.scale), None
 
 
 def tangent(inputs, tangents, outputs):
-    """Apply the backward to the tangent, because the Jacobian of a row is symmetric."""
+    """Apply the backward to the tangent; the Jacobian of a row is symmetric."""
     return ops.causal_softmax_backward.default(tangents[0], outputs[0], inputs[1])
 
 
 def backward_formula(dout, out, scale):
-    """Compute dscores in torch ops."""
+    """Compute dscores = scale * out * (dout - sum(dout * out)) in torch ops."""
     wide = accumulate_dtype(out.dtype)
     dout, p = dout.tril().to(wide), out.tril().to(wide)
     return scale * p * (dout - (dout * p).sum(-1, keepdim=True))

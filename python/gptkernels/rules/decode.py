@@ -1,4 +1,4 @@
-"""A decoding step: the newest token of each sequence through GPT-2, with a cache of earlier keys and values."""
+"""A decoding step: GPT-2's logits of the newest token of each sequence, with a cache of earlier keys and values."""
 
 from gptkernels.rules._register import fake, mutates, without_derivative
 

@@ -1,4 +1,4 @@
-"""Dropout: x / (1 - p) for elements that a mask of Philox's random bits keeps, 0 * x for others. No mask is stored."""
+"""Dropout: x / (1 - p) for the elements that Philox's random bits keep, 0 * x for the others. No mask is stored."""
 
 import torch
 from torch import Tensor
@@ -17,19 +17,17 @@ class Dropout(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, p, seed, offset):
-        """Save the seed and offset of the mask."""
         ctx.save_for_backward(seed, offset)
         ctx.p = p
         return below_autograd(ops.dropout.default, x, p, seed, offset)
 
     @staticmethod
     def backward(ctx, dout):
-        """Apply the same function to the gradient."""
         return ops.dropout.default(dout, ctx.p, *ctx.saved_tensors), None, None, None
 
 
 def drop(x: Tensor, p: float, seed: Tensor | None, offset: Tensor | None) -> Tensor:
-    """Apply dropout in another op's formula; returns x itself if nothing is dropped."""
+    """Apply dropout in another op's formula; return x itself if p is 0."""
     return x if p == 0 else ops.dropout.default(x, p, seed, offset)
 
 

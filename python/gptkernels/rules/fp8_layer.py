@@ -1,4 +1,4 @@
-"""A layer of GPT-2 in training with float8 products; see ``layer.py``."""
+"""A layer of GPT-2 in training with float8 matmuls; see ``layer.py``."""
 
 from gptkernels.block.tensors import FP8LayerSaved, Weights
 from gptkernels.rules._register import fake, flops, mutates, without_derivative

@@ -1,6 +1,6 @@
-"""Layernorm, optionally of a sum with a residual, whose output is quantised to float8 for the product that follows.
+"""Layernorm, optionally of a sum with a residual, whose output is quantised to float8 for the following matmul.
 
-It has no derivative: the node of autograd's graph that calls it has one (``block/node.py``).
+The op has no derivative, because the node of autograd's graph that calls it has one (``block/node.py``).
 """
 
 import torch

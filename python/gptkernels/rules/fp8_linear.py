@@ -1,6 +1,6 @@
 """Linear layers with float8 operands: x and weights in e4m3, gradients in e5m2.
 
-The derivative is that of the layer without quantisation, at the quantised operands.
+The gradients are those of a layer without quantisation, computed from the quantised operands.
 """
 
 import torch
@@ -26,12 +26,12 @@ SAVED = torch.float8_e4m3fn
 
 
 def refuse_tangents(inputs, tangents, outputs):
-    """Raise an error: there is no forward-mode derivative."""
+    """Raise an error, because there is no forward-mode derivative."""
     raise RuntimeError("gptkernels: float8 layers have no forward-mode derivative")
 
 
 def refuse_second_derivatives():
-    """Raise an error if the backward is recorded: its derivative would miss the operands before quantisation."""
+    """Raise an error if the backward is recorded: its derivative would not reach the operands before quantisation."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "gptkernels: float8 layers have no second derivative: not with create_graph=True, not under torch.func"
@@ -66,7 +66,6 @@ class FP8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, history, dout_history, save):
-        """Save the transposed float8 operands."""
         save = ctx.needs_input_grad[:2]
         out, *saved = below_autograd(ops.fp8_linear.default, x, weight, bias, history, dout_history, save)
         ctx.save_for_backward(*saved)
@@ -77,7 +76,6 @@ class FP8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, *unused):
-        """Quantise dout and compute two products."""
         if dout is None:
             return (None,) * 6
         refuse_second_derivatives()
@@ -87,7 +85,7 @@ class FP8Linear(torch.autograd.Function):
 
 
 def fp8_linear_backward_flops(dout_shape, x_t_shape, weight_t_shape, *args, **kwargs) -> int:
-    """Count as many as in the forward for each of dx and dweight."""
+    """Count the forward's flops for each of dx and dweight that is needed."""
     mask = args[-1]
     inner = weight_t_shape[0] if mask[0] else x_t_shape[0]
     return linear_flops(dout_shape, (inner,)) * (mask[0] + mask[1])
@@ -151,7 +149,10 @@ def _fake_mlp_backward(
 
 
 class FP8MLP(torch.autograd.Function):
-    """Both layers as FP8Linear; GELU's output is saved only as float8."""
+    """x (..., C), weights (F, C) and (C', F), biases (F) and (C') -> out (..., C'), and what the backward reads.
+
+    GELU's output is saved only in float8.
+    """
 
     @staticmethod
     def forward(
@@ -167,7 +168,6 @@ class FP8MLP(torch.autograd.Function):
         dout_history,
         save,
     ):
-        """Save the transposed float8 operands, and GELU's input."""
         needs = ctx.needs_input_grad
         save = needs[0], needs[1], needs[3], any(needs[:3])
         histories = history, hidden_history, dhidden_history, dout_history
@@ -182,7 +182,6 @@ class FP8MLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, *unused):
-        """Quantise dout and the gradient before GELU, and compute four matmuls."""
         if dout is None:
             return (None,) * 10
         refuse_second_derivatives()
@@ -192,7 +191,7 @@ class FP8MLP(torch.autograd.Function):
 
 
 def fp8_mlp_backward_flops(dout_shape, pre_shape, *args, **kwargs) -> int:
-    """Return the FLOPs of `mlp_backward` for the same sizes, which are read from the transposed operands."""
+    """Count the flops of ``mlp_backward`` for the same sizes, which are read from the transposed operands."""
     mask, x_t, fc_t = args[-1], args[0], args[1]
     inner = (fc_t if mask[0] else x_t)[0]
     fc, proj = (pre_shape[-1], inner), (dout_shape[-1], pre_shape[-1])

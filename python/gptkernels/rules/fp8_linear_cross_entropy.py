@@ -1,4 +1,4 @@
-"""linear_cross_entropy with float8 products in its gradients and, with fp8_logits, for the logits in training.
+"""linear_cross_entropy with float8 matmuls for its gradients and, with fp8_logits, for the logits in training.
 
 The gradient of a logit, softmax - onehot, is multiplied by 2^15 and rounded to e5m2; the weight and x are rounded to
 e4m3. Float16 gradients are stored in float32 until the backward multiplies them by the loss scale.
@@ -32,7 +32,6 @@ class FP8LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, targets, *options):
-        """Save the gradients for dloss = 1."""
         loss, *gradients = below_autograd(
             ops.fp8_linear_cross_entropy_with_gradients.default, x, weight, targets, *options, ctx.needs_input_grad[:2]
         )
@@ -42,7 +41,6 @@ class FP8LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):
-        """Scale the saved gradients."""
         refuse_second_derivatives()
         scaled = scale_saved(dloss, ctx.saved_tensors, ctx.needs_input_grad[:2])
         return *(None if g is None else g.to(ctx.dtype) for g in scaled), *(None,) * 6

@@ -1,8 +1,8 @@
 """Softmax, cross-entropy and its gradient in one pass: losses = -log p[target], dlogits = p - onehot(target).
 
 ``dlogits`` is the gradient of the losses, and also a function of the logits with the Jacobian H = diag(p) - p p^T.
-Since p = dlogits + onehot, all higher derivatives follow from the saved dlogits, and the logits need not be saved. In
-place they no longer exist.
+Since p = dlogits + onehot, all higher derivatives follow from the saved dlogits, and the logits need not be saved.
+After the op in place the logits no longer exist.
 """
 
 import torch
@@ -56,7 +56,7 @@ def hessian_product(dlogits: Tensor, targets: Tensor, ignore_index: int, v: Tens
 
 
 def refuse_scaled() -> None:
-    """Raise an error, because a call with dlosses has no derivative."""
+    """Raise an error: a call with dlosses has no derivative."""
     raise RuntimeError(
         "gptkernels::fused_classifier: a call with dlosses is not differentiable, since its dlogits already is "
         "the gradient, scaled; leave dlosses out, or call it under torch.no_grad()"
@@ -68,7 +68,6 @@ class FusedClassifier(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, vocab_size, ignore_index, dlosses):
-        """Save dlogits."""
         losses, dlogits = below_autograd(
             ops.fused_classifier.default, logits, targets, vocab_size, ignore_index, dlosses
         )
@@ -77,7 +76,6 @@ class FusedClassifier(torch.autograd.Function):
 
     @staticmethod
     def remember(ctx, dlogits, targets, ignore_index, dlosses):
-        """Save the tensors that the backward needs, for both ways to compute dlogits."""
         ctx.save_for_backward(dlogits, targets)
         ctx.ignore_index = ignore_index
         ctx.scaled = dlosses is not None
@@ -85,7 +83,7 @@ class FusedClassifier(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dlosses, ddlogits):
-        """Scale dlogits by the losses' gradient; for the gradient of the output dlogits, use the formula."""
+        """Multiply dlogits by dlosses, and add the Jacobian times ddlogits, the gradient of the output dlogits."""
         if ctx.scaled:
             refuse_scaled()
         dlogits, targets = ctx.saved_tensors
@@ -99,13 +97,12 @@ class FusedClassifier(torch.autograd.Function):
 
 
 class FusedClassifierInPlace(FusedClassifier):
-    """The same in place: the logits become dlogits for autograd too."""
+    """The op in place: the logits become dlogits, for autograd too."""
 
     @staticmethod
     def forward(ctx, logits, targets, vocab_size, ignore_index, dlosses):
-        """Save dlogits, as an alias of the logits that shares their version."""
         losses = below_autograd(ops.fused_classifier_.default, logits, targets, vocab_size, ignore_index, dlosses)
-        dlogits = logits.detach()
+        dlogits = logits.detach()  # an alias, which shares the version of the logits
         FusedClassifier.remember(ctx, dlogits, targets, ignore_index, dlosses)
         return losses, dlogits
 
@@ -114,10 +111,11 @@ _record_in_place = recorder(FusedClassifierInPlace)
 
 
 def _in_place(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
-    """The autograd kernel of fused_classifier_: it gives the logits the history of dlogits.
+    """Call fused_classifier_ and give the logits the autograd history of dlogits.
 
-    ``mark_dirty`` would do that, but not for views if there is a second output. ``copy_`` does it for views too, and
-    copies nothing, since both are the same memory. The version counter is preserved, so that saved tensors stay valid.
+    ``mark_dirty`` does that too, but not for views if there is a second output. ``copy_`` supports views, and copies
+    nothing here, because logits and dlogits are the same memory. The version counter is preserved, so that saved
+    tensors stay valid.
     """
     args = (targets, vocab_size, ignore_index, dlosses)
     if _jvp.active():
@@ -132,14 +130,14 @@ def _in_place(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
 
 
 def _in_place_by_copy(logits, *args):
-    """Use the op that is not in place: ``copy_`` supports tangents, mapped dimensions and transforms."""
+    """Call the op that is not in place, and copy: ``copy_`` supports tangents, mapped dimensions and transforms."""
     losses, dlogits = ops.fused_classifier.default(logits.clone(), *args)  # a copy, which stays valid when saved
     logits.copy_(dlogits)
     return losses
 
 
 def refuse_leaf(logits):
-    """Raise the error of torch's in-place ops before anything is written."""
+    """Raise the error that torch's in-place ops raise for a leaf, before anything is written."""
     view = logits._is_view() and not logits.is_leaf and logits._base.is_leaf and logits._base.requires_grad
     if logits.is_leaf or view:
         raise RuntimeError(
@@ -153,13 +151,11 @@ class FusedClassifierBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, dlosses, dlogits):
-        """Call the kernel."""
         ctx.save_for_backward(dlosses, dlogits)
         return below_autograd(ops.fused_classifier_backward.default, dlosses, dlogits)
 
     @staticmethod
     def backward(ctx, dscaled):
-        """Apply the product rule."""
         dlosses, dlogits = ctx.saved_tensors
         ddlosses = ddlogits = None
         if ctx.needs_input_grad[0]:
@@ -171,7 +167,7 @@ class FusedClassifierBackward(torch.autograd.Function):
 
 
 def tangent(inputs, tangents, outputs):
-    """Compute the tangents: dlogits times the logits' tangent for the losses, the Hessian times it for dlogits."""
+    """Multiply the logits' tangent by dlogits for the losses' tangent, and by the Jacobian for dlogits' tangent."""
     _, targets, _, ignore_index, dlosses = inputs
     if dlosses is not None:
         refuse_scaled()
@@ -181,7 +177,7 @@ def tangent(inputs, tangents, outputs):
 
 
 def vmap_rule(op, size, in_dims, args):
-    """Move the mapped dimension to the front of all tensors; expand a 0-dim dlosses to all rows of its index."""
+    """Move the mapped dimension to the front of all tensors, and expand a dlosses that is 0-dim for each index."""
     mapped = [leading(a, d, size) for a, d in zip(args, in_dims, strict=True)]
     rows = max(t.dim() for t in mapped if isinstance(t, Tensor)) - 1  # logits' or dlogits', without their columns
     shape = next(t for t in mapped if isinstance(t, Tensor) and t.dim() > rows).shape[:-1]

@@ -1,4 +1,4 @@
-"""GELU: x times the normal distribution function of x, or its tanh approximation (Hendrycks and Gimpel, 2016)."""
+"""GELU: x times the normal distribution function at x, or its tanh approximation (Hendrycks and Gimpel, 2016)."""
 
 import math
 
@@ -23,20 +23,18 @@ class Gelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, approximate):
-        """Save only x: computing the derivative again is cheaper than reading it."""
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x)  # the derivative is cheaper to compute from x than to store and read
         ctx.approximate = approximate
         return below_autograd(ops.gelu.default, x, approximate=approximate)
 
     @staticmethod
     def backward(ctx, dout):
-        """Compute dx in one kernel."""
         (x,) = ctx.saved_tensors
         return ops.gelu_backward.default(dout, x, approximate=ctx.approximate), None
 
 
 def backward_formula(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
-    """Compute ``dout`` times the derivative of GELU, in torch ops."""
+    """Compute dout times the derivative of GELU in torch ops."""
     wide = accumulate_dtype(x.dtype)
     dout, x = dout.to(wide), x.to(wide)
     if approximate == "none":
@@ -49,7 +47,7 @@ def backward_formula(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
 
 
 def tangent(inputs, tangents, outputs):
-    """Multiply the derivative of each element by its tangent, as in the backward."""
+    """Apply the backward to the tangent; the Jacobian is diagonal."""
     x, approximate = inputs
     return ops.gelu_backward.default(tangents[0], x, approximate=approximate)
 

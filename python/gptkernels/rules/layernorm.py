@@ -33,7 +33,6 @@ class LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
-        """Save x and the statistics."""
         out, mean, rstd = below_autograd(ops.layernorm.default, x, weight, bias, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.mark_non_differentiable(mean, rstd)
@@ -42,7 +41,6 @@ class LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, _dmean, _drstd):
-        """Compute all needed gradients in one kernel."""
         if dout is None:
             return None, None, None, None
         x, weight, mean, rstd = ctx.saved_tensors
@@ -53,7 +51,7 @@ class LayerNorm(torch.autograd.Function):
 def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
     """Compute out in torch ops; the statistics have no derivative.
 
-    (Torch's own layer_norm treats the statistics as constants in the second derivative of forward mode.)
+    Torch's layer_norm is not used, because it treats the statistics as constants in forward mode's second derivative.
     """
     wide = accumulate_dtype(x.dtype)
     x = x.to(wide)
@@ -64,9 +62,9 @@ def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
 
 
 def backward_formula(dout: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, ...]:
-    """Compute dx, dweight and dbias in torch ops, with mean and rstd as functions of x.
+    """Compute dx, dweight and dbias in torch ops, with the mean and 1 / sqrt(variance + eps) as functions of x.
 
-    eps is computed from ``rstd``, which is (var(x) + eps)^-1/2.
+    ``rstd`` only determines eps.
     """
     wide = rstd.dtype
     x, dout, rstd = x.to(wide), dout.to(wide), rstd.unsqueeze(-1)
@@ -82,7 +80,7 @@ def backward_formula(dout: Tensor, x: Tensor, weight: Tensor | None, rstd: Tenso
 
 
 def masked_backward_formula(dout, x, weight, mean, rstd, output_mask):
-    """Return all of the backward's outputs; None for those that are not needed."""
+    """Compute the backward's outputs in torch ops; None for an output that is not needed."""
     return present(backward_formula(dout, x, weight, rstd), output_mask)
 
 

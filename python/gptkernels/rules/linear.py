@@ -44,20 +44,18 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias):
-        """Save x and weight."""
         ctx.save_for_backward(x, weight)
         return below_autograd(ops.linear.default, x, weight, bias)
 
     @staticmethod
     def backward(ctx, dout):
-        """Compute two products; the second one also gives the bias gradient."""
         x, weight = ctx.saved_tensors
         mask = ctx.needs_input_grad
         return present(ops.linear_backward.default(dout, x, weight, mask), mask)
 
 
 def backward_formula(dout: Tensor, x: Tensor, weight: Tensor, output_mask) -> tuple[Tensor | None, ...]:
-    """Compute dx, dweight and dbias in differentiable ops; None for one that is not needed."""
+    """Compute dx, dweight and dbias in differentiable ops; None for a gradient that is not needed."""
     rows, dout_rows = x.reshape(-1, x.shape[-1]), dout.reshape(-1, dout.shape[-1])
     dx, dweight = ops.linear.default(dout, weight.T), ops.linear.default(dout_rows.T, rows.T)
     return present((dx, dweight, dout_rows.sum(0)), output_mask)
@@ -78,7 +76,7 @@ def linear_flops(x_shape, weight_shape, *args, **kwargs) -> int:
 
 
 def linear_backward_flops(dout_shape, x_shape, weight_shape, output_mask, **kwargs) -> int:
-    """Count as many as in the forward for each of dx and dweight."""
+    """Count the forward's flops for each of dx and dweight that is needed."""
     return linear_flops(x_shape, weight_shape) * (output_mask[0] + output_mask[1])
 
 

@@ -1,8 +1,8 @@
-"""The addition to the residual stream and the norm: sum = dropout(x + x_bias) + residual, out = layernorm(sum).
+"""Addition to the residual stream, and layernorm: sum = dropout(x + x_bias) + residual, out = layernorm(sum).
 
-x_bias is the bias of the linear layer that computed x. Adding it here, and summing its gradient here, costs nothing.
-With a float32 residual x may have 16 bits. Then x and ``out``, which matrix products write and read, have 16 bits, and
-everything else, including the residual stream, is float32.
+x_bias is the bias of the linear layer that computed x. Adding it here, and summing its gradient here, reads and writes
+no further memory. With a float32 residual x may have 16 bits. Then x and ``out``, which matmuls write and read, have 16
+bits, and everything else, including the residual stream, is float32.
 """
 
 import torch
@@ -47,7 +47,6 @@ class ResidualLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps, x_bias, dropout_p, seed, offset):
-        """Save the sum, which is also an output, and the statistics; not x, residual or a mask."""
         out, sum, mean, rstd = below_autograd(
             *(ops.residual_layernorm.default, x, residual, weight, bias, eps, x_bias), *(dropout_p, seed, offset)
         )
@@ -59,7 +58,7 @@ class ResidualLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dsum, _dmean, _drstd):
-        """Compute all needed gradients in one kernel; x and residual share theirs if they are equal."""
+        """Compute all needed gradients in one kernel. Without dropout and casts, residual's gradient is x's."""
         sum, weight, mean, rstd, seed, offset = ctx.saved_tensors
         needs_x, needs_residual, needs_weight, needs_bias, _, needs_x_bias = ctx.needs_input_grad[:6]
         dropout = ctx.dropout_p, seed, offset
@@ -89,7 +88,7 @@ class ResidualLayerNorm(torch.autograd.Function):
 
 
 def _sum_of_rows(t):
-    """Sum over all dimensions but the last: (..., C) -> (C)."""
+    """Sum over all dimensions except the last: (..., C) -> (C)."""
     return t.sum(tuple(range(t.dim() - 1))) if t.dim() > 1 else t
 
 
@@ -121,7 +120,6 @@ class ResidualLayerNormBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, dout, dsum, sum, weight, mean, rstd, output_mask):
-        """Call the kernel."""
         ctx.save_for_backward(dout, sum, weight, rstd)
         ctx.output_mask = output_mask
         ctx.set_materialize_grads(False)
@@ -142,7 +140,6 @@ class ResidualLayerNormDropoutBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, dout, dsum, sum, weight, mean, rstd, dropout_p, seed, offset, output_mask):
-        """Call the kernel."""
         ctx.save_for_backward(dout, sum, weight, rstd, seed, offset)
         ctx.dropout_p, ctx.output_mask = dropout_p, output_mask
         ctx.set_materialize_grads(False)
@@ -186,15 +183,15 @@ _BACKWARD = {3: "residual_layernorm_backward", 4: "residual_layernorm_bias_backw
 
 
 def _vmap(op, size, in_dims, args):
-    """Map over rows; with dropout the mask depends on an element's position, so each index is a separate call."""
+    """Map over rows. With dropout the mask depends on an element's position, so that each index is a separate call."""
     return (rows(0, 1) if args[6] == 0 else loop)(op, size, in_dims, args)
 
 
 def as_torchs_steps(op, cast, x, residual, weight, bias, eps=1e-5, x_bias=None, dropout_p=0.0, seed=None, offset=None):
     """Cast as torch's separate ops do under CUDA's autocast.
 
-    It leaves an addition and dropout in their operands' dtype and makes layer_norm float32. The fused op computes a
-    float32 sum; a narrower one is added first.
+    Autocast leaves an addition and dropout in their operands' dtype, and computes layer_norm in float32. The fused op
+    computes a sum in float32 or float64. A narrower sum is computed before the norm, by separate ops.
     """
     if torch.promote_types(x.dtype, residual.dtype) in (torch.float32, torch.float64):
         args = (cast(t, torch.float32) for t in (x, residual, weight, bias))

@@ -1,4 +1,4 @@
-"""The next token of each sequence: drawn from logits by temperature, top-k and top-p, and appended to the sequence."""
+"""Sampling: draws each sequence's next token from logits, by temperature, top-k and top-p, and appends it."""
 
 from gptkernels.rules._register import fake, mutates, without_derivative
 

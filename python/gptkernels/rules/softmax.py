@@ -21,25 +21,23 @@ class Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        """Save the output; the backward needs nothing else."""
         out = below_autograd(ops.softmax.default, x)
         ctx.save_for_backward(out)
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        """Compute dx = out * (dout - sum(dout * out))."""
         (out,) = ctx.saved_tensors
         return ops.softmax_backward.default(dout, out)
 
 
 def tangent(inputs, tangents, outputs):
-    """Apply the backward to the tangent, because the Jacobian of a row is symmetric."""
+    """Apply the backward to the tangent; the Jacobian of a row is symmetric."""
     return ops.softmax_backward.default(tangents[0], outputs[0])
 
 
 def backward_formula(dout, out):
-    """Compute dx in torch ops."""
+    """Compute dx = out * (dout - sum(dout * out)) in torch ops."""
     wide = accumulate_dtype(out.dtype)
     dout, p = dout.to(wide), out.to(wide)
     return p * (dout - (dout * p).sum(-1, keepdim=True))
