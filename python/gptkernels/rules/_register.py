@@ -30,6 +30,7 @@ handling of ``torch.library.register_autograd`` and of ``Function.apply``.
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import filterfalse
 from typing import Any
 
@@ -412,19 +413,14 @@ def _version_counter(op: torch._ops.OpOverload) -> Callable[[Sequence[Any], dict
 # ---- no CUDA library -------------------------------------------------------------------------------------------------
 
 
-def refuse_cuda(name: str, reason: str) -> None:
-    """Make the op raise an error, with the reason, when it is called with CUDA tensors."""
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"gptkernels::{name}: no CUDA kernels are loaded: {reason}")
-
-    _registrations.impl(name, kernel, "CUDA")
+def _refuse_cuda(name: str, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(f"{name}: no CUDA kernels are loaded: {_library.without_cuda_because}")
 
 
 if _library.without_cuda_because:
     for _name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
         if _name.startswith("gptkernels::"):
-            refuse_cuda(_name.removeprefix("gptkernels::"), _library.without_cuda_because)
+            _registrations.impl(_name.removeprefix("gptkernels::"), partial(_refuse_cuda, _name), "CUDA")
 
 
 # ---- flops -----------------------------------------------------------------------------------------------------------

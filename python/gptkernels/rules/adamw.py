@@ -4,11 +4,8 @@ from typing import Any
 
 import torch
 
-from gptkernels.rules._register import _registrations, _version_counter, fake, mutates, ops, without_derivative
-
-
-def _fake(params, grads, exp_avgs, exp_avg_sqs, steps, **options):
-    return None
+from gptkernels.rules import _register as register
+from gptkernels.rules._register import _registrations, _version_counter, ops
 
 
 def _without_kernel(params, grads, exp_avgs, exp_avg_sqs, steps, **options):
@@ -17,9 +14,9 @@ def _without_kernel(params, grads, exp_avgs, exp_avg_sqs, steps, **options):
         raise RuntimeError(f"gptkernels::adamw_: params[0] is on {params[0].device}, which has no kernel")
 
 
-fake("adamw_", _fake)
-mutates("adamw_")
-without_derivative("adamw_")
+register.fake("adamw_", lambda *lists, **options: None)
+register.mutates("adamw_")
+register.without_derivative("adamw_")
 _registrations.impl("adamw_", _without_kernel, "CompositeExplicitAutograd")
 
 

@@ -9,21 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gptkernels.rules import _register as register
 from gptkernels.rules._jvp import by_formula
-from gptkernels.rules._register import (
-    accumulate_dtype,
-    autocast,
-    autograd,
-    autograd_by_formula,
-    below_autograd,
-    fake,
-    flops,
-    like,
-    ops,
-    save,
-    saved,
-    vmap,
-)
+from gptkernels.rules._register import accumulate_dtype, below_autograd, like, ops, save, saved
 from gptkernels.rules._vmap import batches, loop
 
 
@@ -67,8 +55,8 @@ def _fake_backward(dout, dlogsumexp, query, key, value, *args, **kwargs):
     return _fake_gradient(query), _fake_gradient(key), _fake_gradient(value)
 
 
-def _fake_dropout_mask(batches, heads, queries, keys, dropout_p, seed, offset):
-    return seed.new_empty((batches, heads, queries, keys), dtype=torch.bool)
+def _fake_dropout_mask(batch, heads, queries, keys, dropout_p, seed, offset):
+    return seed.new_empty((batch, heads, queries, keys), dtype=torch.bool)
 
 
 # ---- the formula -----------------------------------------------------------------------------------------------------
@@ -213,21 +201,18 @@ def unpack(qkv: Tensor, num_heads: int) -> tuple[Tensor, ...]:
     return qkv.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
 
 
-def _packed_options(scale: float | None, dropout_p: float, seed: Tensor | None, offset: Tensor | None) -> Options:
-    return Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
-
-
-def _packed_formula(qkv, num_heads, *options):
-    """Compute out in torch ops; the packed op's logsumexp has no derivative."""
-    query, key, value = unpack(qkv, num_heads)
-    out, _ = forward_formula(query, key, value, _packed_options(*options))
+def packed_formula(qkv, num_heads, scale, dropout_p=0.0, seed=None, offset=None):
+    """Compute out in torch ops; the op's second output has no derivative."""
+    options = Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
+    out, _ = forward_formula(*unpack(qkv, num_heads), options)
     return out.transpose(1, 2).flatten(2), None
 
 
-def _packed_backward_formula(dout, qkv, out, logsumexp, num_heads, *options):
+def packed_backward_formula(dout, qkv, out, logsumexp, num_heads, scale, dropout_p=0.0, seed=None, offset=None):
     """Compute dqkv in torch ops; out and logsumexp are functions of qkv."""
+    options = Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
     dout = dout.unflatten(2, (num_heads, -1)).transpose(1, 2)
-    gradients = backward_formula(dout, None, *unpack(qkv, num_heads), _packed_options(*options))
+    gradients = backward_formula(dout, None, *unpack(qkv, num_heads), options)
     return torch.stack(gradients).permute(1, 3, 0, 2, 4).flatten(2)
 
 
@@ -262,22 +247,22 @@ def attention_backward_flops(dout_shape, qkv_shape, *args, **kwargs) -> int:
     return 5 * attention_flops(qkv_shape) // 2
 
 
-fake("attention", _fake_packed)
-fake("attention_backward", like(1))
-fake("scaled_dot_product_attention", _fake)
-fake("scaled_dot_product_attention_backward", _fake_backward)
-fake("attention_dropout_mask", _fake_dropout_mask)
-autograd("attention", Attention, jvp=by_formula(_packed_formula))
-autograd_by_formula("attention_backward", _packed_backward_formula, inputs=2)
-autograd("scaled_dot_product_attention", ScaledDotProductAttention, jvp=by_formula(_formula))
-autograd_by_formula("scaled_dot_product_attention_backward", _backward_formula, inputs=5)
-vmap("attention", batches(0))
-vmap("attention_backward", batches(0, 1, 2, 3))
-vmap("scaled_dot_product_attention", _folded(0, 1, 2))
-vmap("scaled_dot_product_attention_backward", _folded(0, 1, 2, 3, 4, 5, 6))
+register.fake("attention", _fake_packed)
+register.fake("attention_backward", like(1))
+register.fake("scaled_dot_product_attention", _fake)
+register.fake("scaled_dot_product_attention_backward", _fake_backward)
+register.fake("attention_dropout_mask", _fake_dropout_mask)
+register.autograd("attention", Attention, jvp=by_formula(packed_formula))
+register.autograd_by_formula("attention_backward", packed_backward_formula, inputs=2)
+register.autograd("scaled_dot_product_attention", ScaledDotProductAttention, jvp=by_formula(_formula))
+register.autograd_by_formula("scaled_dot_product_attention_backward", _backward_formula, inputs=5)
+register.vmap("attention", batches(0))
+register.vmap("attention_backward", batches(0, 1, 2, 3))
+register.vmap("scaled_dot_product_attention", _folded(0, 1, 2))
+register.vmap("scaled_dot_product_attention_backward", _folded(0, 1, 2, 3, 4, 5, 6))
 for _name in ("attention", "scaled_dot_product_attention"):
-    autocast(_name, cuda="lower", cpu="lower")
-flops("attention", attention_flops)
-flops("attention_backward", attention_backward_flops)
-flops("scaled_dot_product_attention", sdpa_flops)
-flops("scaled_dot_product_attention_backward", sdpa_backward_flops)
+    register.autocast(_name, cuda="lower", cpu="lower")
+register.flops("attention", attention_flops)
+register.flops("attention_backward", attention_backward_flops)
+register.flops("scaled_dot_product_attention", sdpa_flops)
+register.flops("scaled_dot_product_attention_backward", sdpa_backward_flops)

@@ -2,17 +2,9 @@
 
 import torch
 
-from gptkernels.rules._register import (
-    accumulate_dtype,
-    autocast,
-    autograd,
-    autograd_by_formula,
-    below_autograd,
-    fake,
-    like,
-    ops,
-    vmap,
-)
+from gptkernels.rules import _register as register
+from gptkernels.rules import softmax
+from gptkernels.rules._register import below_autograd, like, ops
 from gptkernels.rules._vmap import rows
 
 
@@ -39,15 +31,13 @@ def tangent(inputs, tangents, outputs):
 
 def backward_formula(dout, out, scale):
     """Compute dscores = scale * out * (dout - sum(dout * out)) in torch ops."""
-    wide = accumulate_dtype(out.dtype)
-    dout, p = dout.tril().to(wide), out.tril().to(wide)
-    return scale * p * (dout - (dout * p).sum(-1, keepdim=True))
+    return scale * softmax.backward_formula(dout.tril(), out.tril())
 
 
-fake("causal_softmax", like(0))
-fake("causal_softmax_backward", like(1))
-autograd("causal_softmax", CausalSoftmax, jvp=tangent)
-autograd_by_formula("causal_softmax_backward", backward_formula, inputs=2)
-vmap("causal_softmax", rows(0, least=2))
-vmap("causal_softmax_backward", rows(0, 1, least=2))
-autocast("causal_softmax", cuda="float32")
+register.fake("causal_softmax", like(0))
+register.fake("causal_softmax_backward", like(1))
+register.autograd("causal_softmax", CausalSoftmax, jvp=tangent)
+register.autograd_by_formula("causal_softmax_backward", backward_formula, inputs=2)
+register.vmap("causal_softmax", rows(0, least=2))
+register.vmap("causal_softmax_backward", rows(0, 1, least=2))
+register.autocast("causal_softmax", cuda="float32")

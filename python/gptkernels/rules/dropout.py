@@ -3,13 +3,10 @@
 import torch
 from torch import Tensor
 
+from gptkernels.rules import _register as register
 from gptkernels.rules._jvp import linear_in
-from gptkernels.rules._register import autograd, below_autograd, fake, like, ops, vmap
+from gptkernels.rules._register import below_autograd, like, ops
 from gptkernels.rules._vmap import loop
-
-
-def _fake_mask(size, p, seed, offset):
-    return seed.new_empty((size,), dtype=torch.bool)
 
 
 class Dropout(torch.autograd.Function):
@@ -31,7 +28,7 @@ def drop(x: Tensor, p: float, seed: Tensor | None, offset: Tensor | None) -> Ten
     return x if p == 0 else ops.dropout.default(x, p, seed, offset)
 
 
-fake("dropout", like(0))
-fake("dropout_mask", _fake_mask)
-autograd("dropout", Dropout, jvp=linear_in(0)(ops.dropout.default))
-vmap("dropout", loop)  # the mask depends on an element's position, so each index is a separate call
+register.fake("dropout", like(0))
+register.fake("dropout_mask", lambda size, p, seed, offset: seed.new_empty((size,), dtype=torch.bool))
+register.autograd("dropout", Dropout, jvp=linear_in(0)(ops.dropout.default))
+register.vmap("dropout", loop)  # the mask depends on an element's position, so each index is a separate call

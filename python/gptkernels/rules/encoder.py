@@ -2,22 +2,14 @@
 
 import torch
 
+from gptkernels.rules import _register as register
 from gptkernels.rules._jvp import linear_in
-from gptkernels.rules._register import (
-    autograd,
-    below_autograd,
-    fake,
-    mutates,
-    ops,
-    recorder,
-    vmap,
-    without_derivative,
-)
+from gptkernels.rules._register import below_autograd, ops, recorder
 from gptkernels.rules._vmap import batches, leading, loop, offset_tokens, rows
 
 
-def _fake(tokens, wte, wpe, vocab_size=-1):
-    return wte.new_empty((*tokens.shape, wte.shape[-1]))
+def _fake(tokens, weight, *_):
+    return weight.new_empty((*tokens.shape, weight.shape[-1]))
 
 
 def _fake_backward(dout, tokens, vocab_size, max_positions):
@@ -27,10 +19,6 @@ def _fake_backward(dout, tokens, vocab_size, max_positions):
 
 def _fake_backward_in_place(dout, tokens, dwte, max_positions):
     return dout.new_empty((max_positions, dout.shape[-1]))
-
-
-def _fake_embedding(tokens, weight, vocab_size=-1):
-    return weight.new_empty((*tokens.shape, weight.shape[-1]))
 
 
 def _fake_embedding_backward(dout, tokens, vocab_size):
@@ -139,18 +127,18 @@ def embedding_backward_vmap(op, size, in_dims, args):
     return dweights.view(size, vocab_size, -1), 0
 
 
-fake("encoder", _fake)
-fake("encoder_backward", _fake_backward)
-fake("encoder_backward_", _fake_backward_in_place)
-mutates("encoder_backward_")
-without_derivative("encoder_backward_")
-fake("embedding", _fake_embedding)
-fake("embedding_backward", _fake_embedding_backward)
-autograd("encoder", Encoder, jvp=encoder_tangent)
-autograd("encoder_backward", EncoderBackward, jvp=linear_in(0)(ops.encoder_backward))
-autograd("embedding", Embedding, jvp=linear_in(1)(ops.embedding))
-autograd("embedding_backward", EmbeddingBackward, jvp=linear_in(0)(ops.embedding_backward))
-vmap("encoder", batches(0))
-vmap("encoder_backward", loop)
-vmap("embedding", rows(0, least=0))
-vmap("embedding_backward", embedding_backward_vmap)
+register.fake("encoder", _fake)
+register.fake("encoder_backward", _fake_backward)
+register.fake("encoder_backward_", _fake_backward_in_place)
+register.mutates("encoder_backward_")
+register.without_derivative("encoder_backward_")
+register.fake("embedding", _fake)
+register.fake("embedding_backward", _fake_embedding_backward)
+register.autograd("encoder", Encoder, jvp=encoder_tangent)
+register.autograd("encoder_backward", EncoderBackward, jvp=linear_in(0)(ops.encoder_backward))
+register.autograd("embedding", Embedding, jvp=linear_in(1)(ops.embedding))
+register.autograd("embedding_backward", EmbeddingBackward, jvp=linear_in(0)(ops.embedding_backward))
+register.vmap("encoder", batches(0))
+register.vmap("encoder_backward", loop)
+register.vmap("embedding", rows(0, least=0))
+register.vmap("embedding_backward", embedding_backward_vmap)

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor
 
-from gptkernels.rules._register import fake, flops, mutates, vmap, without_derivative
+from gptkernels.rules import _register as register
 from gptkernels.rules._vmap import loop
 
 CALLS = 16
@@ -57,11 +57,11 @@ def matmul_flops(a_shape, b_shape, *args, **kwargs) -> int:
     return 2 * math.prod(a_shape) * b_shape[0]
 
 
-fake("fp8_quantize", _fake_quantize)
-mutates("fp8_quantize")
-without_derivative("fp8_quantize")
-vmap("fp8_quantize", loop)
-fake("fp8_matmul", _fake_matmul)
-without_derivative("fp8_matmul")
-vmap("fp8_matmul", loop)
-flops("fp8_matmul", matmul_flops)
+register.fake("fp8_quantize", _fake_quantize)
+register.mutates("fp8_quantize")
+register.without_derivative("fp8_quantize")
+register.vmap("fp8_quantize", loop)
+register.fake("fp8_matmul", _fake_matmul)
+register.without_derivative("fp8_matmul")
+register.vmap("fp8_matmul", loop)
+register.flops("fp8_matmul", matmul_flops)

@@ -5,18 +5,8 @@ The gradients are those of a layer without quantisation, computed from the quant
 
 import torch
 
-from gptkernels.rules._register import (
-    autocast,
-    autograd,
-    below_autograd,
-    fake,
-    flops,
-    mutates,
-    ops,
-    present,
-    vmap,
-    without_derivative,
-)
+from gptkernels.rules import _register as register
+from gptkernels.rules._register import below_autograd, ops, present
 from gptkernels.rules._vmap import loop
 from gptkernels.rules.fp8 import scale_like, transposed_like
 from gptkernels.rules.linear import linear_flops
@@ -91,17 +81,17 @@ def fp8_linear_backward_flops(dout_shape, x_t_shape, weight_t_shape, *args, **kw
     return linear_flops(dout_shape, (inner,)) * (mask[0] + mask[1])
 
 
-fake("fp8_linear", _fake_linear)
-fake("fp8_linear_backward", _fake_linear_backward)
-autograd("fp8_linear", FP8Linear, jvp=refuse_tangents)
-mutates("fp8_linear")
-mutates("fp8_linear_backward")
-without_derivative("fp8_linear_backward")
-vmap("fp8_linear", loop)
-vmap("fp8_linear_backward", loop)
-autocast("fp8_linear", cuda="lower", cpu="lower")
-flops("fp8_linear", linear_flops)
-flops("fp8_linear_backward", fp8_linear_backward_flops)
+register.fake("fp8_linear", _fake_linear)
+register.fake("fp8_linear_backward", _fake_linear_backward)
+register.autograd("fp8_linear", FP8Linear, jvp=refuse_tangents)
+register.mutates("fp8_linear")
+register.mutates("fp8_linear_backward")
+register.without_derivative("fp8_linear_backward")
+register.vmap("fp8_linear", loop)
+register.vmap("fp8_linear_backward", loop)
+register.autocast("fp8_linear", cuda="lower", cpu="lower")
+register.flops("fp8_linear", linear_flops)
+register.flops("fp8_linear_backward", fp8_linear_backward_flops)
 
 
 # ---- two layers with GELU between them -------------------------------------------------------------------------------
@@ -122,22 +112,8 @@ def _fake_mlp(
     )
 
 
-def _fake_mlp_backward(
-    dout,
-    pre_gelu,
-    x_t,
-    fc_weight_t,
-    hidden_t,
-    proj_weight_t,
-    x_scale,
-    fc_scale,
-    hidden_scale,
-    proj_scale,
-    dhidden_history,
-    dout_history,
-    output_mask,
-):
-    dx, dfc_weight, dfc_bias, dproj_weight, dproj_bias = output_mask
+def _fake_mlp_backward(dout, pre_gelu, x_t, fc_weight_t, *args):
+    dx, dfc_weight, dfc_bias, dproj_weight, dproj_bias = args[-1]
     width, hidden = dout.shape[-1], pre_gelu.shape[-1]
     return (
         dout.new_empty((*dout.shape[:-1], fc_weight_t.shape[0]) if dx else (0,)),
@@ -155,29 +131,14 @@ class FP8MLP(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx,
-        x,
-        fc_weight,
-        fc_bias,
-        proj_weight,
-        proj_bias,
-        history,
-        hidden_history,
-        dhidden_history,
-        dout_history,
-        save,
-    ):
+    def forward(ctx, *args):
         needs = ctx.needs_input_grad
         save = needs[0], needs[1], needs[3], any(needs[:3])
-        histories = history, hidden_history, dhidden_history, dout_history
-        out, *saved = below_autograd(
-            ops.fp8_mlp.default, x, fc_weight, fc_bias, proj_weight, proj_bias, *histories, save
-        )
+        out, *saved = below_autograd(ops.fp8_mlp.default, *args[:-1], save)
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
-        ctx.histories = dhidden_history, dout_history
+        ctx.histories = args[7:9]  # dhidden_history and dout_history
         return out, *saved
 
     @staticmethod
@@ -198,14 +159,14 @@ def fp8_mlp_backward_flops(dout_shape, pre_shape, *args, **kwargs) -> int:
     return mlp_backward_flops(dout_shape, (*dout_shape[:-1], inner), fc, proj, pre_shape, pre_shape, mask)
 
 
-fake("fp8_mlp", _fake_mlp)
-fake("fp8_mlp_backward", _fake_mlp_backward)
-autograd("fp8_mlp", FP8MLP, jvp=refuse_tangents)
-mutates("fp8_mlp")
-mutates("fp8_mlp_backward")
-without_derivative("fp8_mlp_backward")
-vmap("fp8_mlp", loop)
-vmap("fp8_mlp_backward", loop)
-autocast("fp8_mlp", cuda="lower", cpu="lower")
-flops("fp8_mlp", mlp_flops)
-flops("fp8_mlp_backward", fp8_mlp_backward_flops)
+register.fake("fp8_mlp", _fake_mlp)
+register.fake("fp8_mlp_backward", _fake_mlp_backward)
+register.autograd("fp8_mlp", FP8MLP, jvp=refuse_tangents)
+register.mutates("fp8_mlp")
+register.mutates("fp8_mlp_backward")
+register.without_derivative("fp8_mlp_backward")
+register.vmap("fp8_mlp", loop)
+register.vmap("fp8_mlp_backward", loop)
+register.autocast("fp8_mlp", cuda="lower", cpu="lower")
+register.flops("fp8_mlp", mlp_flops)
+register.flops("fp8_mlp_backward", fp8_mlp_backward_flops)

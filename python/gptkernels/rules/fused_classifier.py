@@ -9,20 +9,9 @@ import torch
 from torch import Tensor
 
 from gptkernels.rules import _jvp
+from gptkernels.rules import _register as register
 from gptkernels.rules._jvp import linear_in
-from gptkernels.rules._register import (
-    _registrations,
-    accumulate_dtype,
-    autograd,
-    below_autograd,
-    fake,
-    like,
-    mutates,
-    ops,
-    recorder,
-    vmap,
-    without_derivative,
-)
+from gptkernels.rules._register import _registrations, accumulate_dtype, below_autograd, like, ops, recorder
 from gptkernels.rules._vmap import leading
 
 
@@ -32,10 +21,6 @@ def _fake_losses(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None
 
 def _fake(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
     return _fake_losses(logits, targets), logits.new_empty(logits.shape)
-
-
-def _fake_backward_in_place(dlosses, dlogits):
-    return None
 
 
 def hessian_product(dlogits: Tensor, targets: Tensor, ignore_index: int, v: Tensor) -> Tensor:
@@ -191,16 +176,17 @@ def vmap_rule(op, size, in_dims, args):
 
 # There is no autocast rule: the losses are float32 for all dtypes of logits, as autocast requires of cross_entropy, and
 # the kernels compute in float32 without a float32 copy of the logits.
-fake("fused_classifier", _fake)
-fake("fused_classifier_", _fake_losses)
-fake("fused_classifier_backward", like(1))
-autograd("fused_classifier", FusedClassifier, jvp=tangent)
+register.fake("fused_classifier", _fake)
+register.fake("fused_classifier_", _fake_losses)
+register.fake("fused_classifier_backward", like(1))
+register.autograd("fused_classifier", FusedClassifier, jvp=tangent)
 _registrations.impl("fused_classifier_", _in_place, "Autograd")
-autograd("fused_classifier_backward", FusedClassifierBackward, jvp=linear_in(0, 1)(ops.fused_classifier_backward))
-vmap("fused_classifier", vmap_rule)
+_backward_tangent = linear_in(0, 1)(ops.fused_classifier_backward)
+register.autograd("fused_classifier_backward", FusedClassifierBackward, jvp=_backward_tangent)
+register.vmap("fused_classifier", vmap_rule)
 _registrations.impl("fused_classifier_", _in_place_by_copy, "FuncTorchBatched")
-vmap("fused_classifier_backward", vmap_rule)
-mutates("fused_classifier_")
-fake("fused_classifier_backward_", _fake_backward_in_place)
-mutates("fused_classifier_backward_")
-without_derivative("fused_classifier_backward_")
+register.vmap("fused_classifier_backward", vmap_rule)
+register.mutates("fused_classifier_")
+register.fake("fused_classifier_backward_", lambda dlosses, dlogits: None)
+register.mutates("fused_classifier_backward_")
+register.without_derivative("fused_classifier_backward_")

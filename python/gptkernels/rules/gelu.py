@@ -5,16 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from gptkernels.rules._register import (
-    accumulate_dtype,
-    autograd,
-    autograd_by_formula,
-    below_autograd,
-    fake,
-    like,
-    ops,
-    vmap,
-)
+from gptkernels.rules import _register as register
+from gptkernels.rules._register import accumulate_dtype, below_autograd, like, ops
 from gptkernels.rules._vmap import rows
 
 
@@ -52,9 +44,9 @@ def tangent(inputs, tangents, outputs):
     return ops.gelu_backward.default(tangents[0], x, approximate=approximate)
 
 
-fake("gelu", like(0))
-fake("gelu_backward", like(1))
-autograd("gelu", Gelu, jvp=tangent)
-autograd_by_formula("gelu_backward", backward_formula, inputs=2)
-vmap("gelu", rows(0, least=0))
-vmap("gelu_backward", rows(0, 1, least=0))
+register.fake("gelu", like(0))
+register.fake("gelu_backward", like(1))
+register.autograd("gelu", Gelu, jvp=tangent)
+register.autograd_by_formula("gelu_backward", backward_formula, inputs=2)
+register.vmap("gelu", rows(0, least=0))
+register.vmap("gelu_backward", rows(0, 1, least=0))

@@ -3,7 +3,8 @@
 import torch
 
 from gptkernels.rules import _jvp
-from gptkernels.rules._register import _registrations, below_autograd, fake, ops, recorder, vmap
+from gptkernels.rules import _register as register
+from gptkernels.rules._register import _registrations, below_autograd, ops, recorder
 from gptkernels.rules._vmap import loop
 
 
@@ -61,7 +62,7 @@ def _without_kernel(tensors):
     return torch.zeros(())
 
 
-fake("global_norm", _fake)
+register.fake("global_norm", _fake)
 _registrations.impl("global_norm", _autograd, "Autograd")
-vmap("global_norm", loop)
+register.vmap("global_norm", loop)
 _registrations.impl("global_norm", _without_kernel, "CompositeExplicitAutograd")

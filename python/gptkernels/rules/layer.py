@@ -5,7 +5,8 @@ The operator has no autograd rule, because the node of autograd's graph that cal
 """
 
 from gptkernels.block.tensors import BlockParameters, LayerSaved, Weights
-from gptkernels.rules._register import accumulate_dtype, fake, flops, ops, without_derivative
+from gptkernels.rules import _register as register
+from gptkernels.rules._register import accumulate_dtype, ops
 from gptkernels.rules.attention import attention_backward_flops, attention_flops
 from gptkernels.rules.linear import fake_weight_gradient, linear_flops
 
@@ -119,9 +120,9 @@ def layer_backward_flops(*, dout, qkv, attended, logsumexp, pre_gelu, num_heads,
     )
 
 
-fake("layer", by_name("layer", _fake))
-fake("layer_backward", by_name("layer_backward", _fake_backward))
-without_derivative("layer")
-without_derivative("layer_backward")
-flops("layer", by_name("layer", layer_flops))
-flops("layer_backward", by_name("layer_backward", layer_backward_flops))
+register.fake("layer", by_name("layer", _fake))
+register.fake("layer_backward", by_name("layer_backward", _fake_backward))
+register.without_derivative("layer")
+register.without_derivative("layer_backward")
+register.flops("layer", by_name("layer", layer_flops))
+register.flops("layer_backward", by_name("layer_backward", layer_backward_flops))

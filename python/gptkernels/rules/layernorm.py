@@ -3,18 +3,9 @@
 import torch
 from torch import Tensor
 
+from gptkernels.rules import _register as register
 from gptkernels.rules._jvp import by_formula
-from gptkernels.rules._register import (
-    accumulate_dtype,
-    autocast,
-    autograd,
-    autograd_by_formula,
-    below_autograd,
-    fake,
-    ops,
-    present,
-    vmap,
-)
+from gptkernels.rules._register import accumulate_dtype, below_autograd, ops, present
 from gptkernels.rules._vmap import rows, rows_and_sums
 
 
@@ -84,10 +75,10 @@ def masked_backward_formula(dout, x, weight, mean, rstd, output_mask):
     return present(backward_formula(dout, x, weight, rstd), output_mask)
 
 
-fake("layernorm", _fake)
-fake("layernorm_backward", _fake_backward)
-autograd("layernorm", LayerNorm, jvp=by_formula(formula))
-autograd_by_formula("layernorm_backward", masked_backward_formula, inputs=3)
-vmap("layernorm", rows(0))
-vmap("layernorm_backward", rows_and_sums(0, 1, 3, 4))
-autocast("layernorm", cuda="float32", cpu="promote")
+register.fake("layernorm", _fake)
+register.fake("layernorm_backward", _fake_backward)
+register.autograd("layernorm", LayerNorm, jvp=by_formula(formula))
+register.autograd_by_formula("layernorm_backward", masked_backward_formula, inputs=3)
+register.vmap("layernorm", rows(0))
+register.vmap("layernorm_backward", rows_and_sums(0, 1, 3, 4))
+register.autocast("layernorm", cuda="float32", cpu="promote")

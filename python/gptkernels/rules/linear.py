@@ -5,17 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from gptkernels.rules._register import (
-    autocast,
-    autograd,
-    autograd_by_formula,
-    below_autograd,
-    fake,
-    flops,
-    ops,
-    present,
-    vmap,
-)
+from gptkernels.rules import _register as register
+from gptkernels.rules._register import below_autograd, ops, present
 from gptkernels.rules._vmap import rows, rows_and_sums
 
 
@@ -80,12 +71,12 @@ def linear_backward_flops(dout_shape, x_shape, weight_shape, output_mask, **kwar
     return linear_flops(x_shape, weight_shape) * (output_mask[0] + output_mask[1])
 
 
-fake("linear", _fake)
-fake("linear_backward", _fake_backward)
-autograd("linear", Linear, jvp=tangent)
-autograd_by_formula("linear_backward", backward_formula, inputs=3)
-vmap("linear", rows(0))
-vmap("linear_backward", rows_and_sums(0, 1))
-autocast("linear", cuda="lower", cpu="lower")
-flops("linear", linear_flops)
-flops("linear_backward", linear_backward_flops)
+register.fake("linear", _fake)
+register.fake("linear_backward", _fake_backward)
+register.autograd("linear", Linear, jvp=tangent)
+register.autograd_by_formula("linear_backward", backward_formula, inputs=3)
+register.vmap("linear", rows(0))
+register.vmap("linear_backward", rows_and_sums(0, 1))
+register.autocast("linear", cuda="lower", cpu="lower")
+register.flops("linear", linear_flops)
+register.flops("linear_backward", linear_backward_flops)

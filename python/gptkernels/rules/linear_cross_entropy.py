@@ -10,25 +10,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptkernels.rules import _register as register
 from gptkernels.rules._jvp import by_formula
-from gptkernels.rules._register import (
-    accumulate_dtype,
-    autocast,
-    autograd,
-    autograd_by_formula,
-    below_autograd,
-    fake,
-    flops,
-    ops,
-    present,
-    vmap,
-    without_derivative,
-)
+from gptkernels.rules._register import accumulate_dtype, below_autograd, ops, present
 from gptkernels.rules._vmap import loop
 from gptkernels.rules.linear import linear_flops
 
 
-def fake_loss(x, weight, targets, vocab_size=-1, ignore_index=-100, reduction="mean", chunk_size=-1):
+def fake_loss(x, weight, targets, vocab_size=-1, ignore_index=-100, reduction="mean", *_):
     """Make an empty loss."""
     shape = targets.shape if reduction == "none" else ()
     return x.new_empty(shape, dtype=accumulate_dtype(x.dtype))
@@ -38,9 +27,10 @@ def _fake_gradients(x, weight, output_mask):
     return tuple(x.new_empty(t.shape if wanted else (0,)) for t, wanted in zip((x, weight), output_mask, strict=True))
 
 
-def fake_with_gradients(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, output_mask):
-    """Make an empty loss and empty gradients."""
-    return fake_loss(x, weight, targets, reduction=reduction), *_fake_gradients(x, weight, output_mask)
+def fake_with_gradients(x, weight, targets, vocab_size, ignore_index, reduction, *options):
+    """Make an empty loss and empty gradients; the last of the options is the mask of the needed gradients."""
+    loss = fake_loss(x, weight, targets, vocab_size, ignore_index, reduction)
+    return loss, *_fake_gradients(x, weight, options[-1])
 
 
 def _fake_with_logits(x, weight, targets, scale, vocab_size, ignore_index, chunk_size, output_mask):
@@ -142,16 +132,6 @@ class LinearCrossEntropyWithGradients(torch.autograd.Function):
         )
 
 
-def forward_flops(x_shape, weight_shape, *args, **kwargs) -> int:
-    """Count the flops of the logits."""
-    return linear_flops(x_shape, weight_shape)
-
-
-def with_logits_flops(x_shape, weight_shape, *args, **kwargs) -> int:
-    """Count as ``with_gradients_flops`` does."""
-    return with_gradients_flops(x_shape, weight_shape, args[-1])
-
-
 def with_gradients_flops(x_shape, weight_shape, *args, **kwargs) -> int:
     """Count the flops of the logits, and as many for each gradient."""
     return linear_flops(x_shape, weight_shape) * (1 + sum(args[-1]))
@@ -167,18 +147,18 @@ def backward_flops(dloss_shape, x_shape, weight_shape, *args, **kwargs) -> int:
     return with_gradients_flops(x_shape, weight_shape, *args)
 
 
-fake("linear_cross_entropy", fake_loss)
-fake("linear_cross_entropy_with_gradients", fake_with_gradients)
-fake("linear_cross_entropy_with_logits", _fake_with_logits)
-fake("linear_cross_entropy_backward", _fake_backward)
-autograd("linear_cross_entropy", LinearCrossEntropy, jvp=by_formula(formula))
-autograd("linear_cross_entropy_with_gradients", LinearCrossEntropyWithGradients, jvp=_refuse)
-without_derivative("linear_cross_entropy_with_logits")
-autograd_by_formula("linear_cross_entropy_backward", backward_formula, inputs=3)
+register.fake("linear_cross_entropy", fake_loss)
+register.fake("linear_cross_entropy_with_gradients", fake_with_gradients)
+register.fake("linear_cross_entropy_with_logits", _fake_with_logits)
+register.fake("linear_cross_entropy_backward", _fake_backward)
+register.autograd("linear_cross_entropy", LinearCrossEntropy, jvp=by_formula(formula))
+register.autograd("linear_cross_entropy_with_gradients", LinearCrossEntropyWithGradients, jvp=_refuse)
+register.without_derivative("linear_cross_entropy_with_logits")
+register.autograd_by_formula("linear_cross_entropy_backward", backward_formula, inputs=3)
 for _name in ("linear_cross_entropy", "linear_cross_entropy_with_gradients", "linear_cross_entropy_backward"):
-    vmap(_name, loop)
-autocast("linear_cross_entropy", cuda="lower", cpu="lower")
-flops("linear_cross_entropy", forward_flops)
-flops("linear_cross_entropy_with_gradients", with_gradients_flops)
-flops("linear_cross_entropy_with_logits", with_logits_flops)
-flops("linear_cross_entropy_backward", backward_flops)
+    register.vmap(_name, loop)
+register.autocast("linear_cross_entropy", cuda="lower", cpu="lower")
+register.flops("linear_cross_entropy", linear_flops)
+register.flops("linear_cross_entropy_with_gradients", with_gradients_flops)
+register.flops("linear_cross_entropy_with_logits", with_gradients_flops)
+register.flops("linear_cross_entropy_backward", backward_flops)

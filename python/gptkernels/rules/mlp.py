@@ -4,19 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptkernels.rules import _register as register
 from gptkernels.rules._jvp import by_formula
-from gptkernels.rules._register import (
-    autocast,
-    autograd,
-    autograd_by_formula,
-    below_autograd,
-    differentiate,
-    fake,
-    flops,
-    ops,
-    present,
-    vmap,
-)
+from gptkernels.rules._register import below_autograd, differentiate, ops, present
 from gptkernels.rules._vmap import rows, rows_and_sums
 from gptkernels.rules.linear import fake_weight_gradient, linear_flops
 
@@ -110,12 +100,12 @@ def _mapped(op, size, in_dims, args):
     return rows(0)(op, size, in_dims[:5], args[:5])
 
 
-fake("mlp", _fake)
-fake("mlp_backward", _fake_backward)
-autograd("mlp", MLP, jvp=by_formula(formula))
-autograd_by_formula("mlp_backward", backward_formula, inputs=6)
-vmap("mlp", _mapped)
-vmap("mlp_backward", rows_and_sums(0, 1, 4, 5))
-autocast("mlp", cuda="lower", cpu="lower")
-flops("mlp", mlp_flops)
-flops("mlp_backward", mlp_backward_flops)
+register.fake("mlp", _fake)
+register.fake("mlp_backward", _fake_backward)
+register.autograd("mlp", MLP, jvp=by_formula(formula))
+register.autograd_by_formula("mlp_backward", backward_formula, inputs=6)
+register.vmap("mlp", _mapped)
+register.vmap("mlp_backward", rows_and_sums(0, 1, 4, 5))
+register.autocast("mlp", cuda="lower", cpu="lower")
+register.flops("mlp", mlp_flops)
+register.flops("mlp_backward", mlp_backward_flops)

@@ -2,17 +2,8 @@
 
 import torch
 
-from gptkernels.rules._register import (
-    accumulate_dtype,
-    autocast,
-    autograd,
-    autograd_by_formula,
-    below_autograd,
-    fake,
-    like,
-    ops,
-    vmap,
-)
+from gptkernels.rules import _register as register
+from gptkernels.rules._register import accumulate_dtype, below_autograd, like, ops
 from gptkernels.rules._vmap import rows
 
 
@@ -43,10 +34,10 @@ def backward_formula(dout, out):
     return p * (dout - (dout * p).sum(-1, keepdim=True))
 
 
-fake("softmax", like(0))
-fake("softmax_backward", like(1))
-autograd("softmax", Softmax, jvp=tangent)
-autograd_by_formula("softmax_backward", backward_formula, inputs=2)
-vmap("softmax", rows(0))
-vmap("softmax_backward", rows(0, 1))
-autocast("softmax", cuda="float32")
+register.fake("softmax", like(0))
+register.fake("softmax_backward", like(1))
+register.autograd("softmax", Softmax, jvp=tangent)
+register.autograd_by_formula("softmax_backward", backward_formula, inputs=2)
+register.vmap("softmax", rows(0))
+register.vmap("softmax_backward", rows(0, 1))
+register.autocast("softmax", cuda="float32")
