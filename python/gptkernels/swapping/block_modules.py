@@ -1,7 +1,7 @@
-"""The modules of a block that has not changed since ``swap``: found once, compared at each call.
+"""The modules of a block that has not changed since ``swap``, which are found once and compared at each call.
 
-For a small batch the time of a step is the host's. Checking each of a block's modules with ``untouched`` takes longer
-than comparing all of them with the modules found before.
+For a small batch, host time determines the time of a training step. Checking each of a block's modules with
+``untouched`` takes longer than comparing all modules with those found before.
 """
 
 from collections.abc import Sequence
@@ -37,15 +37,15 @@ class Parts:
     resid_dropout: Any
     mlp_dropout: Any
     classes: tuple[tuple[torch.nn.Module, type, dict[str, Any]], ...]
-    links: tuple[tuple[dict[str, Any], dict[str, Any]], ...]  # each module's children, and a copy of them as found
+    links: tuple[tuple[dict[str, Any], dict[str, Any]], ...]  # each module's dictionary of children, and a copy of it
 
     def are_as_found(self) -> bool:
-        """Whether all modules still have the class and the children they had, and no new hooks or forward."""
+        """Return whether no module has another class, other children, or new hooks, and no forward was patched."""
         for children, found in self.links:
-            if children != found:  # two modules are equal only if they are the same object
+            if children != found:  # modules compare by identity
                 return False
         for module, kind, attributes in self.classes:
-            # `bare` is slower, but allows hooks that only observe
+            # `bare` takes longer, but allows hooks that only observe
             if type(module) is not kind or not (is_bare(attributes) or bare(module)):
                 return False
             if original_of(module) is not None and is_patched(kind):
@@ -61,7 +61,7 @@ def parts_of(block: Any, kinds: Sequence[str]) -> Parts | None:
 
     Args:
         block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``, whose submodules are named as in nanoGPT.
-        kinds: the replacements that ``swap`` chose for the block, its attention and its MLP.
+        kinds: the names of the replacements of the block, its attention and its MLP.
     """
     if kind_of(block) != kinds[0] or _has_any_global_hook():
         return None
@@ -107,5 +107,5 @@ def _find(block: Any, kinds: Sequence[str]) -> Parts | None:
 
 
 def probability(dropout: Any) -> float:
-    """The probability of a dropout now; 0 for None."""
+    """Return the current probability of a dropout; 0 for None."""
     return dropout.p if dropout is not None and dropout.training else 0.0

@@ -1,6 +1,6 @@
-"""A swapped block as one node of autograd's graph: its description, read from its modules.
+"""A swapped block as one node of autograd's graph, described by its modules.
 
-A block that the node does not support is computed by ``transformer.layer``.
+``transformer.layer`` computes the blocks that the node does not support.
 """
 
 from torch import Tensor
@@ -17,13 +17,7 @@ def fused_block(
 ) -> FusedBlock | None:
     """Describe a block with its current parameters and settings; None if the node does not support it.
 
-    Args:
-        parts: the modules.
-        dtypes: the dtypes of the forward pass.
-        stream: (B, T, C).
-        heads: NH.
-        scale: the factor of the scores, or None.
-        p: the probability of attention's dropout.
+    ``scale`` is the factor of the scores, or None for 1/sqrt(HS), and ``p`` the probability of attention's dropout.
     """
     if stream.shape[-1] > functional.MAX_HEAD_SIZE * heads:
         return None

@@ -1,7 +1,7 @@
 """Replacements of the modules of nanoGPT's ``model.py``, of llm.c's ``train_gpt2.py``, and of files derived from them.
 
-These classes are in the user's own code, so they are recognised by their attributes and tested (``equivalence.py``): a
-replacement is used only if it computes the same as the original.
+These classes are in the user's own code. They are therefore recognised by their attributes and tested: a replacement is
+used only if it computes the same as the original (``equivalence.py``).
 """
 
 import inspect
@@ -33,7 +33,7 @@ from gptkernels.swapping.transformer import (
 
 
 def children(module: torch.nn.Module) -> set[str]:
-    """The names of the submodules."""
+    """Return the names of the submodules."""
     return {name for name, child in module._modules.items() if child is not None}
 
 
@@ -41,7 +41,7 @@ def children(module: torch.nn.Module) -> set[str]:
 
 
 def looks_like_attention(module: Any) -> bool:
-    """Whether a module has c_attn, c_proj and n_head, and at most two dropouts besides."""
+    """Return whether a module has c_attn, c_proj and n_head, and no other submodules than two dropouts."""
     return (
         {"c_attn", "c_proj"} <= children(module) <= {"c_attn", "c_proj", "attn_dropout", "resid_dropout"}
         and isinstance(getattr(module, "n_head", None), int)
@@ -49,7 +49,7 @@ def looks_like_attention(module: Any) -> bool:
 
 
 def attention_dropout(module: Any) -> float | None:
-    """The probability of attention's dropout now; None if it is unknown.
+    """Return the current probability of attention's dropout; None if it is unknown.
 
     It is unknown if ``attn_dropout`` is not a plain dropout, or differs from the attribute ``dropout``.
     """
@@ -69,7 +69,7 @@ def attention_dropout(module: Any) -> float | None:
 
 @replacement("gpt attention")
 def attention(original: Any) -> Namespace:
-    """Attention that keeps queries, keys and values packed between the linear layer and the kernel."""
+    """Causal self-attention; the kernel reads the packed output of ``c_attn``."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         p = attention_dropout(self)
@@ -91,13 +91,13 @@ def _attended(self: Any, x: Tensor, p: float, draws: Draws) -> Tensor:
 
 
 def looks_like_mlp(module: Any) -> bool:
-    """Whether a module has c_fc, c_proj, a third submodule (the activation) and at most a dropout besides."""
+    """Return whether a module has c_fc, c_proj, an activation, and no other submodule than a dropout."""
     rest = children(module) - {"c_fc", "c_proj", "dropout"}
     return {"c_fc", "c_proj"} <= children(module) and len(rest) == 1
 
 
 def activation(module: Any) -> Any:
-    """The submodule between the two linear layers."""
+    """Return the submodule between the two linear layers."""
     (name,) = children(module) - {"c_fc", "c_proj", "dropout"}
     return module._modules[name]
 
@@ -119,7 +119,7 @@ def feed_forward(original: Any) -> Namespace:
 
 
 def looks_like_block(module: Any) -> bool:
-    """Whether a module has two norms, an attention and an MLP."""
+    """Return whether a module has two norms, an attention and an MLP."""
     return (
         children(module) == {"ln_1", "attn", "ln_2", "mlp"}
         and looks_like_attention(module.attn)
@@ -131,7 +131,7 @@ KINDS = "gpt block", "gpt attention", "gpt mlp"
 
 
 def _fused(block: Any, dtypes: Dtypes | None, stream: Tensor) -> FusedBlock | None:
-    """The block where it can be one node of autograd's graph."""
+    """Describe the block as one node of autograd's graph; return None if it cannot be one."""
     if dtypes is None or not untouched(block, "gpt block"):
         return None
     attn = block.attn
@@ -143,7 +143,7 @@ def _fused(block: Any, dtypes: Dtypes | None, stream: Tensor) -> FusedBlock | No
 def _layer(
     block: Any, fused: FusedBlock | None, stream: Tensor, pending: Pending | None, draws: Draws
 ) -> tuple[Tensor, Pending]:
-    """A block without its last addition; as one node where that is possible."""
+    """Compute a block without its last addition, as one node if ``fused`` supports that."""
     if fused is not None and fused.supports(stream, pending):
         return fused.run(stream, pending, draws)[:2]
     attn = block.attn
@@ -170,7 +170,7 @@ def _layer(
 
 @replacement("gpt block")
 def block(original: Any) -> Namespace:
-    """A block, in which each residual addition is fused with the norm that follows it."""
+    """A block, in which one kernel computes a residual addition and the norm that follows it."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if (reason := why_not(x)) is not None:
@@ -185,9 +185,9 @@ def block(original: Any) -> Namespace:
 
 
 def looks_like_gpt(module: Any) -> bool:
-    """Whether a model is built like nanoGPT's and llm.c's.
+    """Return whether a model is built like nanoGPT's and llm.c's.
 
-    It has ``lm_head`` and ``transformer``, with wte, wpe, h, ln_f and perhaps drop.
+    Such a model has ``lm_head`` and ``transformer``, with wte, wpe, h, ln_f and perhaps drop.
     """
     trunk = module._modules.get("transformer")
     return (
@@ -202,12 +202,12 @@ def looks_like_gpt(module: Any) -> bool:
 
 @replacement("gpt model")
 def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
-    """The whole model; residual additions are fused across blocks.
+    """The whole model. One kernel computes a block's last addition and the next block's first norm.
 
     Args:
         original: the class of the model.
         ignore_index: targets of this value are ignored.
-        last_only: whether the model returns logits for the last position only when it is given no targets.
+        last_only: whether, without targets, the model returns only the last position's logits.
     """
 
     known = {"return_logits"} & set(inspect.signature(original.forward).parameters)
@@ -244,7 +244,7 @@ def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
 
 
 def like_torchs(loss: Tensor, x: Tensor) -> Tensor:
-    """Cast the loss to the dtype of F.cross_entropy: float32 in autocast, else that of the logits."""
+    """Cast the loss to F.cross_entropy's dtype: float32 in autocast, otherwise the logits' dtype."""
     return loss if autocast_dtype(x.device.type) else loss.to(x.dtype)
 
 
