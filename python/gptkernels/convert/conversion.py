@@ -1,4 +1,4 @@
-"""`gptkernels convert A B`: conversion from one format to another, bit for bit."""
+"""`gptkernels convert A B`: conversion of a model to another format, with the same bits."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Converted(NamedTuple):
         source: the format that was read.
         target: the format that was written.
         config: the model's sizes.
-        dtype: the smallest dtype that holds every written parameter exactly.
-        notes: sentences about what the target lacks or what to know about it.
+        dtype: the smallest dtype that represents every written parameter exactly.
+        notes: sentences about what the target does not store, and about differences in use.
     """
 
     source: Form
@@ -62,20 +62,22 @@ def convert(
             model or a training state), or the folder of a run or of nanoGPT.
         target: a `.bin` in llm.c's format, a `.pt` in nanoGPT's, a `.safetensors` in this package's, or, without a
             suffix, a Hugging Face folder.
-        dtype: convert the parameters to "float32", "bfloat16", "float16" or "float64"; for a run with bfloat16
-            parameters "float32" selects the optimizer's float32 copies of them. None keeps their dtypes; a `.bin` has
-            only one of float32 and bfloat16, and None selects the smaller one that holds all of them exactly.
+        dtype: the dtype of the written parameters: "float32", "bfloat16", "float16" or "float64". For a run with
+            bfloat16 parameters, "float32" writes the optimizer's float32 copies of them. None keeps the dtypes; for a
+            `.bin`, which has one dtype, None chooses the smaller of float32 and bfloat16 that represents all parameters
+            exactly.
         vocab_size: keep only this many rows of the embedding. Use it if the other rows are padding, which the source
             does not distinguish from tokens.
-        padded_vocab_size: Vp of a `.bin`; V rounded up to a multiple of 128 when None.
-        activation: "gelu_tanh" or "gelu": the model's GELU, whatever the source says.
-        bias: give a model without biases biases of 0, which computes the same.
-        overwrite: replace existing files at `target`, but never those that are read.
+        padded_vocab_size: Vp of a `.bin`; None rounds V up to a multiple of 128.
+        activation: the model's GELU, "gelu_tanh" or "gelu"; None is the source's.
+        bias: add biases of 0 to a model without biases, which does not change its results.
+        overwrite: replace existing files at `target`, but never the files of the source.
 
     Raises:
-        ValueError: the format of the source is unknown, the source is damaged, or describes a model that this GPT-2
-            cannot represent; the target cannot represent it, exists, or is the source; an option is out of its range.
-        OSError: a file cannot be read or written.
+        ValueError: if the format of the source is unknown, the source is damaged or describes a model that this GPT-2
+            cannot represent, the target cannot represent the model, exists or is the source, or an option is out of
+            its range.
+        OSError: if a file cannot be read or written.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype!r}, must be one of {', '.join(DTYPES)}")
@@ -161,7 +163,7 @@ def _check_holds(form: Form, target: str | os.PathLike[str], model: Model) -> No
 
 
 def _exact_dtype(form: Form, target: str | os.PathLike[str], model: Model) -> torch.dtype | None:
-    """Return the dtype that loses nothing, if the target must have one dtype; otherwise None."""
+    """Return the dtype of a target that has one dtype and represents all parameters exactly; otherwise None."""
     if form is not Form.LLMC or model.dtype in _LLMC_DTYPES:
         return model.dtype if form is Form.LLMC else None
     if model.dtype == torch.float16:

@@ -32,7 +32,7 @@ _SIZES = {
 }
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-# The only values that this GPT-2 supports. They are Hugging Face's defaults where config.json has no entry.
+# The only values that this GPT-2 supports. They are also Hugging Face's defaults for missing entries.
 _FIXED = {
     "model_type": "gpt2",
     "layer_norm_epsilon": 1e-5,
@@ -49,7 +49,7 @@ _GPT2_VOCABULARY = 50257
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Whether a folder has Hugging Face's configuration file."""
+    """Return whether a folder has Hugging Face's configuration file."""
     return (folder / CONFIG).is_file()
 
 
@@ -57,13 +57,7 @@ def is_huggingface(folder: Path) -> bool:
 
 
 def read_huggingface(folder: Path) -> Model:
-    """Read the model in a folder.
-
-    Raises:
-        ValueError: `config.json` describes a model that this GPT-2 cannot represent, or a file is missing, damaged or
-            of another model.
-        OSError: a file cannot be read.
-    """
+    """Read the model in a folder. A ValueError names the file and the entry that is wrong or not supported."""
     path = folder / CONFIG
     theirs = _read_json(path)
     config = _config(theirs, path)
@@ -97,7 +91,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _config(theirs: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Convert the configuration to ours; ValueError names an entry that this GPT-2 does not support."""
+    """Convert the configuration to ours, or raise a ValueError that names an entry which is not supported."""
     for name, wanted in _FIXED.items():
         value = theirs.get(name, wanted)
         if type(value) not in (bool, int, float, str) or value != wanted:
@@ -127,12 +121,12 @@ def _shown(value: Any) -> str:
 
 
 def _has_biases(state: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a model that was written without biases has nonzero biases now."""
+    """Return whether a bias is not 0, in a model that was written as one without biases."""
     return any(bool(tensor.any()) for name, tensor in state.items() if name.endswith(".bias"))
 
 
 def _read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], list[Path]]:
-    """Read the weights from the first of four layouts that exists; return them by name with their files."""
+    """Read the weights from the first of four layouts that exists; return the tensors by name, and the files."""
     for name in (WEIGHTS, WEIGHTS + INDEX, PICKLE, PICKLE + INDEX):
         path = folder / name
         if not path.exists():
@@ -185,14 +179,10 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
 
 
 def write_huggingface(folder: Path, model: Model) -> None:
-    """Write `config.json` and `model.safetensors`, each completely or not at all, in place of existing ones.
+    """Write `config.json` and `model.safetensors`, each atomically, and replace existing ones.
 
-    Hugging Face's GPT-2 always has biases. If the model has none, they are written as 0, which computes the same, and
-    `"bias": false` in `config.json` tells this to `read_huggingface`.
-
-    Raises:
-        ValueError: `folder` is a file, or one of the files is not replaced because it is, for example, a link.
-        OSError: a file cannot be written.
+    Hugging Face's GPT-2 always has biases. If the model has none, biases of 0 are written, and `read_huggingface`
+    removes them because of `"bias": false` in `config.json`.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, must be a folder")
@@ -205,7 +195,7 @@ def write_huggingface(folder: Path, model: Model) -> None:
 
 @contextmanager
 def _removed_if_empty(folder: Path) -> Iterator[None]:
-    """Remove a folder that did not exist before if nothing could be written to it."""
+    """Remove the folder on an error if it did not exist before and is empty."""
     existed = folder.exists()
     try:
         yield

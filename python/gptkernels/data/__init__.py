@@ -1,4 +1,4 @@
-"""Tokenizing text, token files, and batches of tokens."""
+"""Tokenizers, token files, and batches of tokens."""
 
 from .loader import DataLoader
 from .prepare import find_tokenizer_file, prepare, prepare_standard_library, tokenizer_for_prefix
