@@ -147,83 +147,37 @@ class _Kernels:
         self.library._destroy()
 
 
-def _cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    return ops.scaled_dot_product_attention(  # type: ignore[no-any-return]
-        query, key, value, attn_mask, 0.0, is_causal, scale
-    )
+# The functions have the signatures of torch's operators.
 
 
-def _cpu_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return ops.scaled_dot_product_attention_backward(  # type: ignore[no-any-return]
+def _cpu(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):  # type: ignore[no-untyped-def]
+    return ops.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale)
+
+
+def _cpu_backward(  # type: ignore[no-untyped-def]
+    grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None
+):
+    return ops.scaled_dot_product_attention_backward(
         grad_out, None, query, key, value, out, logsumexp, attn_mask, 0.0, is_causal, scale
     )
 
 
-def _cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    seed = offset = None
-    if dropout_p:
-        seed, offset = torch.randint(2**63 - 1, (2,), device=query.device).unbind()
+def _cuda(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):  # type: ignore[no-untyped-def]
+    numbers = torch.randint(2**63 - 1, (2,), device=query.device) if dropout_p else None
+    seed, offset = (None, None) if numbers is None else numbers.unbind()
     out, logsumexp = ops.scaled_dot_product_attention(
-        *(query, key, value, None, dropout_p, is_causal, scale, 0, None, None, seed, offset)
+        query, key, value, None, dropout_p, is_causal, scale, 0, None, None, seed, offset
     )
-    none = torch.zeros((), dtype=torch.int64, device=query.device) if seed is None else None
-    return (
-        *(out, logsumexp, None, None, query.shape[2], key.shape[2]),
-        seed if none is None else none,
-        offset if none is None else none.clone(),
-        query.new_empty(0),
-    )
+    if numbers is None:
+        seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
+    return out, logsumexp, None, None, query.shape[2], key.shape[2], seed, offset, query.new_empty(0)
 
 
-def _cuda_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cuda_backward(  # type: ignore[no-untyped-def]
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+    philox_seed, philox_offset, *, scale=None,
+):  # fmt: skip
     numbers = (philox_seed, philox_offset) if dropout_p else (None, None)
-    return ops.scaled_dot_product_attention_backward(  # type: ignore[no-any-return]
-        *(grad_out, None, query, key, value, out, logsumexp, None, dropout_p, is_causal, scale, 0, None, None, *numbers)
+    return ops.scaled_dot_product_attention_backward(
+        grad_out, None, query, key, value, out, logsumexp, None, dropout_p, is_causal, scale, 0, None, None, *numbers
     )

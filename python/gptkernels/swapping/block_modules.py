@@ -4,6 +4,7 @@ For a small batch, host time determines the time of a training step. Checking ea
 ``untouched`` takes longer than comparing all modules with those found before.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -18,13 +19,10 @@ from gptkernels.swapping.classes import is_patched, kind_of, original_of
 KINDS = ("LayerNorm", "Linear", "Linear", "LayerNorm", "Linear", "GELU", "Linear")
 
 
+@dataclasses.dataclass(eq=False)
 class Parts:
-    """The modules of a block. It has no reference to the block itself."""
+    """The modules of a block. There is no reference to the block itself."""
 
-    __slots__ = (
-        *("ln_1", "c_attn", "attn_proj", "ln_2", "c_fc", "act", "mlp_proj"),
-        *("attn", "attn_dropout", "resid_dropout", "mlp_dropout", "classes", "links"),
-    )
     ln_1: Any
     c_attn: Any
     attn_proj: Any
@@ -36,8 +34,8 @@ class Parts:
     attn_dropout: Any
     resid_dropout: Any
     mlp_dropout: Any
-    classes: tuple[tuple[torch.nn.Module, type, dict[str, Any]], ...]
-    links: tuple[tuple[dict[str, Any], dict[str, Any]], ...]  # each module's dictionary of children, and a copy of it
+    classes: tuple[tuple[torch.nn.Module, type, dict[str, Any]], ...] = ()
+    links: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = ()  # each module's dictionary of children, and a copy
 
     def are_as_found(self) -> bool:
         """Return whether no module has another class, other children, or new hooks, and no forward was patched."""
@@ -94,10 +92,7 @@ def _find(block: Any, kinds: Sequence[str]) -> Parts | None:
     ]  # fmt: skip
     if not all(one is None or (type(one) is torch.nn.Dropout and bare(one)) for one in dropouts):
         return None
-    parts = Parts()
-    parts.attn = attn
-    parts.ln_1, parts.c_attn, parts.attn_proj, parts.ln_2, parts.c_fc, parts.act, parts.mlp_proj = computing
-    parts.attn_dropout, parts.resid_dropout, parts.mlp_dropout = dropouts
+    parts = Parts(*computing, attn, *dropouts)
     if torch.compiler.is_compiling():
         return parts
     given = [one for one in (attn, mlp, *computing, *dropouts) if one is not None]

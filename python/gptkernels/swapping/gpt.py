@@ -21,15 +21,9 @@ from gptkernels.swapping.dropout import Draws, drop
 from gptkernels.swapping.fused_block import fused_block
 from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
-from gptkernels.swapping.transformer import (
-    add_and_norm,
-    attend,
-    called,
-    layer,
-    mlp,
-    pending_of,
-    project,
-)
+from gptkernels.swapping.transformer import add_and_norm, attend, called, feed_forward, layer, mlp, pending_of, project
+
+KINDS = BLOCK, ATTENTION, MLP = "gpt block", "gpt attention", "gpt mlp"
 
 
 def children(module: torch.nn.Module) -> set[str]:
@@ -67,7 +61,7 @@ def attention_dropout(module: Any) -> float | None:
     return p
 
 
-@replacement("gpt attention")
+@replacement(ATTENTION)
 def attention(original: Any) -> Namespace:
     """Causal self-attention; the kernel reads the packed output of ``c_attn``."""
 
@@ -102,8 +96,8 @@ def activation(module: Any) -> Any:
     return module._modules[name]
 
 
-@replacement("gpt mlp")
-def feed_forward(original: Any) -> Namespace:
+@replacement(MLP)
+def mlp_module(original: Any) -> Namespace:
     """An MLP: both linear layers and the GELU between them."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -127,17 +121,13 @@ def looks_like_block(module: Any) -> bool:
     )
 
 
-KINDS = "gpt block", "gpt attention", "gpt mlp"
-
-
 def _fused(block: Any, dtypes: Dtypes | None, stream: Tensor) -> FusedBlock | None:
     """Describe the block as one node of autograd's graph; return None if it cannot be one."""
-    if dtypes is None or not untouched(block, "gpt block"):
+    if dtypes is None or not untouched(block, BLOCK):
         return None
-    attn = block.attn
-    p = attention_dropout(attn) if untouched(attn, "gpt attention") else None
+    p = attention_dropout(block.attn) if untouched(block.attn, ATTENTION) else None
     parts = None if p is None else parts_of(block, KINDS)
-    return None if p is None or parts is None else fused_block(parts, dtypes, stream, attn.n_head, None, p)
+    return None if p is None or parts is None else fused_block(parts, dtypes, stream, parts.attn.n_head, None, p)
 
 
 def _layer(
@@ -147,7 +137,7 @@ def _layer(
     if fused is not None and fused.supports(stream, pending):
         return fused.run(stream, pending, draws)[:2]
     attn = block.attn
-    p = attention_dropout(attn) if untouched(attn, "gpt attention") else None
+    p = attention_dropout(attn) if untouched(attn, ATTENTION) else None
 
     def attend(attn: Any, x: Tensor) -> Pending:
         if p is None or why_not(x) is not None:
@@ -155,20 +145,14 @@ def _layer(
         values = project(_attended(attn, x, p, draws), attn.c_proj, bias=False)
         return pending_of(values, attn.c_proj, attn._modules.get("resid_dropout"), draws)
 
-    def feed_forward(one: Any, x: Tensor) -> Pending:
-        if not untouched(one, "gpt mlp") or why_not(x) is not None:
-            return called(one, x)
-        values = mlp(x, one.c_fc, activation(one), one.c_proj, bias=False)
-        return pending_of(values, one.c_proj, one._modules.get("dropout"), draws)
-
     narrow = (
         p is not None and untouched(attn.c_attn, "Linear"),
-        untouched(block.mlp, "gpt mlp") and untouched(block.mlp.c_fc, "Linear"),
+        untouched(block.mlp, MLP) and untouched(block.mlp.c_fc, "Linear"),
     )
-    return layer(stream, pending, block, attend, feed_forward, narrow)
+    return layer(stream, pending, block, attend, lambda m, x: feed_forward(m, x, MLP, activation, draws), narrow)
 
 
-@replacement("gpt block")
+@replacement(BLOCK)
 def block(original: Any) -> Namespace:
     """A block, in which one kernel computes a residual addition and the norm that follows it."""
 
@@ -227,7 +211,7 @@ def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
         blocks = cast_all([_fused(one, dtypes, hidden) for one in trunk.h], hidden)
         pending: Pending | None = None
         for one, fused in zip(trunk.h, blocks, strict=True):
-            if untouched(one, "gpt block"):
+            if untouched(one, BLOCK):
                 hidden, pending = _layer(one, fused, hidden, pending, draws)
             else:
                 hidden, pending = one(add(hidden, pending)), None

@@ -5,6 +5,7 @@ each attention and each MLP. A call that they do not support runs the original c
 This file does not import transformers; it uses the modules that a swapped model has imported.
 """
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -26,18 +27,11 @@ from gptkernels.swapping.dropout import Draws, drop
 from gptkernels.swapping.fused_block import fused_block
 from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
-from gptkernels.swapping.transformer import (
-    add_and_norm,
-    attend,
-    called,
-    layer,
-    mlp,
-    pending_of,
-    project,
-)
+from gptkernels.swapping.transformer import add_and_norm, attend, feed_forward, layer, mlp, pending_of, project
 
 IGNORED = ("return_dict", "num_items_in_batch", "cache_position")  # options that the model's own layers do not read
 SUPPORTED = ("sdpa", "gptkernels")  # implementations of attention that return no probabilities
+KINDS = BLOCK, ATTENTION, MLP = "Hugging Face GPT2Block", "Hugging Face GPT2Attention", "Hugging Face GPT2MLP"
 
 
 def library() -> Any:
@@ -80,8 +74,8 @@ def _sdpa_is_theirs() -> bool:
 # ---- the MLP ---------------------------------------------------------------------------------------------------------
 
 
-@replacement("Hugging Face GPT2MLP")
-def feed_forward(original: Any) -> Namespace:
+@replacement(MLP)
+def mlp_module(original: Any) -> Namespace:
     """An MLP: two Conv1D with the activation between them."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -93,22 +87,20 @@ def feed_forward(original: Any) -> Namespace:
     return {"forward": forward}
 
 
-def _feed_forward(self: Any, x: Tensor, draws: Draws) -> Pending:
-    """Compute a block's MLP. If it was replaced, hooked or wrapped, the module is called."""
-    if not untouched(self, "Hugging Face GPT2MLP") or why_not(x) is not None:
-        return called(self, x)
-    return pending_of(mlp(x, self.c_fc, self.act, self.c_proj, bias=False), self.c_proj, self.dropout, draws)
+def _mlp(draws: Draws) -> Callable[[Any, Tensor], Pending]:
+    """Return the argument ``feed_forward`` of ``layer``."""
+    return lambda module, x: feed_forward(module, x, MLP, lambda m: m.act, draws)
 
 
-def _reads_by_products(mlp: Any) -> bool:
+def _only_matmul_reads(mlp: Any) -> bool:
     """Return whether only a matmul reads the input of an MLP."""
-    return untouched(mlp, "Hugging Face GPT2MLP") and untouched(mlp.c_fc, "Linear")
+    return untouched(mlp, MLP) and untouched(mlp.c_fc, "Linear")
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
-@replacement("Hugging Face GPT2Attention")
+@replacement(ATTENTION)
 def attention(original: Any) -> Namespace:
     """Self-attention with any mask and any cache, if no probabilities are requested."""
     complete = _completer(original)
@@ -184,7 +176,7 @@ def _is_plain_cache(cache: Any) -> bool:
 # ---- a block ---------------------------------------------------------------------------------------------------------
 
 
-@replacement("Hugging Face GPT2Block")
+@replacement(BLOCK)
 def block(original: Any) -> Namespace:
     """A block, in which one kernel adds attention's output and computes the norm that follows."""
     complete = _completer(original)
@@ -207,8 +199,8 @@ def block(original: Any) -> Namespace:
             out, weights = attention(normed, **options)
             return Pending(out)
 
-        narrow = False, _reads_by_products(self.mlp)
-        hidden = add(*layer(hidden, None, self, attend, lambda m, x: _feed_forward(m, x, draws), narrow))
+        narrow = False, _only_matmul_reads(self.mlp)
+        hidden = add(*layer(hidden, None, self, attend, _mlp(draws), narrow))
         if not gives_a_tuple:
             return hidden
         return (hidden, weights) if options.get("output_attentions") else (hidden,)
@@ -249,12 +241,9 @@ def model(original: Any) -> Namespace:
         pending: Pending | None = None
         for i, ((one, _), fused) in enumerate(zip(found, blocks, strict=True)):
             if fused is None or not fused.supports(hidden, pending):
-                hidden, pending = layer(
-                    *(hidden, pending, one),
-                    lambda m, x, i=i: _attend(m, x, masks, cache, i, draws),  # type: ignore[misc]
-                    lambda m, x: _feed_forward(m, x, draws),
-                    (untouched(one.attn.c_attn, "Linear"), _reads_by_products(one.mlp)),
-                )
+                narrow = untouched(one.attn.c_attn, "Linear"), _only_matmul_reads(one.mlp)
+                attention = functools.partial(_attend, masks, cache, i, draws)
+                hidden, pending = layer(hidden, pending, one, attention, _mlp(draws), narrow)
             else:
                 hidden, pending, qkv = fused.run(hidden, pending, draws)
                 if cache is not None:
@@ -321,7 +310,7 @@ def _blocks(self: Any) -> list[tuple[Any, Parts | None]] | str:
     for one in self.h:
         parts = parts_of(one, KINDS)
         if parts is None:
-            if not untouched(one, KINDS[0]) or not untouched(one.attn, KINDS[1]):
+            if not untouched(one, BLOCK) or not untouched(one.attn, ATTENTION):
                 return "a block or its attention was replaced, hooked or wrapped"
             if dropout_of(one.attn.attn_dropout) is None:
                 return "attn_dropout was replaced or hooked"
@@ -337,9 +326,6 @@ def _fused(parts: Parts | None, dtypes: Dtypes | None, hidden: Tensor) -> FusedB
         return None
     attn = parts.attn
     return fused_block(parts, dtypes, hidden, attn.num_heads, scale_of(attn), probability(parts.attn_dropout))
-
-
-KINDS = "Hugging Face GPT2Block", "Hugging Face GPT2Attention", "Hugging Face GPT2MLP"
 
 
 _KNOWN = (
@@ -391,7 +377,7 @@ def _masks(attention_mask: Tensor | None, start: int, keys: int) -> Masks:
     return seen[:, None, None], None, None
 
 
-def _attend(self: Any, x: Tensor, masks: Masks, cache: Any, index: int, draws: Draws) -> Pending:
+def _attend(masks: Masks, cache: Any, index: int, draws: Draws, self: Any, x: Tensor) -> Pending:
     """Compute the GPT2Attention of layer ``index`` with the masks and the cache of the whole model."""
     qkv = project(x, self.c_attn)
     dropout_p = dropout_of(self.attn_dropout) or 0.0

@@ -15,7 +15,7 @@ from gptkernels.block.fused import Pending, add, finished
 from gptkernels.block.node import Dropout
 from gptkernels.rules import ops
 from gptkernels.rules._autocast import autocast_dtype, without_autocast
-from gptkernels.swapping.checks import dropout_of, untouched
+from gptkernels.swapping.checks import dropout_of, untouched, why_not
 from gptkernels.swapping.dropout import Draws
 from gptkernels.swapping.layers import gelu_form, norm_of, weight_of
 
@@ -93,6 +93,14 @@ def pending_of(values: Tensor, proj: Any, module: Any, draws: Draws) -> Pending:
         return pending
     p = dropout_of(module)
     return Pending(module(finished(pending))) if p is None else pending._replace(dropout=draws(p))
+
+
+def feed_forward(module: Any, x: Tensor, kind: str, activation: Callable[[Any], Any], draws: Draws) -> Pending:
+    """Compute a block's MLP. A module that is not this kind of replacement, or was hooked or wrapped, is called."""
+    if not untouched(module, kind) or why_not(x) is not None:
+        return called(module, x)
+    values = mlp(x, module.c_fc, activation(module), module.c_proj, bias=False)
+    return pending_of(values, module.c_proj, module._modules.get("dropout"), draws)
 
 
 def attend(qkv: Tensor, num_heads: int, scale: float | None, dropout: Dropout) -> Tensor:
