@@ -156,26 +156,13 @@ class Embedding(torch.nn.Embedding):
     @functools.wraps(torch.nn.Embedding.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        functional.refuse(
-            "Embedding",
-            padding_idx=self.padding_idx,
-            max_norm=self.max_norm,
-            scale_grad_by_freq=self.scale_grad_by_freq,
-            sparse=self.sparse,
-        )
+        unsupported = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
+        functional.refuse("Embedding", **{name: getattr(self, name) for name in unsupported})
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up (...) int64 or int32 -> (..., embedding_dim)."""
-        return functional.embedding(
-            input,
-            self.weight,
-            self.padding_idx,
-            self.max_norm,
-            self.norm_type,
-            self.scale_grad_by_freq,
-            self.sparse,
-            vocab_size=self.vocab_size,
-        )
+        options = self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+        return functional.embedding(input, self.weight, *options, vocab_size=self.vocab_size)
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
@@ -188,14 +175,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
         """Compute the loss of logits (V), (N, V) or (N, V, d1, ...) for targets (), (N) or (N, d1, ...)."""
-        return functional.cross_entropy(
-            input,
-            target,
-            self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-        )
+        options: dict[str, Any] = {"reduction": self.reduction, "label_smoothing": self.label_smoothing}
+        return functional.cross_entropy(input, target, self.weight, ignore_index=self.ignore_index, **options)
 
 
 class MLP(torch.nn.Module):
@@ -240,41 +221,36 @@ class MLP(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C)."""
-        fc, proj = self.c_fc, self.c_proj
-        if self.activation == "gelu":
-            return proj(functional.gelu(fc(x)))
-        if is_unmodified(fc, Linear) and is_unmodified(proj, Linear):
-            return _two_layers(x, fc, proj, proj.bias, self.recompute_gelu)
-        return proj(functional.gelu(fc(x), approximate="tanh"))
+        proj = self.c_proj
+        return self._compute(x, proj.bias) if is_unmodified(proj, Linear) else proj(self._hidden(x))
 
     def without_bias(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute :meth:`forward` without the last layer's bias; return the result and the bias.
 
         The bias is None if it is already added, because the last layer had to be called as a module.
         """
+        proj = self.c_proj
+        return (self._compute(x, None), proj.bias) if is_unmodified(proj, Linear) else (proj(self._hidden(x)), None)
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        """Compute the first layer and the GELU by separate operators."""
+        return functional.gelu(self.c_fc(x), "tanh" if self.activation == "gelu_tanh" else "none")
+
+    def _compute(self, x: Tensor, proj_bias: Tensor | None) -> Tensor:
+        """Compute both layers, with this bias of the unmodified second layer, as one operator if possible."""
         fc, proj = self.c_fc, self.c_proj
-        if not is_unmodified(proj, Linear):
-            return self(x), None
-        if self.activation == "gelu":
-            return proj.product(functional.gelu(fc(x)), None), proj.bias
-        if is_unmodified(fc, Linear):
-            return _two_layers(x, fc, proj, None, self.recompute_gelu), proj.bias
-        return proj.product(functional.gelu(fc(x), approximate="tanh"), None), proj.bias
+        if self.activation == "gelu_tanh" and is_unmodified(fc, Linear):
+            eights = fc.multiplies_fp8(), proj.multiplies_fp8()
+            if all(eights):
+                histories = fc.fp8_history, proj.fp8_history, fc.fp8_dout_history, proj.fp8_dout_history
+                return functional.fp8_mlp(x, fc.weight, fc.bias, proj.weight, proj_bias, *histories)
+            if not any(eights):
+                return functional.mlp(x, fc.weight, fc.bias, proj.weight, proj_bias, self.recompute_gelu)
+        return proj.product(self._hidden(x), proj_bias)
 
     def extra_repr(self) -> str:
         """Return the options that the submodules' reprs do not show."""
         return f"activation={self.activation!r}" if self.activation != "gelu_tanh" else ""
-
-
-def _two_layers(x: Tensor, fc: Linear, proj: Linear, proj_bias: Tensor | None, recompute_gelu: bool) -> Tensor:
-    """Compute both layers and the GELU as one operator, if both or neither use float8 matmuls."""
-    eights = [layer.multiplies_fp8() for layer in (fc, proj)]
-    if all(eights):
-        histories = fc.fp8_history, proj.fp8_history, fc.fp8_dout_history, proj.fp8_dout_history
-        return functional.fp8_mlp(x, fc.weight, fc.bias, proj.weight, proj_bias, *histories)
-    if any(eights):
-        return proj.product(functional.gelu(fc(x), approximate="tanh"), proj_bias)
-    return functional.mlp(x, fc.weight, fc.bias, proj.weight, proj_bias, recompute_gelu)
 
 
 class KeyValueCache:

@@ -276,17 +276,14 @@ def _compute(
 def _differentiably(ctx: Any, grads: Sequence[Any], dresidual_1: Tensor | None) -> tuple[Any, ...]:
     """Compute the backward by the single operators' autograd, which can be differentiated again."""
     plan, dropouts, tensors = ctx.plan, ctx.dropouts, ctx.saved_tensors
-    parameters, residual_1 = (
-        tensors[:_PARAMETERS],
-        LayerSaved._make(tensors[_PARAMETERS : _PARAMETERS + _SAVED]).residual_1,
-    )
+    parameters, kept = tensors[:_PARAMETERS], LayerSaved._make(tensors[_PARAMETERS : _PARAMETERS + _SAVED])
     need_stream, need_values, need_bias, *needs = ctx.needs_input_grad[3:]
 
     def formula(residual_1: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
         return _compute(plan, dropouts, residual_1, None, None, BlockParameters._make(parameters))
 
     need_residual = need_stream or need_values or need_bias
-    dresidual, *gradients = differentiate(formula, (residual_1, *parameters), (need_residual, *needs), grads)
+    dresidual, *gradients = differentiate(formula, (kept.residual_1, *parameters), (need_residual, *needs), grads)
     if dresidual_1 is not None:
         dresidual = dresidual_1 if dresidual is None else dresidual + dresidual_1
     dvalues = dbias = None
