@@ -1,4 +1,4 @@
-"""The operators, each described once: a file for each family, which puts its operators into ``table.OPERATORS``."""
+"""The table of operators. Each file has the operators of a family, and adds them to ``table.OPERATORS``."""
 
 from gptkernels.testing.cases import (  # noqa: F401
     attention,

@@ -1,4 +1,4 @@
-"""Token embeddings, with GPT-2's positions and alone."""
+"""Token embeddings with and without position embeddings."""
 
 import math
 

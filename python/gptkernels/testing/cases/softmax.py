@@ -1,4 +1,4 @@
-"""Softmax over rows, and over the part of a row that a causal mask leaves."""
+"""Softmax of rows, and causal softmax."""
 
 import math
 from functools import partial
@@ -12,12 +12,11 @@ from gptkernels.testing.cases.table import ROWS, WIDTHS, Call, Cost, grid, invok
 ops = torch.ops.gptkernels
 
 
-# Widths around those at which a row moves from registers to shared memory, to a cluster, and to none of them.
+# Widths near those at which the kernel keeps a row in registers, in shared memory, in a cluster, or reads it again.
 KEPT = [8, 64, 100, 120, 250, 256, 520, 1000, 1536, 2304, 8200, 33000, 65536, 70001, 110000, 150000, 262144, 1000003]
 
 
 def softmax_formula(x):
-    """The formula, over the last dimension."""
     weights = torch.exp(x - x.amax(-1, keepdim=True))
     return weights / weights.sum(-1, keepdim=True)
 
@@ -50,7 +49,7 @@ def masked(scores):
 
 
 def causal_costs(scores):
-    """The forward reads the lower triangle and writes the square."""
+    """Return the costs. The forward reads the lower triangle and writes the whole square."""
     square, numbers = nbytes(scores), scores.numel()
     return Cost(square * 3 // 2, 5 * numbers // 2), Cost(2 * square, 2 * numbers)
 
@@ -60,7 +59,6 @@ def torchs_causal_softmax(scores, scale=1.0):
 
 
 def causal_softmax_formula(scores, scale=1.0):
-    """The formula, over the last dimension."""
     return softmax_formula(masked(scores * scale))
 
 
@@ -87,7 +85,7 @@ def causal_softmax(draw):
     scores = draw.tensor("scores", (*lead, tokens, tokens), dtype, 3)
 
     def alone(function):
-        """The function without what is above the diagonal, also in a row of NaN and in the gradient."""
+        """Make scores above the diagonal affect neither result nor gradient, even in a row that contains NaN."""
 
         def of(scores):
             if not scores.numel():
