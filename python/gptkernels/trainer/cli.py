@@ -8,6 +8,7 @@ import sys
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
+from difflib import get_close_matches
 from json import dumps
 from typing import Any
 
@@ -20,7 +21,6 @@ from gptkernels.testing import gradcheck_ops
 from gptkernels.testing.report import HEADER, Result, row
 from gptkernels.trainer.config import GROUPS, TrainConfig, flag
 from gptkernels.trainer.evaluate import evaluate, evaluate_run
-from gptkernels.trainer.foreign_flags import explain_flag
 from gptkernels.trainer.generate import Sampling, Writer
 from gptkernels.trainer.output import SafeOutput, flush_streams, prepare_streams
 from gptkernels.trainer.progress import ByteProgress
@@ -96,15 +96,15 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments; exits with a message about wrong ones."""
+    """Parse the arguments; exit with a message about wrong ones."""
     parser, commands = _parser()
-    command = next((argument for argument in arguments if argument in commands), None)
-    if command is not None:
-        own = commands[command]
-        rest = arguments[list(arguments).index(command) + 1 :]
-        if sentence := explain_flag(command, rest, own._option_string_actions.keys()):
-            own.error(sentence)
-    return parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        command = commands[args.command]
+        option = unknown[0].partition("=")[0].replace("_", "-")
+        near = get_close_matches(option, command._option_string_actions, 1, 0.75) if option.startswith("--") else []
+        command.error(f"unrecognized arguments: {' '.join(unknown)}" + "".join(f": did you mean {n}?" for n in near))
+    return args
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
