@@ -37,9 +37,9 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0: success. 1: the training diverged, or a check failed. 2: the command or its input is wrong. 3: the disk is full
-    or failing. 4: the training hung, and its watchdog ended it. 128 + N: stopped by signal N: 130 for Ctrl-C, 141 if
-    the output is a closed pipe. For 1 to 4 the output says why.
+    0 is success. 1: the training diverged, or a check failed. 2: the command or its input is wrong. 3: the disk is full
+    or failing. 4: the training hung, and its watchdog ended it. 128 + N: signal N stopped the command; 130 is Ctrl-C,
+    and 141 a closed pipe for the output. For 1 to 4 the output says why.
     """
     prepare_streams()
     try:
@@ -54,7 +54,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     command, traceback = args.pop("command"), args.pop("traceback")
     try:
         status = run(**args)
-        if run is not _train:  # output of training may be lost without an error
+        if run is not _train:  # for training, output that cannot be written is no error
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -76,7 +76,7 @@ def _status(error: Exception) -> int:
 
 
 def _sentence(command: str, error: Exception) -> str | None:
-    """Return the message for the user; None if the error is a fault of this program."""
+    """Return the message for the user; None if the error is a bug of this program."""
     if _is_out_of_memory(error):
         if command != "train":
             return "out of memory"
@@ -123,7 +123,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         add_arguments(command)
         command.set_defaults(run=run)
-    commands.choices["train"].usage = "gptkernels train [OPTION ...]"  # too many options to list in the usage too
+    commands.choices["train"].usage = "gptkernels train [OPTION ...]"  # argparse would list all options
     return parser, commands.choices
 
 
@@ -148,7 +148,7 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_option(parser: argparse._ArgumentGroup, option: Field, kind: Any) -> None:
-    """Add a flag for a field of TrainConfig; it has no default, so that a resumed run keeps its own value."""
+    """Add a flag for a field of TrainConfig, without a default, so that a resumed run keeps its value."""
     metadata = option.metadata
     names = [name for name in (metadata.get("short"), flag(option.name)) if name]
     keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "help": metadata["help"]}

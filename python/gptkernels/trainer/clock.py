@@ -1,4 +1,4 @@
-"""Time measurement on the device, for every step."""
+"""Measurement of a step's time on the device."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Mark:
-    """A point in time: now on the CPU; on CUDA, when the device has completed everything launched before."""
+    """A point in time: on the CPU now, on CUDA when the device has completed all earlier launches."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -20,12 +20,11 @@ class Mark:
             self._seconds = time.perf_counter()
 
     def wait(self) -> None:
-        """Wait until this point in time is reached."""
         if self._event is not None:
             self._event.synchronize()
 
     def seconds_since(self, earlier: Mark) -> float:
-        """Return the seconds between two points in time that are reached."""
+        """Return the seconds between two points in time that are in the past."""
         if self._event is not None and earlier._event is not None:
             return earlier._event.elapsed_time(self._event) / 1e3
         return self._seconds - earlier._seconds

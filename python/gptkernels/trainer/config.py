@@ -1,4 +1,4 @@
-"""The trainer's options: each is declared once, with its default, its flag and its help text."""
+"""The trainer's options, each with its default, its flag and its help text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Preset:
-    """The size that `--model NAME` selects, and defaults for it."""
+    """The size of `--model NAME`, and the defaults of other options for it."""
 
     layers: int
     heads: int
@@ -22,7 +22,7 @@ class Preset:
     steps: int | None  # None: one epoch
 
 
-# The learning rates of the GPT-2 sizes are those in the GPT-3 paper for models of these sizes.
+# The learning rates of the GPT-2 sizes are from the GPT-3 paper (Brown et al., 2020), for models of these sizes.
 PRESETS = {
     "tiny": Preset(4, 4, 128, None, 16, 64, 3e-3, 700),
     "gpt2": Preset(12, 12, 768, 1024, 4, 1024, 6e-4, None),
@@ -53,7 +53,7 @@ GROUPS = {
 }
 """The titles of the groups of flags, in the order of the help."""
 
-# Pairs of options that exclude each other. In a resumed run, a given one replaces the other.
+# Pairs of options that exclude each other. In a resumed run, a given option replaces the other one.
 _EXCLUSIVE = (
     ("steps", "epochs"),
     ("data", "train_files"),
@@ -63,22 +63,22 @@ _EXCLUSIVE = (
 
 
 def _option(default: Any, help: str, group: str, **metadata: Any) -> Any:
-    """Declare a field that is also a command-line flag; `gptkernels.trainer.cli` reads `metadata`.
+    """Declare a field that is also a command-line flag.
 
-    Keys: `group`, one of `GROUPS`; `short`, the flag of the original program; `choices`; `metavar`; `at_least`,
-    `at_most`, `above` or `below`, the bounds of the value; `fixed`, whether it cannot change in a resumed run.
+    Keys of `metadata` are `short`, llm.c's flag; `choices`; `metavar`; `at_least`, `at_most`, `above` or `below`, the
+    bounds of the value; and `fixed`, if the option cannot change in a resumed run.
     """
     return field(default=default, metadata={"help": help, "group": group, **metadata})
 
 
 @dataclass
 class TrainConfig:
-    """Options of `gptkernels train`, one field for each flag (`batch_size` is `--batch-size`).
+    """The options of `gptkernels train`, a field for each flag (`batch_size` is `--batch-size`).
 
-    Options that are not given and have no default get that of the preset `model`. One of `steps` and `epochs` is set.
+    Options that are not given and have no default get the preset's value. One of `steps` and `epochs` is set.
 
     Raises:
-        ValueError: a value is out of its range; the message names the flag, the value and the range.
+        ValueError: if a value is out of its range; the message names the flag, the value and the range.
     """
 
     data: str | None = _option(
@@ -347,15 +347,11 @@ class TrainConfig:
 
     @property
     def batch_tokens(self) -> int:
-        """The number of tokens of a batch, B T."""
+        """The number of tokens of a batch, B * T."""
         return self.batch_size * self.sequence_length
 
     def accumulation(self, processes: int) -> int:
-        """Return the number of batches whose gradients are averaged for a step.
-
-        Raises:
-            ValueError: `total_batch_tokens` is not a multiple of the tokens that the processes read at a time.
-        """
+        """Return the number of batches whose gradients are averaged for a step."""
         if self.total_batch_tokens is None:
             return self.grad_accumulation or 1
         at_a_time = self.batch_tokens * processes
@@ -368,11 +364,7 @@ class TrainConfig:
         return self.total_batch_tokens // at_a_time
 
     def updated(self, given: dict[str, Any]) -> TrainConfig:
-        """Return the options of a run that is resumed with the options `given`.
-
-        Raises:
-            ValueError: one of `given` cannot change in a resumed run.
-        """
+        """Return the options of a run that is resumed with the options `given`; some of them cannot change."""
         saved = asdict(self)
         for option in fields(self):
             name = option.name

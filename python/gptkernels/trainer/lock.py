@@ -1,4 +1,4 @@
-"""A lock on a run's folder, so that no two processes write to it."""
+"""A lock on a run's folder, so that only one process writes to it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 LOCK_FILE = ".gptkernels"
-"""The locked file. It stays in the folder and marks it as a run of this program."""
+"""The locked file. It remains in the folder, and marks the folder as a run of this program."""
 
 # Errors of flock on a file system without locks, such as some network file systems.
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
@@ -18,13 +18,10 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder; it is released however the process ends.
+    """Lock a folder while the body runs. The lock also ends with the process, in any way.
 
-    On a file system without locks nothing is locked.
-
-    Raises:
-        ValueError: another process has locked it; the message has its process id.
-        OSError: the lock's file cannot be written.
+    If another process has the lock, a ValueError gives its process id. On a file system without locks nothing is
+    locked.
     """
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:

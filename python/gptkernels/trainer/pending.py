@@ -1,4 +1,4 @@
-"""A step that is launched but whose numbers are not read yet."""
+"""A step that is launched, and whose numbers are not yet read."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from gptkernels.trainer.clock import Mark
 
 
 class PendingStep:
-    """The numbers of a step, which are being copied from the device; `end` is the time when they arrive.
+    """The numbers of a step, which are being copied from the device until the time `end`.
 
-    They are the loss, the gradient norm, scores if updates may be skipped, and the request to stop.
+    The numbers are those that `Step` returns, and a request to stop.
     """
 
     def __init__(self, step: int, learning_rate: float, numbers: Tensor) -> None:
@@ -20,6 +20,5 @@ class PendingStep:
         self.end = Mark(numbers.device)
 
     def read(self) -> list[float]:
-        """Wait for the numbers and return them."""
         self.end.wait()
         return self._numbers.tolist()
