@@ -43,7 +43,7 @@ class Watchdog:
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
-        """Watch the body, which is one unit of work, or several if it calls `tick`; `what` is its name in the report."""
+        """Watch the body, which is one unit of work, or several if it calls `tick`; the report names it `what`."""
         self._what = what
         try:
             yield
