@@ -1,7 +1,5 @@
 """The choice of a device, and the peak rates of known GPUs."""
 
-from __future__ import annotations
-
 import torch
 
 # The peak rate of dense bfloat16 matmuls on tensor cores, in 1e12 flops per second, from NVIDIA's data sheets. The

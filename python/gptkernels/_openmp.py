@@ -5,8 +5,6 @@ processors. If other programs use the processors, a spinning thread delays the t
 a passive policy threads sleep instead. LLVM's and Intel's OpenMP support the same variable.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import MutableMapping, Sequence

@@ -13,8 +13,6 @@ ValueError that names the file and the field, before memory for tensors is alloc
 checksums of every tensor and of the metadata, which are verified on reading; llm.c's format has no checksum.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """`gptkernels convert A B`: conversion of a model to another format, with the same bits."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Sequence

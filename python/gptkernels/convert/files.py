@@ -1,7 +1,5 @@
 """Reading and writing of a model in any of the formats."""
 
-from __future__ import annotations
-
 import dataclasses
 import os
 from collections.abc import Mapping

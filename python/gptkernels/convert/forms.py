@@ -1,7 +1,5 @@
 """The formats in which a GPT-2 is stored, and their recognition."""
 
-from __future__ import annotations
-
 import enum
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Download of models from the Hugging Face hub, by `huggingface_hub`."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

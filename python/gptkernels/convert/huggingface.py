@@ -1,7 +1,5 @@
 """Hugging Face's GPT-2: a folder with `config.json` and the weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

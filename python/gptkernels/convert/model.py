@@ -1,7 +1,5 @@
 """A GPT-2 in memory, which all formats read and write."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping

@@ -1,7 +1,5 @@
 """nanoGPT's `ckpt.pt`: a dict of model, optimizer, model_args, iter_num, best_val_loss and config."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping

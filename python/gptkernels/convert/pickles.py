@@ -1,7 +1,5 @@
 """Files of torch.save, which are read without running code, and written atomically."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import re

@@ -1,7 +1,5 @@
 """Text files: their selection, reading in pieces, and the sources of Python's standard library."""
 
-from __future__ import annotations
-
 import codecs
 import os
 import sysconfig
@@ -33,7 +31,7 @@ class Document:
     stop: int
 
     @classmethod
-    def whole(cls, path: Path) -> Document:
+    def whole(cls, path: Path) -> "Document":
         return cls(path, 0, path.stat().st_size)
 
     @property

@@ -1,7 +1,5 @@
 """Batches of tokens and targets from token files, in an order that a few integers define."""
 
-from __future__ import annotations
-
 import functools
 import math
 import os

@@ -1,7 +1,5 @@
 """Conversion of text files to `PREFIX_train.bin`, `PREFIX_val.bin` and a tokenizer file."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

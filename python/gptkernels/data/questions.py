@@ -8,8 +8,6 @@ bytes of the longest question), and then each question in uint16:
     the context's length and tokens, and for each ending its length and tokens
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Several token files used as one, given by a pattern such as `fineweb_train_*.bin`."""
 
-from __future__ import annotations
-
 import glob
 import os
 from bisect import bisect_right

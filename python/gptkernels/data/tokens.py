@@ -3,8 +3,6 @@
 The older format has no header, and tokens in int32.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

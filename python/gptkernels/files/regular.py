@@ -1,7 +1,5 @@
 """Functions that open only regular files. A FIFO or a socket could block for ever, and a device has no end."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Iterator

@@ -8,8 +8,6 @@ The safetensors library reads the files, but this module writes them. The librar
 its owner, its name cannot be recognised after a kill, and a full disk is not reported as an OSError.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import zlib

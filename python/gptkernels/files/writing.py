@@ -1,7 +1,5 @@
 """Functions for all file formats: atomic writing, and llm.c's headers of 256 integers."""
 
-from __future__ import annotations
-
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """The command line: `gptkernels train|prepare|generate|convert|check|info`."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import sys

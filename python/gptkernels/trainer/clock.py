@@ -1,7 +1,5 @@
 """Measurement of a step's time on the device."""
 
-from __future__ import annotations
-
 import time
 
 import torch
@@ -23,7 +21,7 @@ class Mark:
         if self._event is not None:
             self._event.synchronize()
 
-    def seconds_since(self, earlier: Mark) -> float:
+    def seconds_since(self, earlier: "Mark") -> float:
         """Return the seconds between two points in time that are in the past."""
         if self._event is not None and earlier._event is not None:
             return earlier._event.elapsed_time(self._event) / 1e3

@@ -1,7 +1,5 @@
 """The trainer's options, each with its default, its flag and its help text."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -363,7 +361,7 @@ class TrainConfig:
             )
         return self.total_batch_tokens // at_a_time
 
-    def updated(self, given: dict[str, Any]) -> TrainConfig:
+    def updated(self, given: dict[str, Any]) -> "TrainConfig":
         """Return the options of a run that is resumed with the options `given`; some of them cannot change."""
         saved = asdict(self)
         for option in fields(self):

@@ -1,7 +1,5 @@
 """Evaluation of a model without training, which is `gptkernels train --eval-only`."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import torch

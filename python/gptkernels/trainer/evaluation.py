@@ -1,7 +1,5 @@
 """A model's loss on held-out data, and its answers to multiple-choice questions."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """A fingerprint of the training data, which detects that the data of a resumed run has changed."""
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Generation of text by a trained model, which is `gptkernels generate`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Iterator
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """A lock on a run's folder, so that only one process writes to it."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

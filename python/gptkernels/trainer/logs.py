@@ -1,7 +1,5 @@
 """The logs of a run: llm.c's log, a CSV, and optionally TensorBoard's files."""
 
-from __future__ import annotations
-
 import csv
 import math
 import os

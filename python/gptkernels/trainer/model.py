@@ -1,7 +1,5 @@
 """The model of a run, and its loss in the precision of the options."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """Detection of outliers among the steps' losses and gradients by z-scores, as in llm.c's outlier_detector.h."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

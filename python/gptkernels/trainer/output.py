@@ -1,7 +1,5 @@
 """Standard output that raises no errors: text that cannot be written is escaped or lost."""
 
-from __future__ import annotations
-
 import io
 import os
 import sys

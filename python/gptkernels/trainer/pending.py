@@ -1,7 +1,5 @@
 """A step that is launched, and whose numbers are not yet read."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 from gptkernels.trainer.clock import Mark

@@ -1,7 +1,5 @@
 """The plot of a run: training and validation loss over the steps."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The processes that `torchrun` starts. Without torchrun there is one process, and nothing is exchanged."""
 
-from __future__ import annotations
-
 import os
 from collections import defaultdict
 from collections.abc import Iterable

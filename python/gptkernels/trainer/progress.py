@@ -1,7 +1,5 @@
 """The progress display of a command: a bar on a terminal, lines in a file or pipe, nothing in other processes."""
 
-from __future__ import annotations
-
 import math
 import sys
 import time

@@ -1,7 +1,5 @@
 """The checkpoints that a run keeps in addition to the newest one: the last few, and those of every N-th step."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The data of a run: its training and validation tokens, and the tokenizer."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """The folders of runs, with the checkpoint, the logs and the plot."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -3,8 +3,6 @@
 Every size is compared with the file's tensors. The file's checksums are verified before these checks.
 """
 
-from __future__ import annotations
-
 import math
 import typing
 from collections.abc import Iterator, Mapping

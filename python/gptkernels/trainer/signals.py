@@ -1,7 +1,5 @@
 """Handling of Ctrl-C and SIGTERM: the run stops after the current step."""
 
-from __future__ import annotations
-
 import signal
 import threading
 from collections.abc import Iterator

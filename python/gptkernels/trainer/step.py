@@ -1,7 +1,5 @@
 """A training step: the gradients of its batches, their exchange with other processes, and the update."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 
 import torch

@@ -1,7 +1,5 @@
 """Training of GPT-2: `train(TrainConfig(...))`, which is `gptkernels train`."""
 
-from __future__ import annotations
-
 import faulthandler
 import math
 import os

@@ -1,7 +1,5 @@
 """The memory that a run uses."""
 
-from __future__ import annotations
-
 import resource
 import sys
 

@@ -1,7 +1,5 @@
 """A watchdog that ends a run that hangs, for example because the GPU does not answer."""
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable, Iterator
@@ -33,7 +31,7 @@ class Watchdog:
         self._finished = 0  # written by the main thread only
         self._closed = threading.Event()
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> "Watchdog":
         if self._interval:
             threading.Thread(target=self._run, name="watchdog", daemon=True).start()
         return self
