@@ -20,23 +20,10 @@ from gptkernels.rules._autocast import autocast_dtype
 from gptkernels.rules.attention import unpack
 
 __all__ = [
-    "causal_attention",
-    "causal_softmax",
-    "cross_entropy",
-    "dropout",
-    "embedding",
-    "fp8_linear",
-    "fp8_linear_cross_entropy",
-    "fp8_mlp",
-    "gelu",
-    "layer_norm",
-    "linear",
-    "linear_cross_entropy",
-    "mlp",
-    "residual_layer_norm",
-    "scaled_dot_product_attention",
-    "softmax",
-]
+    "causal_attention", "causal_softmax", "cross_entropy", "dropout", "embedding", "fp8_linear",
+    "fp8_linear_cross_entropy", "fp8_mlp", "gelu", "layer_norm", "linear", "linear_cross_entropy", "mlp",
+    "residual_layer_norm", "scaled_dot_product_attention", "softmax",
+]  # fmt: skip
 for _name in __all__:
     torch.fx.wrap(_name)  # so that torch.fx.symbolic_trace records a call and not its inside
 

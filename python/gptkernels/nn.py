@@ -16,17 +16,9 @@ from gptkernels.rules.attention import unpack
 from gptkernels.rules.fp8 import ALIGNMENT, new_history
 
 __all__ = [
-    "GELU",
-    "MLP",
-    "CausalSelfAttention",
-    "CrossEntropyLoss",
-    "Dropout",
-    "Embedding",
-    "KeyValueCache",
-    "LayerNorm",
-    "Linear",
-    "Softmax",
-]
+    "GELU", "MLP", "CausalSelfAttention", "CrossEntropyLoss", "Dropout", "Embedding", "KeyValueCache", "LayerNorm",
+    "Linear", "Softmax",
+]  # fmt: skip
 
 
 class LayerNorm(torch.nn.LayerNorm):

@@ -14,12 +14,7 @@ from gptkernels.convert.huggingface import CONFIG, WEIGHTS
 from gptkernels.convert.model import WTE, Model, with_zero_biases
 from gptkernels.convert.nanogpt import float32_copies
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _LLMC_DTYPES = (torch.float32, torch.bfloat16)
 _PADDED, _GPT2_VOCABULARY = 50304, 50257
 

@@ -125,10 +125,7 @@ def write_tokens(path: str | os.PathLike[str], chunks: Iterable[ArrayLike], voca
 
 
 def fill_token_file(
-    temporary: str | os.PathLike[str],
-    chunks: Iterable[ArrayLike],
-    vocab_size: int,
-    path: str | os.PathLike[str],
+    temporary: str | os.PathLike[str], chunks: Iterable[ArrayLike], vocab_size: int, path: str | os.PathLike[str]
 ) -> int:
     """Write tokens to the file `temporary`; messages name `path`, to which it will be renamed."""
     if not 1 <= vocab_size <= MAX_VOCAB_SIZE:

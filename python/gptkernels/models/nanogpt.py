@@ -47,11 +47,7 @@ class NanoGPT(torch.nn.Module):
         return 6 * (self.num_parameters() - embeddings) + 12 * config.n_layer * config.n_embd * length
 
     def configure_optimizers(
-        self,
-        weight_decay: float,
-        learning_rate: float,
-        betas: tuple[float, float],
-        device_type: str | None = None,
+        self, weight_decay: float, learning_rate: float, betas: tuple[float, float], device_type: str | None = None
     ) -> AdamW:
         """Make this package's AdamW, with weight decay for the matrices and none for biases and norms.
 
@@ -86,12 +82,7 @@ class NanoGPT(torch.nn.Module):
         positions = self.config.block_size * self.config.n_embd if non_embedding else 0
         return self.num_parameters() - positions
 
-    def estimate_mfu(
-        self,
-        fwdbwd_per_iter: float,
-        dt: float,
-        peak_flops: float | None = None,
-    ) -> float:
+    def estimate_mfu(self, fwdbwd_per_iter: float, dt: float, peak_flops: float | None = None) -> float:
         """Return the model's flops per second, as :meth:`flops_per_token` counts, divided by the device's peak.
 
         Args:

@@ -11,12 +11,7 @@ from gptkernels.rules._register import below_autograd, ops
 from gptkernels.rules._vmap import loop
 from gptkernels.rules.fp8_linear import refuse_second_derivatives, refuse_tangents
 from gptkernels.rules.linear import linear_flops
-from gptkernels.rules.linear_cross_entropy import (
-    fake_loss,
-    fake_with_gradients,
-    scale_saved,
-    with_gradients_flops,
-)
+from gptkernels.rules.linear_cross_entropy import fake_loss, fake_with_gradients, scale_saved, with_gradients_flops
 
 
 class FP8LinearCrossEntropy(torch.autograd.Function):

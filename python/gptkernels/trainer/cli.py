@@ -238,11 +238,7 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
         help="divisor of the logits; 0: always the likeliest token (default: 0.8)",
     )
     parser.add_argument(
-        "--top-k",
-        type=int,
-        default=40,
-        metavar="N",
-        help="draw from the N likeliest tokens; 0: from all (default: 40)",
+        "--top-k", type=int, default=40, metavar="N", help="draw from the N likeliest tokens; 0: from all (default: 40)"
     )
     parser.add_argument(
         "--top-p",

@@ -152,12 +152,7 @@ class TrainConfig:
         None, "batch size B, sequences (default: 16 for tiny, else 4)", "batch", short="-b", at_least=1
     )
     sequence_length: int = _option(
-        None,
-        "sequence length T, tokens (default: 64 for tiny, else 1024)",
-        "batch",
-        short="-t",
-        at_least=1,
-        fixed=True,
+        None, "sequence length T, tokens (default: 64 for tiny, else 1024)", "batch", short="-t", at_least=1, fixed=True
     )
     grad_accumulation: int | None = _option(
         None, "batches whose gradients are averaged for one step (default: 1)", "batch", at_least=1
@@ -261,11 +256,7 @@ class TrainConfig:
     keep_every: int = _option(0, "keep the checkpoints of every N-th step for good; 0: none", "checkpoints", at_least=0)
 
     dtype: str = _option(
-        "float32",
-        "dtype of the model; autocast is float32 with bfloat16 matmuls",
-        "speed",
-        choices=DTYPES,
-        fixed=True,
+        "float32", "dtype of the model; autocast is float32 with bfloat16 matmuls", "speed", choices=DTYPES, fixed=True
     )
     master_weights: bool = _option(
         True,

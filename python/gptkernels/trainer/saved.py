@@ -19,13 +19,7 @@ from gptkernels.rules.fp8 import is_history
 from gptkernels.trainer.config import TrainConfig
 
 _BELOW = 2**62
-_SIZES = {
-    "layers": "n_layer",
-    "heads": "n_head",
-    "channels": "n_embd",
-    "bias": "bias",
-    "activation": "activation",
-}
+_SIZES = {"layers": "n_layer", "heads": "n_head", "channels": "n_embd", "bias": "bias", "activation": "activation"}
 _MODEL_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("block_size", "vocab_size", "padded_vocab_size", "n_layer", "n_head", "n_embd"), (int,)),
     "bias": (bool,),

@@ -83,8 +83,5 @@ def dropout(draw):
         formula,
         formula,
         {"x": x},
-        invocations=lambda: [
-            invoke(ops.dropout, x, *arguments),
-            invoke(ops.dropout_mask, x.numel(), *arguments),
-        ],
+        invocations=lambda: [invoke(ops.dropout, x, *arguments), invoke(ops.dropout_mask, x.numel(), *arguments)],
     )

@@ -20,9 +20,7 @@ ops = torch.ops.gptkernels
         "width": [2, 33, 96],
         "more positions": 2,
     },
-    functions={
-        "encoder_backward": (lambda g: ops.encoder_backward(g, TOKENS.to(g.device), 4, 5), [(2, 3, 3)]),
-    },
+    functions={"encoder_backward": (lambda g: ops.encoder_backward(g, TOKENS.to(g.device), 4, 5), [(2, 3, 3)])},
 )
 def encoder(draw):
     dtype = draw.dtype()
@@ -48,13 +46,7 @@ def encoder(draw):
         ]
 
     return Call(
-        "encoder(tokens, wte, wpe)",
-        ops.encoder,
-        formula,
-        formula,
-        args,
-        tied=("wte", "wpe"),
-        invocations=invocations,
+        "encoder(tokens, wte, wpe)", ops.encoder, formula, formula, args, tied=("wte", "wpe"), invocations=invocations
     )
 
 

@@ -411,12 +411,7 @@ def fp8_mlp(draw):
 
 @operator(
     weight=0.5,
-    sizes={
-        **IGNORED_ROWS,
-        "width": 16,
-        "columns / 16": [1, 13, 64],
-        "inner / 16": [1, 3, 4],
-    },
+    sizes={**IGNORED_ROWS, "width": 16, "columns / 16": [1, 13, 64], "inner / 16": [1, 3, 4]},
     variants={"": {}, "float8 logits": {"fp8_logits": True, "reduction": "sum", "chunk_size": 16}},
     dtypes=DTYPES,
 )

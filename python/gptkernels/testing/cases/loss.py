@@ -117,10 +117,7 @@ def classifier(draw, in_place):
     weight=0.6,
     sizes={**IGNORED_ROWS, "width": [4, 513, 5056], "padded": True, "vocab_size": [3, 501, 5000]},
     functions={
-        "fused_classifier, all outputs": (
-            lambda x: ops.fused_classifier(x, TOKENS.to(x.device), 4, 0),
-            [(2, 3, 5)],
-        ),
+        "fused_classifier, all outputs": (lambda x: ops.fused_classifier(x, TOKENS.to(x.device), 4, 0), [(2, 3, 5)]),
         **{
             f"fused_classifier_backward, {len(dlosses)} dimensions": (
                 lambda g, x: ops.fused_classifier_backward(g, x),
@@ -201,12 +198,7 @@ def linear_cross_entropy(draw):
     if chunk_size is not None:
         chunk_size = max(chunk_size, math.prod(rows) // 30)
     reduction = draw.choose("reduction", ("mean", "sum", "none"))
-    options = {
-        "vocab_size": vocab_size,
-        "ignore_index": ignore_index,
-        "reduction": reduction,
-        "chunk_size": chunk_size,
-    }
+    options = {"vocab_size": vocab_size, "ignore_index": ignore_index, "reduction": reduction, "chunk_size": chunk_size}
 
     def formula(linear, loss, x, weight, targets):
         losses = losses_of(wide(linear(x, weight)), targets, vocab_size, ignore_index, loss)

@@ -70,10 +70,7 @@ def causal_softmax_formula(scores, scale=1.0):
     autocast="float32 on CUDA",
     sizes={"lead.rows": [1, 2, 2], "tokens": [3, 33, 128], "scale": 0.125},
     functions={
-        "causal_softmax_backward": (
-            lambda g, out: ops.causal_softmax_backward(g, out, 0.5),
-            [(2, 3, 3), (2, 3, 3)],
-        )
+        "causal_softmax_backward": (lambda g, out: ops.causal_softmax_backward(g, out, 0.5), [(2, 3, 3), (2, 3, 3)])
     },
 )
 def causal_softmax(draw):
