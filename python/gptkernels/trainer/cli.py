@@ -29,6 +29,7 @@ FAILURE = 1
 DISK_ERROR = 3
 INTERRUPTED = 130
 UNREAD = 141
+METAVARS = {int: "N", float: "X", str: "NAME"}
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
@@ -116,7 +117,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         ("generate", _generate_arguments, _generate, "continue a text with a trained model"),
         ("convert", _convert_arguments, _convert, "write a model in another format, bit for bit"),
         ("check", _check_arguments, _check, "compare every op with torch's on this machine"),
-        ("info", _no_arguments, _info, "versions, libraries, devices"),
+        ("info", lambda parser: None, _info, "versions, libraries, devices"),
     ):
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         add_arguments(command)
@@ -125,8 +126,9 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     return parser, commands.choices
 
 
-def _no_arguments(parser: argparse.ArgumentParser) -> None:
-    pass
+def _add_number(parser: argparse.ArgumentParser, name: str, default: float, help: str) -> None:
+    kind = type(default)
+    parser.add_argument(name, type=kind, default=default, metavar=METAVARS[kind], help=f"{help} (default: {default})")
 
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -156,7 +158,7 @@ def _add_option(parser: argparse._ArgumentGroup, option: Field, kind: Any) -> No
     if option.default not in (None, MISSING):
         keywords["help"] += f" (default: {option.default})"
     scalar = next((part for part in typing.get_args(kind) if part is not type(None)), kind)
-    keywords["metavar"] = metadata.get("metavar", {int: "N", float: "X", str: "NAME"}[scalar])
+    keywords["metavar"] = metadata.get("metavar", METAVARS[scalar])
     if "choices" in metadata:
         keywords["choices"] = metadata["choices"]
         keywords["metavar"] = "NAME"
@@ -198,13 +200,7 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
         "file (default: bytes)",
     )
     parser.add_argument("--vocab-size", type=int, metavar="N", help="for bpe: at most N tokens (default: 4096)")
-    parser.add_argument(
-        "--val-fraction",
-        type=float,
-        default=0.05,
-        metavar="X",
-        help="fraction of the text for validation (default: 0.05)",
-    )
+    _add_number(parser, "--val-fraction", 0.05, "fraction of the text for validation")
 
 
 def _prepare(files: list[str], output: str, tokenizer: str, vocab_size: int | None, val_fraction: float) -> int:
@@ -229,42 +225,23 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompt", default="", help="the text to continue (default: none, a new document)")
     parser.add_argument("--interactive", action="store_true", help="ask for prompts, until Ctrl-D")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="at most N tokens (default: 256)")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="X",
-        help="divisor of the logits; 0: always the likeliest token (default: 0.8)",
-    )
-    parser.add_argument(
-        "--top-k", type=int, default=40, metavar="N", help="draw from the N likeliest tokens; 0: from all (default: 40)"
-    )
+    _add_number(parser, "--max-new-tokens", 256, "at most N tokens")
+    _add_number(parser, "--temperature", 0.8, "divisor of the logits; 0: always the likeliest token")
+    _add_number(parser, "--top-k", 40, "draw from the N likeliest tokens; 0: from all")
     parser.add_argument(
         "--top-p",
         type=float,
         metavar="X",
         help="of these, draw from the smallest set of likeliest tokens with this total probability (default: from all)",
     )
-    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="seed of the draws (default: 1337)")
+    _add_number(parser, "--seed", 1337, "seed of the draws")
     parser.add_argument("--tokenizer", metavar="NAME", help="bytes, gpt2 or a file (default: the checkpoint's)")
     parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, ... (default: auto)")
 
 
-def _generate(
-    checkpoint: str,
-    prompt: str,
-    interactive: bool,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float | None,
-    seed: int,
-    tokenizer: str | None,
-    device: str,
-) -> int:
-    writer = Writer(checkpoint, tokenizer, device, seed)
-    sampling = Sampling(max_new_tokens, temperature, top_k or None, top_p)
+def _generate(checkpoint: str, prompt: str, interactive: bool, seed: int, **options: Any) -> int:
+    writer = Writer(checkpoint, options.pop("tokenizer"), options.pop("device"), seed)
+    sampling = Sampling(**options | {"top_k": options["top_k"] or None})
     if prompt or not interactive:
         writer.print(prompt, sampling)
     if interactive:
@@ -319,18 +296,14 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(device: str, op: list[str] | None, json: bool) -> int:
-    if json:
-        report = gradcheck_ops(op, device=device)
-        print(dumps(report.as_dict(), indent=2))
-        return 0 if report.passed else FAILURE
     shown = [HEADER]  # printed with the first row, so that an error about the arguments has no header
 
     def show(results: list[Result]) -> None:
         print("\n".join([*shown, row(results)]), flush=True)
         shown.clear()
 
-    report = gradcheck_ops(op, device=device, progress=show)
-    print(report.summary())
+    report = gradcheck_ops(op, device=device, progress=None if json else show)
+    print(dumps(report.as_dict(), indent=2) if json else report.summary())
     return 0 if report.passed else FAILURE
 
 
