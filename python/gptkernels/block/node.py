@@ -23,8 +23,7 @@ from gptkernels._unmodified import is_exporting
 from gptkernels.block.tensors import BlockParameters, LayerSaved, Matrices
 from gptkernels.rules import _jvp as _forward
 from gptkernels.rules import ops
-from gptkernels.rules._autocast import autocast_dtype, without_autocast
-from gptkernels.rules._below_autograd import below
+from gptkernels.rules._autocast import autocast_dtype, below, without_autocast
 from gptkernels.rules._register import differentiate
 from gptkernels.rules.dropout import drop
 from gptkernels.rules.fp8_linear import refuse_second_derivatives

@@ -28,6 +28,24 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False) if device_type in KEYS else nullcontext()
 
 
+def _excluded() -> torch._C.DispatchKeySet:
+    """Return the keys that ``torch._C._AutoDispatchBelowAutograd`` excludes, and autocast's for all devices."""
+    before = torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._AutoDispatchBelowAutograd():
+        keys = torch._C._dispatch_tls_local_exclude_set() - before
+    for key in KEYS.values():
+        keys |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    return keys
+
+
+_BELOW, _guard = _excluded(), torch._C._ExcludeDispatchKeyGuard
+
+
+def below() -> Any:
+    """Return a context manager in which operators are called below autograd and autocast."""
+    return _guard(_BELOW)
+
+
 def kernel(op: Callable[..., Any], device_type: str, policy: str) -> Callable[..., Any]:
     """Make the op's kernel for the device type's autocast key; ``policy`` is as in ``_register.autocast``."""
 
@@ -65,9 +83,6 @@ def _eligible(value: Any, device_type: str) -> bool:
         and value.is_floating_point()
         and value.dtype != torch.float64
     )
-
-
-# ---- one cast for each parameter and context -------------------------------------------------------------------------
 
 
 class _Casts(dict[tuple[int, bool], tuple[Tensor, int, Tensor]]):

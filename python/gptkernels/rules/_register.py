@@ -62,7 +62,9 @@ def like(position: int) -> Callable[..., Tensor]:
     return lambda *args, **kwargs: args[position].new_empty(args[position].shape)
 
 
-# ---- derivatives -----------------------------------------------------------------------------------------------------
+def empty_gradients(like: Tensor, shapes: Sequence[Sequence[int]], mask: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Make empty gradients for ``fake``; a gradient that the mask excludes has no elements."""
+    return tuple(like.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, mask, strict=True))
 
 
 def autograd(name: str, function: type[torch.autograd.Function], *, jvp: _jvp.Rule) -> None:
@@ -300,9 +302,6 @@ def _differentiate_by_func(
     return tuple(found)
 
 
-# ---- vmap ------------------------------------------------------------------------------------------------------------
-
-
 def vmap(name: str, rule: _vmap.Rule) -> None:
     """Register the op's rule for ``torch.vmap``."""
     op = getattr(ops, name).default
@@ -313,9 +312,6 @@ def vmap(name: str, rule: _vmap.Rule) -> None:
         return rule(call, info.batch_size, (*in_dims, *(None,) * (len(args) - len(in_dims))), args)
 
     torch.library.register_vmap(f"gptkernels::{name}", kernel, lib=_registrations)
-
-
-# ---- autocast --------------------------------------------------------------------------------------------------------
 
 
 def autocast(name: str, *, cuda: str | None = None, cpu: str | None = None) -> None:
@@ -341,9 +337,6 @@ def autocast_by(name: str, device_type: str, rule: Callable[..., Any]) -> None:
     """
     kernel = _autocast.kernel_by(getattr(ops, name).default, device_type, rule)
     _registrations.impl(name, kernel, _autocast.KEYS[device_type])
-
-
-# ---- ops that write into their arguments -----------------------------------------------------------------------------
 
 
 def mutates(name: str) -> None:
@@ -410,9 +403,6 @@ def _version_counter(op: torch._ops.OpOverload) -> Callable[[Sequence[Any], dict
     return count_versions
 
 
-# ---- no CUDA library -------------------------------------------------------------------------------------------------
-
-
 def _refuse_cuda(name: str, *args: Any, **kwargs: Any) -> Any:
     raise RuntimeError(f"{name}: no CUDA kernels are loaded: {_library.without_cuda_because}")
 
@@ -421,9 +411,6 @@ if _library.without_cuda_because:
     for _name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
         if _name.startswith("gptkernels::"):
             _registrations.impl(_name.removeprefix("gptkernels::"), partial(_refuse_cuda, _name), "CUDA")
-
-
-# ---- flops -----------------------------------------------------------------------------------------------------------
 
 
 def flops(name: str, formula: Callable[..., int]) -> None:

@@ -29,9 +29,6 @@ class Options(NamedTuple):
     offset: Tensor | None = None
 
 
-# ---- shapes ----------------------------------------------------------------------------------------------------------
-
-
 def _fake_packed(qkv, num_heads, scale=None, dropout_p=0.0, seed=None, offset=None):
     b, t, c3 = qkv.shape
     return qkv.new_empty((b, t, c3 // 3)), qkv.new_empty((b, num_heads, t), dtype=accumulate_dtype(qkv.dtype))
@@ -53,13 +50,6 @@ def _fake_gradient(t: Tensor) -> Tensor:
 
 def _fake_backward(dout, dlogsumexp, query, key, value, *args, **kwargs):
     return _fake_gradient(query), _fake_gradient(key), _fake_gradient(value)
-
-
-def _fake_dropout_mask(batch, heads, queries, keys, dropout_p, seed, offset):
-    return seed.new_empty((batch, heads, queries, keys), dtype=torch.bool)
-
-
-# ---- the formula -----------------------------------------------------------------------------------------------------
 
 
 def visible_keys(query: Tensor, key: Tensor, options: Options) -> Tensor:
@@ -101,8 +91,9 @@ def _dropout(p: Tensor, options: Options) -> Tensor | None:
     return kept.to(p.dtype) / ((1 - options.dropout_p) or 1)
 
 
-def forward_formula(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute out and logsumexp in torch ops."""
+def forward_formula(query, key, value, *args) -> tuple[Tensor, Tensor]:
+    """Compute out and logsumexp in torch ops; ``args`` are those of ``Options``."""
+    options = Options(*args)
     scores, any_seen = _scores(query, key, options)
     p = scores.softmax(-1) * any_seen
     if (dropout := _dropout(p, options)) is not None:
@@ -111,10 +102,9 @@ def forward_formula(query: Tensor, key: Tensor, value: Tensor, options: Options)
     return p @ _shared(value, query.shape[1]), logsumexp
 
 
-def backward_formula(
-    dout: Tensor, dlogsumexp: Tensor | None, query: Tensor, key: Tensor, value: Tensor, options: Options
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dquery, dkey and dvalue in torch ops, with the probabilities as a function of query and key."""
+def backward_formula(dout, dlogsumexp, query, key, value, out, logsumexp, *args) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute dquery, dkey and dvalue in torch ops; out and logsumexp are functions of query, key and value."""
+    options = Options(*args)
     heads, key_heads = query.shape[1], key.shape[1]
     scores, any_seen = _scores(query, key, options)
     p = scores.softmax(-1) * any_seen
@@ -130,9 +120,6 @@ def backward_formula(
     if key_heads != heads:
         dkey, dvalue = (t.unflatten(1, (key_heads, heads // key_heads)).sum(2) for t in (dkey, dvalue))
     return ds @ _shared(key, heads), dkey, dvalue
-
-
-# ---- query, key and value --------------------------------------------------------------------------------------------
 
 
 class ScaledDotProductAttention(torch.autograd.Function):
@@ -163,14 +150,6 @@ class ScaledDotProductAttention(torch.autograd.Function):
         return *wanted, *(None,) * 9
 
 
-def _formula(query, key, value, *options):
-    return forward_formula(query, key, value, Options(*options))
-
-
-def _backward_formula(dout, dlogsumexp, query, key, value, out, logsumexp, *options):
-    return backward_formula(dout, dlogsumexp, query, key, value, Options(*options))
-
-
 def _folded(*positions: int):
     """Make a vmap rule that folds the mapped dimension into the batch if there is no mask and no bound of keys."""
 
@@ -193,9 +172,6 @@ def sdpa_backward_flops(dout_shape, dlogsumexp_shape, query_shape, key_shape, va
     return 5 * sdpa_flops(query_shape, key_shape, value_shape) // 2
 
 
-# ---- packed ----------------------------------------------------------------------------------------------------------
-
-
 def unpack(qkv: Tensor, num_heads: int) -> tuple[Tensor, ...]:
     """qkv (B, T, 3C) -> query, key and value (B, NH, T, HS), which are views."""
     return qkv.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
@@ -204,7 +180,7 @@ def unpack(qkv: Tensor, num_heads: int) -> tuple[Tensor, ...]:
 def packed_formula(qkv, num_heads, scale, dropout_p=0.0, seed=None, offset=None):
     """Compute out in torch ops; the op's second output has no derivative."""
     options = Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
-    out, _ = forward_formula(*unpack(qkv, num_heads), options)
+    out, _ = forward_formula(*unpack(qkv, num_heads), *options)
     return out.transpose(1, 2).flatten(2), None
 
 
@@ -212,7 +188,7 @@ def packed_backward_formula(dout, qkv, out, logsumexp, num_heads, scale, dropout
     """Compute dqkv in torch ops; out and logsumexp are functions of qkv."""
     options = Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
     dout = dout.unflatten(2, (num_heads, -1)).transpose(1, 2)
-    gradients = backward_formula(dout, None, *unpack(qkv, num_heads), options)
+    gradients = backward_formula(dout, None, *unpack(qkv, num_heads), out, logsumexp, *options)
     return torch.stack(gradients).permute(1, 3, 0, 2, 4).flatten(2)
 
 
@@ -251,11 +227,11 @@ register.fake("attention", _fake_packed)
 register.fake("attention_backward", like(1))
 register.fake("scaled_dot_product_attention", _fake)
 register.fake("scaled_dot_product_attention_backward", _fake_backward)
-register.fake("attention_dropout_mask", _fake_dropout_mask)
+register.fake("attention_dropout_mask", lambda *args: args[-1].new_empty(args[:4], dtype=torch.bool))
 register.autograd("attention", Attention, jvp=by_formula(packed_formula))
 register.autograd_by_formula("attention_backward", packed_backward_formula, inputs=2)
-register.autograd("scaled_dot_product_attention", ScaledDotProductAttention, jvp=by_formula(_formula))
-register.autograd_by_formula("scaled_dot_product_attention_backward", _backward_formula, inputs=5)
+register.autograd("scaled_dot_product_attention", ScaledDotProductAttention, jvp=by_formula(forward_formula))
+register.autograd_by_formula("scaled_dot_product_attention_backward", backward_formula, inputs=5)
 register.vmap("attention", batches(0))
 register.vmap("attention_backward", batches(0, 1, 2, 3))
 register.vmap("scaled_dot_product_attention", _folded(0, 1, 2))

@@ -17,14 +17,6 @@ def _fake_backward(dout, tokens, vocab_size, max_positions):
     return dout.new_empty((vocab_size, width)), dout.new_empty((max_positions, width))
 
 
-def _fake_backward_in_place(dout, tokens, dwte, max_positions):
-    return dout.new_empty((max_positions, dout.shape[-1]))
-
-
-def _fake_embedding_backward(dout, tokens, vocab_size):
-    return dout.new_empty((vocab_size, dout.shape[-1]))
-
-
 class Encoder(torch.autograd.Function):
     """tokens (B, T), wte (Vp, C), wpe (P, C) with P >= T -> (B, T, C)."""
 
@@ -129,11 +121,11 @@ def embedding_backward_vmap(op, size, in_dims, args):
 
 register.fake("encoder", _fake)
 register.fake("encoder_backward", _fake_backward)
-register.fake("encoder_backward_", _fake_backward_in_place)
+register.fake("encoder_backward_", lambda dout, tokens, dwte, positions: dout.new_empty((positions, dout.shape[-1])))
 register.mutates("encoder_backward_")
 register.without_derivative("encoder_backward_")
 register.fake("embedding", _fake)
-register.fake("embedding_backward", _fake_embedding_backward)
+register.fake("embedding_backward", lambda dout, tokens, vocab_size: dout.new_empty((vocab_size, dout.shape[-1])))
 register.autograd("encoder", Encoder, jvp=encoder_tangent)
 register.autograd("encoder_backward", EncoderBackward, jvp=linear_in(0)(ops.encoder_backward))
 register.autograd("embedding", Embedding, jvp=linear_in(1)(ops.embedding))

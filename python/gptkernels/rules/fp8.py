@@ -7,6 +7,7 @@ from torch import Tensor
 
 from gptkernels.rules import _register as register
 from gptkernels.rules._vmap import loop
+from gptkernels.rules.linear import linear_flops
 
 CALLS = 16
 """The number of earlier calls whose amaxes determine a scale."""
@@ -52,11 +53,6 @@ def _fake_matmul(a, b, scale_a, scale_b, bias, dtype, fast_accumulation=False):
     return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=dtype)
 
 
-def matmul_flops(a_shape, b_shape, *args, **kwargs) -> int:
-    """Count a multiplication and an addition for each term of each sum."""
-    return 2 * math.prod(a_shape) * b_shape[0]
-
-
 register.fake("fp8_quantize", _fake_quantize)
 register.mutates("fp8_quantize")
 register.without_derivative("fp8_quantize")
@@ -64,4 +60,4 @@ register.vmap("fp8_quantize", loop)
 register.fake("fp8_matmul", _fake_matmul)
 register.without_derivative("fp8_matmul")
 register.vmap("fp8_matmul", loop)
-register.flops("fp8_matmul", matmul_flops)
+register.flops("fp8_matmul", linear_flops)

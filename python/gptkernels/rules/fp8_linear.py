@@ -6,7 +6,7 @@ The gradients are those of a layer without quantisation, computed from the quant
 import torch
 
 from gptkernels.rules import _register as register
-from gptkernels.rules._register import below_autograd, ops, present
+from gptkernels.rules._register import below_autograd, empty_gradients, ops, present
 from gptkernels.rules._vmap import loop
 from gptkernels.rules.fp8 import scale_like, transposed_like
 from gptkernels.rules.linear import linear_flops
@@ -28,9 +28,6 @@ def refuse_second_derivatives():
         )
 
 
-# ---- one layer -------------------------------------------------------------------------------------------------------
-
-
 def _fake_linear(x, weight, bias, history, dout_history, save):
     return (
         x.new_empty((*x.shape[:-1], weight.shape[0])),
@@ -42,13 +39,8 @@ def _fake_linear(x, weight, bias, history, dout_history, save):
 
 
 def _fake_linear_backward(dout, x_t, weight_t, x_scale, weight_scale, history, output_mask):
-    dx, dweight, dbias = output_mask
-    width = dout.shape[-1]
-    return (
-        dout.new_empty((*dout.shape[:-1], weight_t.shape[0]) if dx else (0,)),
-        dout.new_empty((width, x_t.shape[0]) if dweight else (0,)),
-        dout.new_empty((width,) if dbias else (0,)),
-    )
+    *rows, width = dout.shape
+    return empty_gradients(dout, ((*rows, weight_t.shape[0]), (width, x_t.shape[0]), (width,)), output_mask)
 
 
 class FP8Linear(torch.autograd.Function):
@@ -94,9 +86,6 @@ register.flops("fp8_linear", linear_flops)
 register.flops("fp8_linear_backward", fp8_linear_backward_flops)
 
 
-# ---- two layers with GELU between them -------------------------------------------------------------------------------
-
-
 def _fake_mlp(
     x, fc_weight, fc_bias, proj_weight, proj_bias, history, hidden_history, dhidden_history, dout_history, save
 ):
@@ -113,15 +102,9 @@ def _fake_mlp(
 
 
 def _fake_mlp_backward(dout, pre_gelu, x_t, fc_weight_t, *args):
-    dx, dfc_weight, dfc_bias, dproj_weight, dproj_bias = args[-1]
-    width, hidden = dout.shape[-1], pre_gelu.shape[-1]
-    return (
-        dout.new_empty((*dout.shape[:-1], fc_weight_t.shape[0]) if dx else (0,)),
-        dout.new_empty((hidden, x_t.shape[0]) if dfc_weight else (0,)),
-        dout.new_empty((hidden,) if dfc_bias else (0,)),
-        dout.new_empty((width, hidden) if dproj_weight else (0,)),
-        dout.new_empty((width,) if dproj_bias else (0,)),
-    )
+    (*rows, width), hidden = dout.shape, pre_gelu.shape[-1]
+    shapes = (*rows, fc_weight_t.shape[0]), (hidden, x_t.shape[0]), (hidden,), (width, hidden), (width,)
+    return empty_gradients(dout, shapes, args[-1])
 
 
 class FP8MLP(torch.autograd.Function):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gptkernels.rules import _register as register
 from gptkernels.rules._jvp import by_formula
-from gptkernels.rules._register import accumulate_dtype, below_autograd, ops, present
+from gptkernels.rules._register import accumulate_dtype, below_autograd, empty_gradients, ops, present
 from gptkernels.rules._vmap import loop
 from gptkernels.rules.linear import linear_flops
 
@@ -24,7 +24,7 @@ def fake_loss(x, weight, targets, vocab_size=-1, ignore_index=-100, reduction="m
 
 
 def _fake_gradients(x, weight, output_mask):
-    return tuple(x.new_empty(t.shape if wanted else (0,)) for t, wanted in zip((x, weight), output_mask, strict=True))
+    return empty_gradients(x, (x.shape, weight.shape), output_mask)
 
 
 def fake_with_gradients(x, weight, targets, vocab_size, ignore_index, reduction, *options):
@@ -37,10 +37,6 @@ def _fake_with_logits(x, weight, targets, scale, vocab_size, ignore_index, chunk
     loss = fake_loss(x, weight, targets)
     dx, dweight = _fake_gradients(x, weight, output_mask)
     return x.new_empty((*x.shape[:-1], weight.shape[0])), loss, dx, dweight.to(loss.dtype)
-
-
-def _fake_backward(dloss, x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, output_mask):
-    return _fake_gradients(x, weight, output_mask)
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -150,7 +146,7 @@ def backward_flops(dloss_shape, x_shape, weight_shape, *args, **kwargs) -> int:
 register.fake("linear_cross_entropy", fake_loss)
 register.fake("linear_cross_entropy_with_gradients", fake_with_gradients)
 register.fake("linear_cross_entropy_with_logits", _fake_with_logits)
-register.fake("linear_cross_entropy_backward", _fake_backward)
+register.fake("linear_cross_entropy_backward", lambda dloss, x, weight, *args: _fake_gradients(x, weight, args[-1]))
 register.autograd("linear_cross_entropy", LinearCrossEntropy, jvp=by_formula(formula))
 register.autograd("linear_cross_entropy_with_gradients", LinearCrossEntropyWithGradients, jvp=_refuse)
 register.without_derivative("linear_cross_entropy_with_logits")

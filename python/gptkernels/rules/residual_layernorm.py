@@ -10,7 +10,16 @@ import torch
 from gptkernels.rules import _register as register
 from gptkernels.rules import layernorm
 from gptkernels.rules._jvp import by_formula
-from gptkernels.rules._register import accumulate_dtype, below_autograd, differentiate, ops, present, save, saved
+from gptkernels.rules._register import (
+    accumulate_dtype,
+    below_autograd,
+    differentiate,
+    empty_gradients,
+    ops,
+    present,
+    save,
+    saved,
+)
 from gptkernels.rules._vmap import loop, rows, rows_and_sums
 from gptkernels.rules.dropout import drop
 from gptkernels.rules.layernorm import backward_formula
@@ -22,8 +31,7 @@ def _fake(x, residual, weight, bias, eps=1e-5, x_bias=None, dropout_p=0.0, seed=
 
 
 def _fake_backward(dout, dsum, sum, weight, mean, rstd, output_mask):
-    shapes = (sum.shape, *(sum.shape[-1:],) * (len(output_mask) - 1))
-    return tuple(sum.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, output_mask, strict=True))
+    return empty_gradients(sum, (sum.shape, *(sum.shape[-1:],) * (len(output_mask) - 1)), output_mask)
 
 
 def _fake_dropout_backward(dout, dsum, sum, weight, mean, rstd, dropout_p, seed, offset, output_mask):

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from gptkernels import functional
 from gptkernels.rules import _jvp, ops
-from gptkernels.rules._autocast import autocast_dtype, without_autocast
-from gptkernels.rules._below_autograd import below
+from gptkernels.rules._autocast import autocast_dtype, below, without_autocast
 from gptkernels.rules._register import differentiate
 from gptkernels.rules.linear_cross_entropy import is_last_backward, scale_in_place
 from gptkernels.swapping.layers import products_dtype
@@ -87,9 +86,6 @@ def _by_operators(
 def _counted(targets: Tensor, ignore_index: int) -> Tensor:
     """Return the number of targets that are not ignored, 0-dim."""
     return (targets != ignore_index).sum()
-
-
-# ---- one node of autograd's graph ------------------------------------------------------------------------------------
 
 
 @torch.compiler.allow_in_graph
