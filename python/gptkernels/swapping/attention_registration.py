@@ -37,9 +37,6 @@ def register_attention(library: str) -> None:
         raise ValueError(f"register_attention: the library must be 'transformers' or 'torch', got {library!r}")
 
 
-# ---- transformers ----------------------------------------------------------------------------------------------------
-
-
 def _register_with_transformers() -> None:
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -112,9 +109,6 @@ def transformers_attention(
         *(query, key, value, attention_mask, dropout, causal), scale=scaling, enable_gqa=key.shape[1] != query.shape[1]
     )
     return out.transpose(1, 2).contiguous(), None
-
-
-# ---- torch -----------------------------------------------------------------------------------------------------------
 
 
 def _register_with_torch() -> None:

@@ -1,7 +1,8 @@
-"""The modules of a block that has not changed since ``swap``, which are found once and compared at each call.
+"""The modules of a block that has not changed since ``swap``, and its description as one node of autograd's graph.
 
-For a small batch, host time determines the time of a training step. Checking each of a block's modules with
-``untouched`` takes longer than comparing all modules with those found before.
+The modules are found once, and compared at each call. For a small batch, host time determines the time of a training
+step, and checking each of a block's modules with ``untouched`` takes longer than comparing all modules with those found
+before.
 """
 
 import dataclasses
@@ -10,11 +11,16 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
+from gptkernels import functional
 from gptkernels._unmodified import is_bare
+from gptkernels.block.fused import FusedBlock, parameters_of
+from gptkernels.block.node import Dtypes, Plan
 from gptkernels.swapping.checks import bare, untouched
 from gptkernels.swapping.classes import is_patched, kind_of, original_of
+from gptkernels.swapping.layers import eps_of, gelu_form
 
 KINDS = ("LayerNorm", "Linear", "Linear", "LayerNorm", "Linear", "GELU", "Linear")
 
@@ -104,3 +110,31 @@ def _find(block: Any, kinds: Sequence[str]) -> Parts | None:
 def probability(dropout: Any) -> float:
     """Return the current probability of a dropout; 0 for None."""
     return dropout.p if dropout is not None and dropout.training else 0.0
+
+
+def fused_block(
+    parts: Parts, dtypes: Dtypes, stream: Tensor, heads: int, scale: float | None, p: float
+) -> FusedBlock | None:
+    """Describe a block with its current parameters and settings; None if the node does not support it.
+
+    ``scale`` is the factor of the scores, or None for 1/sqrt(HS), and ``p`` the probability of attention's dropout.
+    """
+    if stream.shape[-1] > functional.MAX_HEAD_SIZE * heads:
+        return None
+    parameters, mlp_proj_bias = parameters_of(
+        parts.ln_1, parts.c_attn, parts.attn_proj, parts.ln_2, parts.c_fc, parts.mlp_proj
+    )
+    wide = dtypes.wide
+    for t in (*parameters, mlp_proj_bias):
+        if t is not None and t.dtype != wide:
+            return None
+    plan = Plan(
+        (eps_of(parts.ln_1), eps_of(parts.ln_2)),
+        heads,
+        scale,
+        gelu_form(parts.act) == "tanh",
+        parts.c_attn._gptkernels_transposed,
+        dtypes.low,
+    )
+    probabilities = p, probability(parts.resid_dropout), probability(parts.mlp_dropout)
+    return FusedBlock(plan, parameters, mlp_proj_bias, probabilities)

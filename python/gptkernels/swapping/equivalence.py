@@ -137,20 +137,21 @@ def difference(original: torch.nn.Module, replaced: torch.nn.Module, *trials: Tr
     """Compare two modules in every state and trial; return a description of the first difference, or None."""
     calls = _calls_of_dropouts(original)
     before = _stored(original)
-    for state, first, second in zip(_states(original), _states(original), _states(replaced), strict=True):
+    first, second = _states(original), _states(replaced)
+    for state in first:
         for trial in trials:
-            first[1]()
+            first[state]()
             calls.clear()
             expected = _run(trial, original)
-            if state[0] == "training" and (twice := next((n for n in calls if calls.count(n) > 1), None)) is not None:
+            if state == "training" and (twice := next((n for n in calls if calls.count(n) > 1), None)) is not None:
                 # A trial with its probability at 1 would not show this.
                 return f"its forward is another one: it applies {twice} more than once"
-            if state[0] in ("evaluation", "training") and _has_drawn():
-                return f"its forward draws random numbers in {state[0]}, without dropout"
-            second[1]()
+            if state in ("evaluation", "training") and _has_drawn():
+                return f"its forward draws random numbers in {state}, without dropout"
+            second[state]()
             found = _run(trial, replaced)
             if (reason := _unequal(expected, found)) is not None:
-                return f"its forward is another one: {reason} in {state[0]}"
+                return f"its forward is another one: {reason} in {state}"
     return _stores_something(original, before)
 
 
@@ -160,7 +161,7 @@ def difference_of_gradients(
     """Compare the gradients of vectors, embeddings and these inputs, in training without dropout."""
     found = []
     for module in (original, replaced):
-        _put(module, "training")
+        _states(module)["training"]()
         tables = [one.weight for one in module.modules() if isinstance(one, torch.nn.Embedding)]
         wanted = [*(p for p in module.parameters() if p.dim() == 1), *tables, *inputs]
         for t in wanted:
@@ -179,14 +180,10 @@ def _gradients(trial: Trial, wanted: list[Tensor], module: Any) -> list[Tensor]:
     return list(torch.autograd.grad(outputs, wanted, directions, materialize_grads=True))
 
 
-def _put(module: torch.nn.Module, state: str) -> None:
-    next(put for name, put in _states(module) if name == state)()
-
-
 def difference_in(state: str, original: torch.nn.Module, replaced: torch.nn.Module, trial: Trial) -> str | None:
     """Compare two modules in one state, for a trial that takes long; return the difference, or None."""
     for module in (original, replaced):
-        _put(module, state)
+        _states(module)[state]()
     reason = _unequal(_run(trial, original), _run(trial, replaced))
     return None if reason is None else f"its forward is another one: {reason} for other lengths or values"
 
@@ -231,7 +228,7 @@ def difference_of_models(
             return [t for t in tree_leaves(module(tokens, **options)) if isinstance(t, Tensor)]
 
         for module in (original, replaced):
-            _put(module, "training" if training else "evaluation")
+            _states(module)["training" if training else "evaluation"]()
         try:
             expected = _run(trial, original, device)
         except Exception:  # the model does not support these inputs
@@ -286,8 +283,8 @@ def _run(trial: Trial, module: torch.nn.Module, device: torch.device = _CPU, gra
         return trial(module)
 
 
-def _states(module: torch.nn.Module) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the states of a module: a name, and a function that puts the module into it."""
+def _states(module: torch.nn.Module) -> dict[str, Callable[[], None]]:
+    """Return the states of a module: for each name a function that puts the module into this state."""
     dropouts = [(name, one) for name, one in module.named_modules() if isinstance(one, torch.nn.Dropout)]
     numbers = [(name, one) for name, one in module.named_modules() if isinstance(one.__dict__.get("dropout"), float)]
 
@@ -298,10 +295,11 @@ def _states(module: torch.nn.Module) -> Iterator[tuple[str, Callable[[], None]]]
         for name, number in numbers:  # nanoGPT's attention stores the probability in a dropout and as a number
             number.dropout = p.get(f"{name}.attn_dropout".lstrip("."), p.get(f"{name}.dropout".lstrip("."), 0.0))
 
-    yield "evaluation", lambda: put(False, {})
-    yield "training", lambda: put(True, {})
-    for name, _ in dropouts:
-        yield f"training with the dropout {name}", functools.partial(put, True, {name: 1.0})
+    return {
+        "evaluation": functools.partial(put, False, {}),
+        "training": functools.partial(put, True, {}),
+        **{f"training with the dropout {name}": functools.partial(put, True, {name: 1.0}) for name, _ in dropouts},
+    }
 
 
 def _unequal(expected: Any, found: Any) -> str | None:

@@ -14,11 +14,10 @@ from gptkernels._unmodified import is_exporting
 from gptkernels.block.fused import FusedBlock, Pending, add, cast_all
 from gptkernels.block.node import Dtypes, dtypes_of
 from gptkernels.rules._autocast import autocast_dtype
-from gptkernels.swapping.block_modules import parts_of
+from gptkernels.swapping.block_modules import fused_block, parts_of
 from gptkernels.swapping.checks import bare, count, dropout_of, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 from gptkernels.swapping.dropout import Draws, drop
-from gptkernels.swapping.fused_block import fused_block
 from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
 from gptkernels.swapping.transformer import add_and_norm, attend, called, feed_forward, layer, mlp, pending_of, project
@@ -29,9 +28,6 @@ KINDS = BLOCK, ATTENTION, MLP = "gpt block", "gpt attention", "gpt mlp"
 def children(module: torch.nn.Module) -> set[str]:
     """Return the names of the submodules."""
     return {name for name, child in module._modules.items() if child is not None}
-
-
-# ---- attention -------------------------------------------------------------------------------------------------------
 
 
 def looks_like_attention(module: Any) -> bool:
@@ -81,9 +77,6 @@ def _attended(self: Any, x: Tensor, p: float, draws: Draws) -> Tensor:
     return attend(project(x, self.c_attn), self.n_head, None, draws(p))
 
 
-# ---- feed-forward ----------------------------------------------------------------------------------------------------
-
-
 def looks_like_mlp(module: Any) -> bool:
     """Return whether a module has c_fc, c_proj, an activation, and no other submodule than a dropout."""
     rest = children(module) - {"c_fc", "c_proj", "dropout"}
@@ -107,9 +100,6 @@ def mlp_module(original: Any) -> Namespace:
         return drop(mlp(x, self.c_fc, activation(self), self.c_proj), self._modules.get("dropout"), Draws(1, x))
 
     return {"forward": forward}
-
-
-# ---- a block ---------------------------------------------------------------------------------------------------------
 
 
 def looks_like_block(module: Any) -> bool:
@@ -163,9 +153,6 @@ def block(original: Any) -> Namespace:
         return add(*_layer(self, _fused(self, dtypes_of(x, compiled=True), x), x, None, Draws(3, x)))
 
     return {"forward": forward}
-
-
-# ---- the model -------------------------------------------------------------------------------------------------------
 
 
 def looks_like_gpt(module: Any) -> bool:

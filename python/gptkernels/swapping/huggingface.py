@@ -20,11 +20,10 @@ from gptkernels._unmodified import is_exporting
 from gptkernels.block.fused import FusedBlock, Pending, add, cast_all
 from gptkernels.block.node import Dtypes, dtypes_of
 from gptkernels.rules.attention import unpack
-from gptkernels.swapping.block_modules import Parts, parts_of, probability
+from gptkernels.swapping.block_modules import Parts, fused_block, parts_of, probability
 from gptkernels.swapping.checks import count, dropout_of, has_librarys_forward, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 from gptkernels.swapping.dropout import Draws, drop
-from gptkernels.swapping.fused_block import fused_block
 from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
 from gptkernels.swapping.transformer import add_and_norm, attend, feed_forward, layer, mlp, pending_of, project

@@ -19,8 +19,6 @@ from gptkernels.swapping.checks import dropout_of, untouched, why_not
 from gptkernels.swapping.dropout import Draws
 from gptkernels.swapping.layers import gelu_form, norm_of, weight_of
 
-# ---- the residual stream ---------------------------------------------------------------------------------------------
-
 
 def norm(x: Tensor, module: Any) -> Tensor:
     """Compute layernorm with a norm's parameters: (B, T, C) -> (B, T, C)."""
@@ -54,9 +52,6 @@ def _is_narrow(values: Tensor, stream: Tensor, *args: Any) -> bool:
         return False
     others = (stream, *(t for t in args if isinstance(t, Tensor) and t.is_floating_point()))
     return values.dtype in (torch.bfloat16, torch.float16) and all(t.dtype == torch.float32 for t in others)
-
-
-# ---- sublayers -------------------------------------------------------------------------------------------------------
 
 
 def project(x: Tensor, module: Any, bias: bool = True) -> Tensor:
