@@ -541,11 +541,6 @@ def cross_entropy(
     losses, _ = ops.fused_classifier.default(logits, target.reshape(-1), ignore_index=ignore_index)
     loss = losses.view(target.shape) if reduction == "none" else losses.sum()
     if reduction == "mean":
-        loss = loss / _count(target, ignore_index)
+        loss = loss / (target != ignore_index).sum()
     # As in torch, the loss has the input's dtype, or float32 under autocast.
     return loss if autocast_dtype(input.device.type) else loss.to(input.dtype)
-
-
-def _count(targets: Tensor, ignore_index: int) -> Tensor:
-    """Return the number of rows that are not ignored, 0-dim on the targets' device."""
-    return (targets != ignore_index).sum()

@@ -75,10 +75,11 @@ def convert(
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype!r}, must be one of {', '.join(DTYPES)}")
     source_form, path = find(source)
-    form, outputs = form_to_write(target), _outputs(target)
+    form, output = form_to_write(target), Path(target)
+    outputs = [output / CONFIG, output / WEIGHTS] if form is Form.HUGGING_FACE else [output]
     if padded_vocab_size is not None and form is not Form.LLMC:
         raise ValueError(f"--padded-vocab-size is for llm.c's .bin, {target} is {form.value} form")
-    if not overwrite and (there := [output for output in outputs if os.path.lexists(output)]):
+    if not overwrite and (there := [file for file in outputs if os.path.lexists(file)]):
         raise ValueError(f"{there[0]} exists: --overwrite replaces it")
     model = read(source_form, path, with_progress=form is Form.NANOGPT or dtype == "float32")
     _check_distinct(model.files, outputs)
@@ -88,14 +89,8 @@ def convert(
     if wanted is not None:
         model = _cast(model, wanted, target, form)
     notes = (*model.notes, *_notes(source_form, form, model))
-    write(form, Path(target), model, padded_vocab_size)
+    write(form, output, model, padded_vocab_size)
     return Converted(source_form, form, model.config, model.dtype, notes)
-
-
-def _outputs(target: str | os.PathLike[str]) -> list[Path]:
-    """Return the files that are written."""
-    path = Path(target)
-    return [path / CONFIG, path / WEIGHTS] if form_to_write(target) is Form.HUGGING_FACE else [path]
 
 
 def _check_distinct(inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
@@ -103,9 +98,6 @@ def _check_distinct(inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
         for file in inputs:
             if output.exists() and os.path.samefile(output, file):
                 raise ValueError(f"{output} is what is read: the target must be another file")
-
-
-# ---- options ---------------------------------------------------------------------------------------------------------
 
 
 def _adjusted(model: Model, vocab_size: int | None, activation: str | None, bias: bool) -> Model:
@@ -135,9 +127,6 @@ def _cast(model: Model, dtype: torch.dtype, target: str | os.PathLike[str], form
         if tensor is not model.state[name] and not torch.equal(tensor.isinf(), model.state[name].isinf()):
             raise ValueError(f"{target}: {name} has values beyond {_name(dtype)}'s largest")
     return dataclasses.replace(model, state=state)
-
-
-# ---- what the target can represent -----------------------------------------------------------------------------------
 
 
 def _check_holds(form: Form, target: str | os.PathLike[str], model: Model) -> None:

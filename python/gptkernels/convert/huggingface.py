@@ -51,9 +51,6 @@ def is_huggingface(folder: Path) -> bool:
     return (folder / CONFIG).is_file()
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read_huggingface(folder: Path) -> Model:
     """Read the model in a folder. A ValueError names the file and the entry that is wrong or not supported."""
     path = folder / CONFIG
@@ -64,8 +61,8 @@ def read_huggingface(folder: Path) -> Model:
         if name.endswith("weight") and ".c_" in name and tensor.dim() != 2:
             raise ValueError(f"{folder}: {name[:80]} has shape {tuple(tensor.shape)}, must have two dimensions")
     state = from_huggingface(tensors)
-    if config["bias"] is False and _has_biases(state):
-        config["bias"] = True
+    if not config["bias"]:  # the model was written as one without biases, and may have got some since
+        config["bias"] = any(bool(tensor.any()) for name, tensor in state.items() if name.endswith(".bias"))
     if not config["bias"]:
         state = {name: tensor for name, tensor in state.items() if not name.endswith(".bias")}
     dropouts = {theirs.get(name, 0.1) for name in _DROPOUTS}
@@ -118,11 +115,6 @@ def _shown(value: Any) -> str:
     return repr(value)[:80] if isinstance(value, bool | int | float | str | None) else f"a {type(value).__name__}"
 
 
-def _has_biases(state: Mapping[str, torch.Tensor]) -> bool:
-    """Return whether a bias is not 0, in a model that was written as one without biases."""
-    return any(bool(tensor.any()) for name, tensor in state.items() if name.endswith(".bias"))
-
-
 def _read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], list[Path]]:
     """Read the weights from the first of four layouts that exists; return the tensors by name, and the files."""
     for name in (WEIGHTS, WEIGHTS + INDEX, PICKLE, PICKLE + INDEX):
@@ -171,9 +163,6 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     ):
         raise ValueError(f"{path}: no state dict: it holds more than names and tensors")
     return dict(state)
-
-
-# ---- writing ---------------------------------------------------------------------------------------------------------
 
 
 def write_huggingface(folder: Path, model: Model) -> None:

@@ -158,14 +158,10 @@ def _make_tokenizer(
         tokenizer = CharTokenizer.of_texts(_texts(both, "reading for characters", progress))
     else:
         tokenizer = load_tokenizer(name)
-        if isinstance(tokenizer, ByteTokenizer) and _has_nul(both):
+        if isinstance(tokenizer, ByteTokenizer) and any(b"\0" in chunk for text in both for chunk in text.chunks()):
             tokenizer = ByteTokenizer(eot=None)
     _check_vocab_size(tokenizer.vocab_size)
     return tokenizer
-
-
-def _has_nul(documents: Iterable[Document]) -> bool:
-    return any(b"\0" in chunk for document in documents for chunk in document.chunks())
 
 
 def _texts(documents: Sequence[Document], what: str, progress: Progress) -> Iterator[str]:

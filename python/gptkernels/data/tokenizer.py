@@ -74,6 +74,12 @@ class Tokenizer(ABC):
         write_llmc_tokenizer(path, self)
         return path
 
+    @cached_property
+    def _missing(self) -> list[int]:
+        """The bytes that are not tokens. They can be encoded only as a part of longer tokens."""
+        single = {token for rank, token in enumerate(self.vocabulary) if rank != self.eot}
+        return [byte for byte in range(256) if bytes([byte]) not in single]
+
     def _bytes_of(self, token: int) -> bytes:
         if not 0 <= token < self.vocab_size:
             raise ValueError(f"token {token} is outside the vocabulary of {self.vocab_size}")
@@ -165,12 +171,6 @@ class LLMCTokenizer(Tokenizer):
         return tokens
 
     @cached_property
-    def _missing(self) -> list[int]:
-        """The bytes that are not tokens. They can be encoded only as a part of longer tokens."""
-        single = {token for rank, token in enumerate(self.vocabulary) if rank != self.eot}
-        return [byte for byte in range(256) if bytes([byte]) not in single]
-
-    @cached_property
     def _encoding(self) -> tiktoken.Encoding:
         try:
             import tiktoken
@@ -214,8 +214,6 @@ class BPETokenizer(Tokenizer):
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
         super().__init__(_vocabulary(tokenizer), tokenizer.token_to_id(END_OF_TEXT))
-        single = {token for rank, token in enumerate(self.vocabulary) if rank != self.eot}
-        self._missing = bytes(byte for byte in range(256) if bytes([byte]) not in single)
 
     def encode(self, text: str) -> list[int]:
         """Encode a text; raise a ValueError if a byte has no token, which `tokenizers` would skip."""

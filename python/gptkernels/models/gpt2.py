@@ -146,25 +146,15 @@ class GPT2(Files, NanoGPT):
 
     @overload
     def generate(
-        self,
-        tokens: Tensor,
-        max_new_tokens: int,
-        temperature: float = ...,
-        top_k: int | None = ...,
-        generator: torch.Generator | None = ...,
-        top_p: float | None = ...,
-    ) -> Tensor: ...
+        self, tokens: Tensor, max_new_tokens: int, temperature: float = ..., top_k: int | None = ...,
+        generator: torch.Generator | None = ..., top_p: float | None = ...,
+    ) -> Tensor: ...  # fmt: skip
 
     @overload
     def generate(
-        self,
-        tokens: Sequence[Tensor],
-        max_new_tokens: int,
-        temperature: float = ...,
-        top_k: int | None = ...,
-        generator: torch.Generator | None = ...,
-        top_p: float | None = ...,
-    ) -> list[Tensor]: ...
+        self, tokens: Sequence[Tensor], max_new_tokens: int, temperature: float = ..., top_k: int | None = ...,
+        generator: torch.Generator | None = ..., top_p: float | None = ...,
+    ) -> list[Tensor]: ...  # fmt: skip
 
     def generate(
         self,

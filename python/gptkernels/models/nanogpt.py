@@ -97,12 +97,9 @@ class NanoGPT(torch.nn.Module):
         device = self.lm_head.weight.device
         peak = peak_of(device) if peak_flops is None else peak_flops
         if peak is None:
-            raise ValueError(f"GPT2: the peak of {_describe(device)} is not known: give peak_flops")
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type}"
+            raise ValueError(f"GPT2: the peak of {name} is not known: give peak_flops")
         for name, value in (("fwdbwd_per_iter", fwdbwd_per_iter), ("dt", dt), ("peak_flops", peak)):
             if not value > 0:
                 raise ValueError(f"GPT2: {name} must be above 0, got {value}")
         return self.flops_per_token() * self.config.block_size * fwdbwd_per_iter / dt / peak
-
-
-def _describe(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type}"

@@ -48,9 +48,6 @@ def _checked(case: Case, check: str, function: Callable[[], float | None]) -> Re
         return Result(case.name, check, False, None, f"{type(error).__name__}: {error}")
 
 
-# ---- exactness -------------------------------------------------------------------------------------------------------
-
-
 def exactness(case: Case, dtype: torch.dtype, device: torch.device) -> float:
     """Compare results and gradients of two sizes with the formula; return the largest error / allowed error."""
     return max(hold_to_the_rule(case.call(size, dtype, device)) for size in (ORDINARY, ODD))
@@ -167,9 +164,6 @@ def with_gradients(
     return found + list(torch.autograd.grad(used, inputs, given, allow_unused=True, materialize_grads=True))
 
 
-# ---- derivatives and registrations -----------------------------------------------------------------------------------
-
-
 def differences(case: Case, check: Callable[..., bool], device: torch.device) -> None:
     """Compare derivatives with finite differences in float64, by ``gradcheck`` or ``gradgradcheck``."""
     call = case.call(SMALL, torch.float64, device, 1)
@@ -184,11 +178,8 @@ def opcheck(case: Case, device: torch.device, dtype: torch.dtype | None = None) 
         eight_bits = any(t.is_floating_point() and t.element_size() == 1 for t in tensors)
         differentiable = not written and not eight_bits and op not in WITHOUT_DERIVATIVE
         tests = WITHOUT_PRODUCTS if eight_bits else ALL_TESTS
-        torch.library.opcheck(op, tuple(_leaf(a, differentiable) for a in args), kwargs, test_utils=tests)
-
-
-def _leaf(value: Any, requires_grad: bool) -> Any:
-    """Return a tensor as a leaf of autograd's graph, and any other value unchanged."""
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(requires_grad and value.is_floating_point())
-    return value
+        leaves = tuple(
+            a.detach().requires_grad_(differentiable and a.is_floating_point()) if isinstance(a, Tensor) else a
+            for a in args
+        )
+        torch.library.opcheck(op, leaves, kwargs, test_utils=tests)

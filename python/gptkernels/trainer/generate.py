@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -91,7 +92,7 @@ class Writer:
             self._generator,
             **({} if sampling.top_p is None else {"top_p": sampling.top_p}),
         )
-        return stream_text(self.tokenizer, _until(self.tokenizer.eot, stream))
+        return stream_text(self.tokenizer, takewhile(lambda token: token != self.tokenizer.eot, _on_host(stream)))
 
     def print(self, prompt: str, sampling: Sampling) -> None:
         """Print the prompt, and then its continuation as it is generated."""
@@ -133,13 +134,6 @@ def _check(sampling: Sampling) -> None:
         raise ValueError(f"--top-p is {sampling.top_p}, must be above 0 and at most 1")
 
 
-def _until(eot: int | None, stream: Iterator[Tensor]) -> Iterator[int]:
-    for token in _on_host(stream):
-        if token == eot:
-            return
-        yield token
-
-
 def _on_host(stream: Iterator[Tensor]) -> Iterator[int]:
     if isinstance(stream, TokenStream):
         return (token for (token,) in stream.on_host())
@@ -154,15 +148,12 @@ def _ask() -> str | None:
         return None
 
 
-def _tokenizer_of_run(checkpoint: Path) -> Path | None:
-    """Return the tokenizer file of the run that wrote a checkpoint which has its step in the name."""
-    return find_tokenizer_file(checkpoint.with_name(TOKENIZER_PREFIX)) if is_numbered(checkpoint) else None
-
-
 def _find_tokenizer(checkpoint: Path, name: str | None, vocab_size: int) -> Tokenizer:
     source: str | Path | None = name
     if source is None:
-        source = find_tokenizer_file(checkpoint.with_suffix("")) or _tokenizer_of_run(checkpoint)
+        source = find_tokenizer_file(checkpoint.with_suffix(""))
+    if source is None and is_numbered(checkpoint):  # the tokenizer of the run that wrote the checkpoint
+        source = find_tokenizer_file(checkpoint.with_name(TOKENIZER_PREFIX))
     if source is None:
         source = next((known for known, size in _VOCAB_SIZES.items() if size == vocab_size), None)
     if source is None:

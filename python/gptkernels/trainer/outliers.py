@@ -48,7 +48,3 @@ class Skipping:
     def found(self, scores: Tensor) -> Tensor:
         """Return 1 if one of the two scores is above its limit, otherwise 0; 0-dim float32, for AdamW's `found_inf`."""
         return (scores > self._limits).any().float()
-
-
-def describe(loss_score: float, gradient_score: float) -> str:
-    return f"z-score of the loss {loss_score:+.2f}, of the gradient's norm {gradient_score:+.2f}"

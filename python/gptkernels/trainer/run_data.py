@@ -37,7 +37,10 @@ class HeldOutData:
         self._config = config
         self._processes = processes
         self._files = files = _find_files(config, processes)
-        self.tokenizer = _find_tokenizer(config.tokenizer, files.prefix)
+        source: str | Path | None = config.tokenizer
+        if source is None and files.prefix is not None:
+            source = find_tokenizer_file(files.prefix)
+        self.tokenizer: Tokenizer | None = None if source is None else load_tokenizer(source)
         self.vocab_size = vocab_size or (self.tokenizer.vocab_size if self.tokenizer else GPT2_VOCAB_SIZE)
         self.why_no_val = self._reason_not_to_validate(files.val)
         self.val = None if self.why_no_val else self._loader(files.val, is_training=False)
@@ -118,11 +121,3 @@ def _pattern(config: TrainConfig) -> str | None:
         f"{config.data}_train.bin"
     )
     return config.data if is_files else None
-
-
-def _find_tokenizer(name: str | None, prefix: str | None) -> Tokenizer | None:
-    """Load the named tokenizer, or the tokenizer of the data; return None if there is none."""
-    if name is not None:
-        return load_tokenizer(name)
-    path = None if prefix is None else find_tokenizer_file(prefix)
-    return None if path is None else load_tokenizer(path)

@@ -1,5 +1,7 @@
 """The folders of runs, with the checkpoint, the logs and the plot."""
 
+import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -8,7 +10,6 @@ from pathlib import Path
 from gptkernels.checkpoint import CHECKPOINT
 from gptkernels.data import prepare_standard_library, tokenizer_for_prefix
 from gptkernels.files.writing import check_replaceable, remove_unfinished
-from gptkernels.trainer.lock import LOCK_FILE, lock_folder
 from gptkernels.trainer.retention import NUMBERED, kept_steps, numbered
 
 RUNS = Path("runs")
@@ -17,6 +18,10 @@ LOG, CSV, PLOT = "main.log", "log.csv", "loss.png"
 FILES = (CHECKPOINT, LOG, CSV, PLOT, f"{TOKENIZER_PREFIX}_tokenizer.bin", f"{TOKENIZER_PREFIX}_tokenizer.json")
 """The files of a run in its folder, except checkpoints whose names have their steps."""
 STANDARD_LIBRARY = RUNS / "data" / "standard_library"
+LOCK_FILE = ".gptkernels"
+"""The locked file. It remains in the folder, and marks the folder as a run of this program."""
+# Errors of flock on a file system without locks, such as some network file systems.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def new_run(folder: str | None, model: str) -> Path:
@@ -54,12 +59,43 @@ def _check_own(folder: Path) -> None:
 
 
 @contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder while the body runs. The lock also ends with the process, in any way.
+
+    If another process has the lock, a ValueError gives its process id. On a file system without locks nothing is
+    locked.
+    """
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        _lock(descriptor, folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 32).decode(errors="replace").strip()
+        raise ValueError(
+            f"{folder} is in use: process {holder or 'of unknown number'} is training there. Wait for its end, or "
+            "name another folder with --output"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+
+
+@contextmanager
 def open_run(folder: Path, is_main: bool) -> Iterator[None]:
     """Lock the run's folder in the main process, check its files, and remove temporary files of killed processes."""
     if not is_main:
         yield
         return
-    with lock_folder(folder):
+    with _locked(folder):
         for name in FILES:
             check_replaceable(folder / name)
         remove_unfinished(folder, (*FILES, NUMBERED))

@@ -106,16 +106,12 @@ def _check_model(saved: TrainingState, options: TrainConfig, path: Path) -> None
             if not is_history(tensor):
                 raise ValueError(f"{path}: {name} is no history of magnitudes")
             continue
-        if tensor.dtype != _parameter_dtype(options):
+        if tensor.dtype != (torch.bfloat16 if options.dtype == "bfloat16" else torch.float32):
             raise ValueError(f"{path}: {name} is of {tensor.dtype}, but the options say {options.dtype}")
         if name.endswith("wte.weight") and len(tensor) != config.get("padded_vocab_size", len(tensor)):
             raise ValueError(
                 f"{path}: {name} has {len(tensor)} rows, but padded_vocab_size is {config['padded_vocab_size']}"
             )
-
-
-def _parameter_dtype(options: TrainConfig) -> torch.dtype:
-    return torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
 
 
 def _check_counters(trainer: Mapping[str, Any], options: TrainConfig, path: Path) -> None:

@@ -23,15 +23,13 @@ from gptkernels.checkpoint import (
 )
 from gptkernels.models.nanogpt import parameter_groups
 from gptkernels.optim import AdamW
-from gptkernels.trainer.clock import Mark
 from gptkernels.trainer.config import TrainConfig
 from gptkernels.trainer.evaluation import answer, check_questions, mean_loss
 from gptkernels.trainer.fingerprint import fingerprint
 from gptkernels.trainer.logs import TrainingLog, TrainingStep, check_log
 from gptkernels.trainer.model import BatchLoss, build_model
-from gptkernels.trainer.outliers import describe
 from gptkernels.trainer.output import flush_streams, write_error
-from gptkernels.trainer.pending import PendingStep
+from gptkernels.trainer.pending import Mark, PendingStep
 from gptkernels.trainer.plot import plot_losses
 from gptkernels.trainer.processes import Processes, process_rank
 from gptkernels.trainer.progress import show_progress
@@ -301,7 +299,8 @@ class Trainer:
         scores = more[:2] or self._step.outliers.scores(torch.tensor([loss, norm])).tolist()
         record = self._record(pending, loss, norm, scores)
         if more and more[2]:
-            self._progress.say(f"step {pending.step}: no update, {describe(*scores)}")
+            z = f"z-score of the loss {scores[0]:+.2f}, of the gradient's norm {scores[1]:+.2f}"
+            self._progress.say(f"step {pending.step}: no update, {z}")
         self._progress.step(record)
         if self._log:
             self._log.training(record)

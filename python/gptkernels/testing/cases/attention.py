@@ -14,17 +14,10 @@ ops = torch.ops.gptkernels
 
 
 def attention_formula(q, k, v, scale=None, product=torch.matmul, seen=None, added=None, kept=None):
-    """Compute attention of q, k and v, (..., T, HS) each.
+    """Compute attention of q, k and v, (..., T, HS) each, with the matmuls of ``product``.
 
-    Args:
-        q: the queries.
-        k: the keys.
-        v: the values.
-        scale: the factor of the scores; None is 1/sqrt(HS).
-        product: computes a matmul.
-        seen: the mask of the keys that each query sees; None is the causal mask.
-        added: added to the scaled scores, or None.
-        kept: dropout's factors of the probabilities, or None.
+    ``seen`` is the mask of the keys that each query sees; None is the causal mask. ``added`` is added to the scaled
+    scores, and ``kept`` has dropout's factors of the probabilities.
     """
     scores = product(q, k.mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if added is not None:
@@ -55,10 +48,7 @@ MOST_SCORES = 2**25  # the largest number of scores that the formula computes at
 def by_sequences(function, scores, *args):
     """Call ``function`` for some sequences at a time, and again in the backward, so that few scores are in memory.
 
-    Args:
-        function: its arguments are tensors (B, ...), tensors (1, ...) for all sequences, or None.
-        scores: the number of scores of one sequence.
-        args: the arguments of ``function``.
+    The arguments are tensors (B, ...), tensors (1, ...) for all sequences, or None. A sequence has ``scores`` scores.
     """
     batch, each = args[0].shape[0], max(MOST_SCORES // max(scores, 1), 1)
     if batch <= each:
