@@ -181,7 +181,7 @@ def _single_level(function: type[torch.autograd.Function]) -> Any:
 class _Outer(threading.local):
     """The modes of reverse and forward AD when an op was called under a transform of torch.func.
 
-    ``apply`` turns both off inside ``forward``. ``below_autograd`` turns them on again for the outer transforms, which
+    ``apply`` turns both modes off inside ``forward``. ``below_autograd`` turns them on for the outer transforms, which
     otherwise would miss the op.
     """
 

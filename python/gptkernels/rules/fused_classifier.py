@@ -164,7 +164,7 @@ def tangent(inputs, tangents, outputs):
 def vmap_rule(op, size, in_dims, args):
     """Move the mapped dimension to the front of all tensors, and expand a dlosses that is 0-dim for each index."""
     mapped = [leading(a, d, size) for a, d in zip(args, in_dims, strict=True)]
-    rows = max(t.dim() for t in mapped if isinstance(t, Tensor)) - 1  # logits' or dlogits', without their columns
+    rows = max(t.dim() for t in mapped if isinstance(t, Tensor)) - 1  # the dimensions of a row's index
     shape = next(t for t in mapped if isinstance(t, Tensor) and t.dim() > rows).shape[:-1]
     mapped = [
         t.view(-1, *(1,) * (rows - 1)).expand(shape) if isinstance(t, Tensor) and t.dim() == 1 < rows else t

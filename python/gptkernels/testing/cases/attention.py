@@ -8,9 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gptkernels import functional as G
 from gptkernels.testing.cases.elementwise import dropout_arguments
-from gptkernels.testing.cases.table import Call, invoke, largest_of, operator
-
-ops = torch.ops.gptkernels
+from gptkernels.testing.cases.table import Call, invoke, largest_of, operator, ops
 
 
 def attention_formula(q, k, v, scale=None, product=torch.matmul, seen=None, added=None, kept=None):

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 
 from gptkernels.block.tensors import LayerSaved
@@ -10,9 +9,7 @@ from gptkernels.testing.cases.attention import attention_formula
 from gptkernels.testing.cases.elementwise import gelu_formula
 from gptkernels.testing.cases.fp8 import BFLOAT16, E4M3, new_histories
 from gptkernels.testing.cases.norm import layernorm_formula
-from gptkernels.testing.cases.table import Call, invoke, operator
-
-ops = torch.ops.gptkernels
+from gptkernels.testing.cases.table import Call, invoke, operator, ops
 
 EPS = 1e-5
 WEIGHTS = ("norm_1_weight", "qkv_weight", "attn_proj_weight", "norm_2_weight", "fc_weight", "mlp_proj_weight")

@@ -5,9 +5,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from gptkernels.testing.cases.table import Call, invoke, operator
-
-ops = torch.ops.gptkernels
+from gptkernels.testing.cases.table import Call, invoke, operator, ops
 
 
 def decode_formula(args, lengths, heads, approximate, layers):

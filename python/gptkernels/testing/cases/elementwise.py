@@ -6,9 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from gptkernels import functional as G
-from gptkernels.testing.cases.table import ROWS, WIDTHS, Call, grid, invoke, operator, row_costs
-
-ops = torch.ops.gptkernels
+from gptkernels.testing.cases.table import ROWS, WIDTHS, Call, grid, invoke, operator, ops, row_costs
 
 
 def gelu_formula(x, approximate="tanh"):

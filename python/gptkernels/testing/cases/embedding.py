@@ -2,13 +2,10 @@
 
 import math
 
-import torch
 import torch.nn.functional as F
 
 from gptkernels import functional as G
-from gptkernels.testing.cases.table import ROWS, TOKENS, WIDTHS, Call, grid, invoke, normal, operator
-
-ops = torch.ops.gptkernels
+from gptkernels.testing.cases.table import ROWS, TOKENS, WIDTHS, Call, grid, invoke, normal, operator, ops
 
 
 @operator(

@@ -12,10 +12,7 @@ from gptkernels.rules.fp8 import CALLS, new_history
 from gptkernels.testing.cases.loss import IGNORED_ROWS, classifier_arguments
 from gptkernels.testing.cases.norm import NORM_SIZES
 from gptkernels.testing.cases.products import linear_products
-from gptkernels.testing.cases.table import Call, invoke, normal, operator
-
-ops = torch.ops.gptkernels
-
+from gptkernels.testing.cases.table import Call, invoke, normal, operator, ops
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

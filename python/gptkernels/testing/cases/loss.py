@@ -8,9 +8,7 @@ import torch.nn.functional as F
 
 from gptkernels import functional as G
 from gptkernels.testing.cases.products import torchs_linear
-from gptkernels.testing.cases.table import ROWS, TOKENS, WIDTHS, Call, grid, invoke, normal, operator, wide
-
-ops = torch.ops.gptkernels
+from gptkernels.testing.cases.table import ROWS, TOKENS, WIDTHS, Call, grid, invoke, normal, operator, ops, wide
 
 
 def classifier_arguments(draw):

@@ -8,9 +8,7 @@ import torch.nn.functional as F
 
 from gptkernels import functional as G
 from gptkernels.testing.cases.elementwise import dropout_arguments, dropped
-from gptkernels.testing.cases.table import ROWS, WIDTHS, Call, grid, invoke, largest_of, operator, row_costs
-
-ops = torch.ops.gptkernels
+from gptkernels.testing.cases.table import ROWS, WIDTHS, Call, grid, invoke, largest_of, operator, ops, row_costs
 
 
 def standardised(x, eps):

@@ -4,10 +4,8 @@ import math
 
 import torch
 
-from gptkernels.testing.cases.table import Call, invoke, operator
+from gptkernels.testing.cases.table import Call, invoke, operator, ops
 from gptkernels.testing.draw import FLOATING
-
-ops = torch.ops.gptkernels
 
 
 def shapes(draw, most):
@@ -100,7 +98,7 @@ def adamw_(draw):
         args[f"exp_avg_sqs{i}"] = squares.abs() + 1e-2
         if masters:
             drawn = draw.tensor(f"masters{i}", shape, wide, special="none").contiguous()
-            near = args[f"params{i}"].float() * (1 + 2**-13)  # rounds to the parameter
+            near = args[f"params{i}"].float() * (1 + 2**-13)  # this rounds to the parameter
             args[f"masters{i}"] = torch.where(drawn > 0, drawn, near)
     parts = 5 if masters else 4
     exact_scale = 1.0 if scale is None else torch.tensor(scale, dtype=torch.float32).item()

@@ -7,10 +7,7 @@ import torch.nn.functional as F
 
 from gptkernels import functional as G
 from gptkernels.testing.cases.elementwise import gelu_formula
-from gptkernels.testing.cases.table import ROWS, Call, Cost, grid, invoke, nbytes, normal, operator
-
-ops = torch.ops.gptkernels
-
+from gptkernels.testing.cases.table import ROWS, Call, Cost, grid, invoke, nbytes, normal, operator, ops
 
 LONG_SUM = 2**14  # terms of a long sum
 # (K, M): every size of WIDTHS as K or M.

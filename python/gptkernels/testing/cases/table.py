@@ -14,6 +14,8 @@ from torch import Tensor
 
 from gptkernels.testing.draw import Draw, Plain
 
+ops = torch.ops.gptkernels
+
 SMALL, ODD, ORDINARY = range(3)
 ROWS = [0, 1, 5]
 WIDTHS = [1, 2, 3, 7, 17, 33, 127, 768, 1600, 4097, 50257]
@@ -189,11 +191,9 @@ def nbytes(*tensors: Tensor | None) -> int:
 
 
 def row_costs(arrays: tuple[int, int], flops: tuple[int, int]) -> Callable[..., tuple[Cost, Cost]]:
-    """Return a function for ``Operator.costs``, for an op on rows.
+    """Return ``Operator.costs`` of an op on rows, from its arrays of x's size and its flops for each element.
 
-    Args:
-        arrays: for forward and backward, the number of arrays of x's size that are read or written.
-        flops: for forward and backward, the number of operations for each element.
+    Each pair has the number of the forward and the number of the backward.
     """
 
     def costs(x: Tensor, *others: Tensor) -> tuple[Cost, Cost]:
@@ -214,6 +214,6 @@ def wide(t: Tensor) -> Tensor:
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
-def normal(draw: Draw, name: str, *shape: int, scale: float = 1.0) -> Tensor:
+def normal(draw: Draw, name: str, *shape: int) -> Tensor:
     """Draw a tensor of normally distributed values in the call's dtype, for the arguments of a backward op."""
-    return draw.tensor(name, shape, draw.dtype(), scale, special="none", denormal=False)
+    return draw.tensor(name, shape, draw.dtype(), special="none", denormal=False)
