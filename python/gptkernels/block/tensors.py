@@ -49,7 +49,6 @@ class BlockParameters(NamedTuple):
     mlp_proj_weight: Any
 
     def weights(self) -> Weights:
-        """Return the weights of the matmuls."""
         return Weights(self.qkv_weight, self.attn_proj_weight, self.fc_weight, self.mlp_proj_weight)
 
     def matrices(self) -> Matrices:

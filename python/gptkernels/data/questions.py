@@ -63,7 +63,6 @@ def read_questions(path: str | os.PathLike[str], vocab_size: int) -> list[Questi
 
 
 def _split(stream: NDArray[np.int64], count: int, path: Path) -> Iterator[NDArray[np.int64]]:
-    """Yield the words of each question."""
     position = 0
     for i in range(count):
         words = stream[position:]
@@ -80,7 +79,6 @@ def _split(stream: NDArray[np.int64], count: int, path: Path) -> Iterator[NDArra
 
 
 def _question(words: NDArray[np.int64], where: str, index: int) -> Question:
-    """Parse a question from all its words."""
     _, _, found, label, number = words[:5].tolist()
     if found != index:
         raise ValueError(f"{where}: its index is {found}")

@@ -130,7 +130,6 @@ class CheckedFile:
             raise DamagedError(f"{path}: damaged: the tensors are not those of the checksums in the metadata")
 
     def names(self) -> list[str]:
-        """Return the names of the tensors."""
         return list(self._checksums)
 
     def tensor(self, name: str) -> torch.Tensor:

@@ -76,7 +76,6 @@ def _fsync(path: Path) -> None:
 
 
 def file_size(file: BinaryIO) -> int:
-    """Return the size of an open file in bytes."""
     return os.fstat(file.fileno()).st_size
 
 

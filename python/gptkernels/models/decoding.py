@@ -71,7 +71,6 @@ class TokenStream(Iterator[Tensor]):
         self._like = like
 
     def __next__(self) -> Tensor:
-        """Return the tokens of the next step."""
         return next(self.steps).to(self._like, non_blocking=True)
 
     def close(self) -> None:

@@ -64,7 +64,6 @@ def unpack(t: Tensor) -> forward_ad.UnpackedDualTensor:
 
 
 def any_tangent(args: Sequence[Any]) -> bool:
-    """Return whether an argument has a tangent."""
     return any(isinstance(a, Tensor) and a.is_floating_point() and unpack(a).tangent is not None for a in args)
 
 

@@ -103,7 +103,6 @@ def save(ctx: Any, *values: Any) -> None:
 
 
 def saved(ctx: Any) -> list[Any]:
-    """Return the values that ``save`` saved."""
     return [constant if t is None else t for t, constant in zip(ctx.saved_tensors, ctx.constants, strict=True)]
 
 

@@ -94,7 +94,6 @@ def rows_and_sums(*positions: int) -> Rule:
 
 
 def _only(positions: Sequence[int], in_dims: Sequence[Any]) -> bool:
-    """Return whether only these arguments are mapped."""
     return all(i in positions or d is None for i, d in enumerate(in_dims))
 
 

@@ -213,13 +213,11 @@ class Attention(torch.autograd.Function):
 
 
 def attention_flops(qkv_shape, *args, **kwargs) -> int:
-    """Count as ``sdpa_flops`` does."""
     b, t, c3 = qkv_shape
     return 2 * 2 * b * t * t * (c3 // 3)
 
 
 def attention_backward_flops(dout_shape, qkv_shape, *args, **kwargs) -> int:
-    """Count as ``sdpa_backward_flops`` does."""
     return 5 * attention_flops(qkv_shape) // 2
 
 

@@ -41,7 +41,6 @@ def transposed_like(x: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
 
 
 def scale_like(x: Tensor) -> Tensor:
-    """Make an empty scale on the device of x."""
     return x.new_empty((), dtype=torch.float32)
 
 

@@ -36,7 +36,6 @@ def fake_tensors(stream, qkv_weight, fc_weight, num_heads):
 
 
 def fake_residuals(stream, values):
-    """Make an empty residual_1 and residual_2."""
     return stream.new_empty((0,) if values is None else stream.shape), stream.new_empty(stream.shape)
 
 
@@ -99,7 +98,6 @@ def _fake_backward(
 
 
 def layer_flops(*, stream, qkv_weight, attn_proj_weight, fc_weight, mlp_proj_weight, num_heads, **_) -> int:
-    """Add the flops of the layer's operators."""
     qkv, hidden = (*stream[:-1], qkv_weight[0]), (*stream[:-1], fc_weight[0])
     products = sum(linear_flops(stream, weight) for weight in (qkv_weight, attn_proj_weight, fc_weight))
     return products + linear_flops(hidden, mlp_proj_weight) + attention_flops(qkv, num_heads)

@@ -84,7 +84,6 @@ def backward_formula(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, outpu
 
 
 def mlp_flops(x_shape, fc_shape, fc_bias_shape, proj_shape, *args, **kwargs) -> int:
-    """Count two linear layers."""
     hidden_shape = (*x_shape[:-1], fc_shape[0])
     return linear_flops(x_shape, fc_shape) + linear_flops(hidden_shape, proj_shape)
 

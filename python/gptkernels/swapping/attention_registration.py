@@ -137,7 +137,6 @@ class _Kernels:
         self.library.impl("_scaled_dot_product_flash_attention_backward", _cuda_backward, "CUDA", allow_override=True)
 
     def remove(self) -> None:
-        """Restore torch's operators."""
         self.library._destroy()
 
 

@@ -26,7 +26,6 @@ KINDS = BLOCK, ATTENTION, MLP = "gpt block", "gpt attention", "gpt mlp"
 
 
 def children(module: torch.nn.Module) -> set[str]:
-    """Return the names of the submodules."""
     return {name for name, child in module._modules.items() if child is not None}
 
 

@@ -27,12 +27,10 @@ def layer_norm(original: Any, eps: float | None = None) -> Namespace:
 
 
 def norm_of(module: Any) -> tuple[Tensor, Tensor | None, float]:
-    """Return the weight, bias and epsilon of a replaced norm."""
     return module.weight, getattr(module, "bias", None), eps_of(module)
 
 
 def eps_of(module: Any) -> float:
-    """Return the epsilon of a replaced norm."""
     eps: float | None = module._gptkernels_eps
     return module.eps if eps is None else eps  # type: ignore[no-any-return]
 
@@ -85,7 +83,6 @@ def products_dtype(t: Tensor) -> torch.dtype:
 
 @replacement("Embedding")
 def embedding(original: Any) -> Namespace:
-    """``torch.nn.Embedding``."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         reason = why_not(self.weight)
@@ -101,7 +98,6 @@ def embedding(original: Any) -> Namespace:
 
 @replacement("Softmax")
 def softmax(original: Any) -> Namespace:
-    """``torch.nn.Softmax``."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         reason = why_not(input)

@@ -132,5 +132,4 @@ def layer(
 
 
 def called(module: Any, x: Tensor) -> Pending:
-    """Compute a sublayer by calling its module."""
     return Pending(module(x))

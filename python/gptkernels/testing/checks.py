@@ -30,7 +30,6 @@ TRIALS = (1, 10, 40)  # the numbers of trials after which the largest errors are
 
 
 def check_case(case: Case, device: torch.device) -> Iterator[Result]:
-    """Yield the results of all checks of a case."""
     for dtype in case.operator.dtypes:
         yield _checked(case, str(dtype).removeprefix("torch."), partial(exactness, case, dtype, device))
     if case.has_finite_differences():
@@ -144,7 +143,6 @@ def _results(
 
 
 def outputs(found: Any) -> list[Tensor]:
-    """Return the outputs of a call as a list."""
     return list(found) if isinstance(found, tuple | list) else [found]
 
 

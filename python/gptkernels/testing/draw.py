@@ -83,7 +83,6 @@ class Draw:
         return self._note(name, value, options[: options.index(value)])
 
     def chance(self, name, probability):
-        """Return True with this probability."""
         return self.choose(name, (False, True), (1 - probability, probability))
 
     def size(self, name, most, least=0, real=None):
@@ -108,7 +107,6 @@ class Draw:
         return value
 
     def dtype(self):
-        """Choose the dtype of the call's floating tensors."""
         return self.choose("dtype", FLOATING, (2, 4, 4, 1) if self.real else None)
 
     def room(self, *others):

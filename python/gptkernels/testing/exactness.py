@@ -209,7 +209,6 @@ class Errors:
         self.torchs: list[float] = []
 
     def add(self, ours: Tensor, torchs: Tensor, exact: Tensor) -> None:
-        """Add the errors of one trial."""
         error, scale = error_of(torchs, exact), largest(exact)
         if not self.ours:
             self.scale, self.rounding = scale, last_rounding(exact, ours.dtype)

@@ -293,7 +293,6 @@ class TrainConfig:
 
     @property
     def final_learning_rate(self) -> float:
-        """The learning rate at the end of the decay."""
         if self.min_learning_rate is not None:
             return self.min_learning_rate
         fraction = DEFAULT_FINAL_LR_FRACTION if self.final_lr_fraction is None else self.final_lr_fraction

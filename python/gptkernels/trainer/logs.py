@@ -45,7 +45,6 @@ class _Form(NamedTuple):
     others: bool  # whether lines of other kinds are kept
 
     def is_known(self, line: bytes) -> bool:
-        """Return whether the file may contain a line."""
         return self.others or bool(self.line.fullmatch(line) or self.unfinished.fullmatch(line))
 
 

@@ -103,7 +103,6 @@ class _Files(NamedTuple):
 
 
 def _find_files(config: TrainConfig, processes: Processes) -> _Files:
-    """Find the files that the options name."""
     val = [] if config.val_files is None else find_files(config.val_files)
     if pattern := _pattern(config):
         return _Files(pattern.rpartition("_train")[0] or None, find_files(pattern), val)

@@ -251,7 +251,6 @@ class Trainer:
         self._finish_pending()
 
     def _launch_step(self) -> PendingStep:
-        """Launch the next update, without waiting for the device."""
         rate = self._set_learning_rate(self.step)
         with self._watchdog.watch("reading the training data"):
             batches = [self.data.train.next_batch() for _ in range(self.accumulation)]

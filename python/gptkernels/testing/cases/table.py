@@ -181,12 +181,10 @@ def grid(choices: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
 
 
 def invoke(op: Any, *args: Any, **kwargs: Any) -> Invocation:
-    """Make an element of ``Call.invocations``."""
     return op.default, args, kwargs
 
 
 def nbytes(*tensors: Tensor | None) -> int:
-    """Return the total size of the tensors in bytes."""
     return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
 
