@@ -42,19 +42,13 @@ _ACTIVATIONS = (_TANH, "gelu")
 
 # The tensors of a layer in llm.c's order; shapes in multiples of C.
 _LAYER: list[tuple[str, tuple[int, ...]]] = [
-    ("ln_1.weight", (1,)),
-    ("ln_1.bias", (1,)),
-    ("attn.c_attn.weight", (3, 1)),
-    ("attn.c_attn.bias", (3,)),
-    ("attn.c_proj.weight", (1, 1)),
-    ("attn.c_proj.bias", (1,)),
-    ("ln_2.weight", (1,)),
-    ("ln_2.bias", (1,)),
-    ("mlp.c_fc.weight", (4, 1)),
-    ("mlp.c_fc.bias", (4,)),
-    ("mlp.c_proj.weight", (1, 4)),
-    ("mlp.c_proj.bias", (1,)),
-]
+    ("ln_1.weight", (1,)), ("ln_1.bias", (1,)),
+    ("attn.c_attn.weight", (3, 1)), ("attn.c_attn.bias", (3,)),
+    ("attn.c_proj.weight", (1, 1)), ("attn.c_proj.bias", (1,)),
+    ("ln_2.weight", (1,)), ("ln_2.bias", (1,)),
+    ("mlp.c_fc.weight", (4, 1)), ("mlp.c_fc.bias", (4,)),
+    ("mlp.c_proj.weight", (1, 4)), ("mlp.c_proj.bias", (1,)),
+]  # fmt: skip
 _WTE, _WPE, _LM_HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
 _CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".fp8_history", ".fp8_dout_history")

@@ -481,11 +481,8 @@ def embedding(
         input: the tokens.
         weight: the table.
         vocab_size: V. A token from V on is an error, because its row is padding and must not be trained. -1 is Vp.
-        padding_idx: not supported.
-        max_norm: not supported.
+        padding_idx, max_norm, scale_grad_by_freq, sparse: not supported.
         norm_type: only used with ``max_norm``.
-        scale_grad_by_freq: not supported.
-        sparse: not supported.
 
     Raises:
         ValueError: if ``padding_idx``, ``max_norm``, ``scale_grad_by_freq`` or ``sparse`` is set.
@@ -518,8 +515,7 @@ def cross_entropy(
         target: int64 or int32, of input's shape without V.
         ignore_index: a row with this target has a loss and a gradient of 0.
         reduction: "mean" (over the rows that are not ignored; nan if all rows are ignored), "sum" or "none".
-        size_average: deprecated, see ``reduction``.
-        reduce: deprecated, see ``reduction``.
+        size_average, reduce: deprecated, see ``reduction``.
 
     Raises:
         ValueError: if ``weight`` or ``label_smoothing`` is set, targets are class probabilities (floating), shapes do

@@ -41,12 +41,9 @@ class AdamW(torch.optim.AdamW):
         betas: decay of the two moments, floats.
         eps: added to the square root of the second moment.
         weight_decay: decoupled weight decay; each step multiplies it by lr.
-        amsgrad: must be False; not supported.
+        amsgrad, differentiable: must be False; not supported.
         maximize: maximise the objective instead of minimising it.
-        foreach: has no effect.
-        capturable: has no effect.
-        differentiable: must be False; not supported.
-        fused: has no effect.
+        foreach, capturable, fused: have no effect.
         master_weights: keep float32 copies of the float16 and bfloat16 parameters.
         max_grad_norm: clip the gradients of all groups together to this Euclidean norm. None neither clips nor computes
             the norm; ``math.inf`` only computes it.

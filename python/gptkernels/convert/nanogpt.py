@@ -19,18 +19,9 @@ _NO_LOSS = 1e9  # the initial value of nanoGPT's train.py
 # The options of a group of torch.optim.AdamW, with nanoGPT's values. (The constructor of torch.optim.AdamW would import
 # torch._dynamo, which takes seconds.)
 _ADAMW = {
-    "lr": 6e-4,
-    "betas": (0.9, 0.95),
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": True,
-}
+    "lr": 6e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False,
+    "foreach": None, "capturable": False, "differentiable": False, "fused": None, "decoupled_weight_decay": True,
+}  # fmt: skip
 _HEAD = "lm_head.weight"
 
 

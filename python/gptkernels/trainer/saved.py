@@ -22,12 +22,9 @@ _BELOW = 2**62
 _SIZES = {"layers": "n_layer", "heads": "n_head", "channels": "n_embd", "bias": "bias", "activation": "activation"}
 _MODEL_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("block_size", "vocab_size", "padded_vocab_size", "n_layer", "n_head", "n_embd"), (int,)),
-    "bias": (bool,),
+    **dict.fromkeys(("bias", "fp8", "fp8_head", "fp8_logits"), (bool,)),
     "activation": (str,),
     "dropout": (int, float),
-    "fp8": (bool,),
-    "fp8_head": (bool,),
-    "fp8_logits": (bool,),
 }
 
 
