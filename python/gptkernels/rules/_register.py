@@ -1,6 +1,6 @@
 """Registration of an op's Python rules with torch's dispatcher.
 
-An op's file contains its rules and ends with one call for each:
+An op's file imports this module as ``register``, contains the op's rules, and ends with one call for each rule:
 
 | call | what it provides |
 |---|---|
