@@ -1,7 +1,8 @@
-"""Builds the two native libraries with CMake and ships them inside the package.
+"""Builds the two native libraries with CMake, as part of the package.
 
-Environment: GPTKERNELS_CUDA=0|1 forbids or demands the CUDA library; TORCH_CUDA_ARCH_LIST names the architectures
-(default: the GPU present, else 8.0, 9.0a and 10.0a with PTX); MAX_JOBS bounds the compilers at work.
+Environment variables: GPTKERNELS_CUDA=0 builds no CUDA library, and 1 makes its absence an error. TORCH_CUDA_ARCH_LIST
+names the CUDA architectures (default: that of the GPU; without a GPU 8.0, 9.0a and 10.0a with PTX). MAX_JOBS is the
+largest number of compiler processes.
 """
 
 import importlib.util
@@ -20,7 +21,7 @@ ROOT = Path(__file__).parent.resolve()
 
 
 def torch_path() -> Path:
-    """The installed torch, also from an isolated build, which hides the environment's packages from import."""
+    """Return the folder of the installed torch, even in an isolated build, which cannot import it."""
     spec = importlib.util.find_spec("torch")
     if spec and spec.submodule_search_locations:
         return Path(spec.submodule_search_locations[0])
@@ -32,14 +33,14 @@ def torch_path() -> Path:
 
 
 def version() -> str:
-    """The version that pyproject.toml names."""
+    """Return the version in pyproject.toml."""
     match = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
     assert match
     return match.group(1)
 
 
 def environment() -> dict[str, str]:
-    """This one, with the programs of the running Python (cmake and ninja from PyPI) before the system's."""
+    """Return the environment variables, with this Python's programs (cmake and ninja from PyPI) first in PATH."""
     return {**os.environ, "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))}
 
 
@@ -66,15 +67,15 @@ class CMakeBuild(build_ext):
             subprocess.run(command, check=True, env=environment())
 
     def get_outputs(self) -> list[str]:
-        """Nothing beside what the package data names."""
+        """Return no files, because the libraries are package data."""
         return []
 
 
 class PlatformWheel(bdist_wheel):
-    """One wheel for every Python 3: the libraries use no Python C API."""
+    """A wheel for every Python 3, because the libraries do not use Python's C API."""
 
     def get_tag(self) -> tuple[str, str, str]:
-        """py3-none-<platform>."""
+        """Return the tag py3-none-<platform>."""
         return "py3", "none", super().get_tag()[2]
 
 

@@ -11,15 +11,6 @@ from gptkernels.swapping import register_attention, swap, unswap  # noqa: E402
 
 __version__ = _library.build()["version"]
 __all__ = [
-    "__version__",
-    "functional",
-    "graphed_step",
-    "info",
-    "models",
-    "nn",
-    "optim",
-    "register_attention",
-    "swap",
-    "testing",
-    "unswap",
-]
+    "__version__", "functional", "graphed_step", "info", "models", "nn", "optim", "register_attention", "swap",
+    "testing", "unswap",
+]  # fmt: skip

@@ -1,4 +1,4 @@
-"""Entry point of `python -m gptkernels`."""
+"""The entry point of `python -m gptkernels`."""
 
 import sys
 

@@ -1,10 +1,8 @@
-"""Choice of the device, and the peak rates of known GPUs."""
-
-from __future__ import annotations
+"""The choice of a device, and the peak rates of known GPUs."""
 
 import torch
 
-# The tensor cores' peak rate for dense bfloat16 products, in 1e12 operations per second, from NVIDIA's data sheets. The
+# The peak rate of dense bfloat16 matmuls on tensor cores, in 1e12 flops per second, from NVIDIA's data sheets. The
 # first entry that is a prefix of the device's name is used, so a longer name comes before its own prefix.
 _PEAKS = {
     "NVIDIA B200": 2250.0,
@@ -30,7 +28,7 @@ _PEAKS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the device's dense bfloat16 operations per second; None if unknown."""
+    """Return the device's peak of dense bfloat16 matmuls in flops per second; None if it is unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -38,10 +36,10 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """Return the device of this name; "auto" is CUDA if available, "cuda" the GPU with the index `local_rank`.
+    """Return the device of this name. "auto" is CUDA if available; "cuda" is the GPU with the index `local_rank`.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: if there is no such device.
     """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"

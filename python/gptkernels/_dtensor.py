@@ -1,4 +1,4 @@
-"""DTensors in the optimizer: each process updates its own part, and norms are those of the whole tensors.
+"""DTensors in the optimizer: each process updates its own part, and computes norms of whole tensors.
 
 This file does not import ``torch.distributed.tensor`` unless there are DTensors.
 """
@@ -12,14 +12,14 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Place(NamedTuple):
-    """How a DTensor is distributed over its mesh of devices. Equal for tensors that are split in the same way."""
+    """The distribution of a DTensor over its mesh of devices, which is equal for tensors that are split alike."""
 
     mesh: Any
     placements: tuple[Any, ...]
 
 
 def place_of(t: Any) -> Place | None:
-    """Return how a DTensor is distributed; None for any other tensor. Partial sums count as replicated."""
+    """Return a DTensor's distribution, with partial sums as replicated; None for any other tensor."""
     if type(t) in PLAIN or not hasattr(t, "placements"):
         return None
     if not any(placement.is_partial() for placement in t.placements):
@@ -30,7 +30,7 @@ def place_of(t: Any) -> Place | None:
 
 
 def local(t: Any, place: Place | None) -> Tensor:
-    """Return this process's part of a DTensor, redistributed to ``place`` if necessary; a plain tensor as it is."""
+    """Return this process's part of a DTensor, redistributed to ``place`` if necessary; a plain tensor unchanged."""
     if place is None:
         return t
     if (t.device_mesh, t.placements) != place:
@@ -39,7 +39,7 @@ def local(t: Any, place: Place | None) -> Tensor:
 
 
 def held(t: Any) -> Tensor:
-    """Return this process's part of a DTensor as it is distributed now; a plain tensor as it is."""
+    """Return this process's part of a DTensor in its current distribution; a plain tensor unchanged."""
     return t if place_of(t) is None else t.to_local()
 
 

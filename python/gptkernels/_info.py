@@ -1,4 +1,4 @@
-"""``gptkernels.info()``: versions, libraries and devices, and why CUDA is not in use."""
+"""``gptkernels.info()``."""
 
 import os
 import platform
@@ -9,10 +9,10 @@ from gptkernels import _library
 
 
 def info() -> dict[str, str]:
-    """Versions, libraries, architectures built for and the device in use.
+    """Return versions, libraries, the CUDA architectures of the build, and the device.
 
     Returns:
-        A dict in reading order; ``"cuda"`` is "in use" or the reason why it is not.
+        A dict; ``"cuda"`` is "in use", or the reason why CUDA is not in use.
     """
     build = _library.build()
     found = {

@@ -14,12 +14,12 @@ CUDA_LIBRARY = FOLDER / "libgptkernels_cuda.so"
 
 @functools.cache
 def build() -> dict[str, str]:
-    """Read what the build recorded: version, torch, compiler, CUDA and its architectures."""
+    """Read the build's record: its version, torch, compiler, CUDA and CUDA architectures."""
     return json.loads((FOLDER / "build.json").read_text())
 
 
 def _load_cuda() -> str:
-    """Load the CUDA kernels; returns an empty string, or the reason why they are not in use."""
+    """Load the CUDA kernels; return an empty string, or the reason why they are not in use."""
     if torch.version.cuda is None:
         return f"this torch ({torch.__version__}) is built without CUDA"
     if not CUDA_LIBRARY.exists():
@@ -50,10 +50,10 @@ def _string(function: str) -> str:
 
 
 def cpu_capability() -> str:
-    """The instruction set that the CPU kernels use: "default", "avx2" or "avx512".
+    """Return the instruction set that the CPU kernels use: "default", "avx2" or "avx512".
 
-    It is the best that the processor supports, or the value of the environment variable GPTKERNELS_CPU_CAPABILITY when
-    the library was loaded.
+    It is the best one that the processor supports, or the value that the environment variable
+    GPTKERNELS_CPU_CAPABILITY had when the library was loaded.
     """
     return _string("gptkernels_cpu_capability")
 

@@ -15,29 +15,28 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Compute ``cross_entropy(linear(x, weight), targets)`` without ever holding all the logits.
+    """Compute ``cross_entropy(linear(x, weight), targets)`` in chunks of rows, so that all logits are never stored.
 
-    The rows are processed in chunks. For "mean" and "sum" the forward also computes the gradients of x and weight, from
-    the same logits, and the backward only scales them. If autograd records nothing, no gradient is computed. For
-    "none", and for float16 (whose gradients must be multiplied by the loss scale before they are rounded), the backward
-    computes each chunk's logits a second time. It also does so if the gradients are differentiated again
-    (``create_graph=True``); that second derivative holds all the logits. Inside autocast the matrix products have its
-    dtype.
+    For "mean" and "sum" the forward also computes the gradients of x and weight, from the same logits, and the backward
+    only scales them. If autograd records nothing, no gradient is computed. The backward computes each chunk's logits a
+    second time for "none", and for float16, whose gradients must be multiplied by the loss scale before they are
+    rounded. It also does so if the gradients are differentiated again (``create_graph=True``). This second derivative
+    stores all logits. Inside autocast the matmuls have autocast's dtype.
 
     Args:
         x: (..., C), the last hidden layer.
         weight: (Vp, C), the output embedding.
         targets: (...), int64 or int32.
-        vocab_size: V. The columns V..Vp-1 are padding: they are left out of the softmax. Vp when None.
-        ignore_index: a row with this target is ignored: its loss and its gradient are 0.
-        reduction: "mean" (over the rows that are not ignored; nan if all are), "sum" or "none".
-        chunk_size: the number of rows in a chunk; when None as many as have 2^28 logits.
+        vocab_size: V; the columns V..Vp-1 are padding and are not part of the softmax. None is Vp.
+        ignore_index: a row with this target has a loss and a gradient of 0.
+        reduction: "mean" (over the rows that are not ignored; nan if all rows are ignored), "sum" or "none".
+        chunk_size: the number of rows in a chunk; None chooses as many rows as have 2^28 logits.
 
     Returns:
-        float32 (float64 for float64): 0-dim, or of targets' shape for "none".
+        The loss in float32 (float64 for float64), 0-dim, or (...) for "none".
 
     Raises:
-        ValueError: shapes do not match, ``reduction`` is unknown, or ``chunk_size`` is below 1.
+        ValueError: if shapes do not match, ``reduction`` is unknown, or ``chunk_size`` is below 1.
     """
     check_reduction("linear_cross_entropy", reduction)
     _check_shapes("linear_cross_entropy", x, weight, targets, chunk_size)
@@ -56,30 +55,29 @@ def fp8_linear_cross_entropy(
     chunk_size: int | None = None,
     fp8_logits: bool = False,
 ) -> Tensor:
-    """Compute the same loss as :func:`linear_cross_entropy`, with float8 products in its gradients.
+    """Compute the loss of :func:`linear_cross_entropy`, with float8 matmuls for the gradients.
 
-    The gradients of the logits are rounded to e5m2, x and the weight to e4m3. The gradients are computed in the
-    forward. If autograd records nothing, this is :func:`linear_cross_entropy`, without float8. Second derivatives and
-    forward-mode derivatives are not supported: both raise a RuntimeError.
+    The forward computes the gradients. It rounds the logits' gradient to e5m2, and x and the weight to e4m3. If
+    autograd records nothing, this function is :func:`linear_cross_entropy`. A second derivative or a forward-mode
+    derivative raises a RuntimeError.
 
     Args:
         x: (..., C), the last hidden layer, float32, bfloat16 or float16; C is a multiple of 16.
         weight: (Vp, C), the output embedding; Vp is a multiple of 16.
         targets: (...), int64 or int32.
-        vocab_size: V. The columns V..Vp-1 are padding: they are left out of the softmax. Vp when None.
-        ignore_index: a row with this target is ignored: its loss and its gradient are 0.
-        reduction: "mean" (over the rows that are not ignored; nan if all are) or "sum".
-        chunk_size: the number of rows in a chunk, rounded up to a multiple of 16; when None as many as have 2^28
-            logits.
-        fp8_logits: if gradients are computed, compute the logits, and with them the loss, from the rounded x and weight
-            too.
+        vocab_size: V; the columns V..Vp-1 are padding and are not part of the softmax. None is Vp.
+        ignore_index: a row with this target has a loss and a gradient of 0.
+        reduction: "mean" (over the rows that are not ignored; nan if all rows are ignored) or "sum".
+        chunk_size: the number of rows in a chunk, rounded up to a multiple of 16; None chooses as many rows as have
+            2^28 logits.
+        fp8_logits: if gradients are computed, also compute the logits, and so the loss, from the rounded x and weight.
 
     Returns:
-        0-dim float32.
+        The loss, 0-dim float32.
 
     Raises:
-        ValueError: shapes do not match, ``reduction`` is unknown, or ``chunk_size`` is below 1.
-        RuntimeError: the dtype is not supported, or the number of features is not a multiple of 16.
+        ValueError: if shapes do not match, ``reduction`` is unknown, or ``chunk_size`` is below 1.
+        RuntimeError: if the dtype is not supported, or C or Vp is not a multiple of 16.
     """
     check_reduction("fp8_linear_cross_entropy", reduction, ("mean", "sum"))
     _check_shapes("fp8_linear_cross_entropy", x, weight, targets, chunk_size)

@@ -1,18 +1,16 @@
-"""The wait policy of OpenMP's threads in `gptkernels train`. It is set before torch is loaded, when OpenMP reads it.
+"""The wait policy of OpenMP's threads in `gptkernels train`, which is set before torch is imported and reads it.
 
 The threads of GNU's OpenMP, which torch's CPU wheels contain, spin at every barrier unless there are more threads than
-processors. On a busy machine each barrier then takes until the slowest thread gets a processor. With a passive policy
-threads sleep instead. LLVM's and Intel's OpenMP support the same variable.
+processors. If other programs use the processors, a spinning thread delays the threads that the barrier waits for. With
+a passive policy threads sleep instead. LLVM's and Intel's OpenMP support the same variable.
 """
-
-from __future__ import annotations
 
 import os
 import sys
 from collections.abc import MutableMapping, Sequence
 
 POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
-"""If the user has set any of these, it is not changed."""
+"""If the user has set any of these variables, the policy is not changed."""
 
 
 def wait_passively_in_training(
@@ -23,16 +21,16 @@ def wait_passively_in_training(
     """Set a passive wait policy if this process is `gptkernels train` and the user has not set a policy.
 
     Args:
-        arguments: the process's `sys.argv` while this package is imported.
+        arguments: `sys.argv` while this package is imported.
         command_line: the process's command line, with the interpreter and its options.
-        environment: the environment to change.
+        environment: the environment variables, which are changed.
     """
     if _is_training(arguments, command_line) and not any(name in environment for name in POLICIES):
         environment["OMP_WAIT_POLICY"] = "passive"
 
 
 def _is_training(arguments: Sequence[str], command_line: Sequence[str]) -> bool:
-    """Whether this is `gptkernels [options] train`, as a script or by `python -m`."""
+    """Return whether this process is `gptkernels [options] train`, as a script or by `python -m`."""
     if not arguments:
         return False
     program = arguments[0]

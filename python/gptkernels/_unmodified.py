@@ -1,4 +1,4 @@
-"""Checks whether a submodule is still as its parent made it, so that the parent may fuse it with others."""
+"""Checks that a submodule was not changed since its parent made it, so that the parent may fuse it with others."""
 
 from typing import Any
 
@@ -6,27 +6,23 @@ import torch
 from torch.nn.modules.module import _has_any_global_hook
 
 CHANGED = "_gptkernels_changed"
-"""Set in a swapped module's ``__dict__`` when one of its attributes is set after the swap (``swapping/classes.py``)."""
+"""A mark in a swapped module's ``__dict__``: an attribute was set after the swap (``swapping/classes.py``)."""
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 def is_unmodified(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
-    """Whether calling ``module`` would run ``kind.forward`` and nothing else.
+    """Return whether a call of ``module`` would run ``kind.forward`` and nothing else.
 
-    Only then may a parent read the module's parameters and call a fused operator instead. Otherwise it must call the
-    module: it may be an adapter, a subclass or a wrapper (parametrisations and FSDP2 replace a module's class), have
-    hooks (pruning and weight normalisation use hooks) or its own forward, or be compiled separately.
-
-    Args:
-        module: the submodule.
-        kind: the class that the parent gave it.
+    Only then may a parent read the module's parameters and call a fused operator instead. Otherwise the parent must
+    call the module, because it is an adapter, a subclass or a wrapper (parametrisations and FSDP2 replace a module's
+    class), has hooks (pruning and weight normalisation use hooks) or its own forward, or is compiled separately.
     """
     return are_unmodified((module, kind))
 
 
 def are_unmodified(*parts: tuple[torch.nn.Module, type[torch.nn.Module]]) -> bool:
-    """Whether ``is_unmodified`` holds for all of these."""
+    """Return whether ``is_unmodified`` holds for all of these modules and classes."""
     for module, kind in parts:
         if type(module) is not kind or not is_bare(module.__dict__):
             return False
@@ -34,18 +30,16 @@ def are_unmodified(*parts: tuple[torch.nn.Module, type[torch.nn.Module]]) -> boo
 
 
 def is_exporting() -> bool:
-    """Whether ``torch.export`` records this call without dynamo. (With dynamo, torch's own function is always True.)
+    """Return whether ``torch.export`` traces this call without dynamo.
 
-    The embeddings and the head are then called instead of fused, because they share a weight and
-    ``torch.distributed.pipelining`` looks for its owners among the modules that were called.
-    """
-    """
+    The embeddings and the LM head are then called, not fused, because they share a weight and
+    ``torch.distributed.pipelining`` looks for the weight's owners among the modules that were called.
     """
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def is_bare(attributes: dict[str, Any]) -> bool:
-    """Whether a module with this ``__dict__`` has no hooks and no forward of its own."""
+    """Return whether a module with this ``__dict__`` has no hooks and no forward of its own."""
     return not (
         attributes["_forward_hooks"]
         or attributes["_forward_pre_hooks"]
@@ -58,11 +52,9 @@ def is_bare(attributes: dict[str, Any]) -> bool:
 
 
 def runs_only_its_forward(module: torch.nn.Module, passive: str | None = None) -> bool:
-    """Whether calling ``module`` would run its class's forward and nothing else.
+    """Return whether a call of ``module`` would run its class's forward and nothing else.
 
-    Args:
-        module: any module.
-        passive: the name of a Python module whose hooks only observe, and are ignored.
+    ``passive`` is the name of a Python module whose hooks are ignored, because they only observe.
     """
     attributes = module.__dict__
     for hooks in _HOOKS:

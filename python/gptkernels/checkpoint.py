@@ -1,19 +1,17 @@
 """Models and training states on disk.
 
-- A model: llm.c's `.bin`, or `.safetensors` with the configuration in its metadata. In memory it is a state dict with
+- A model is llm.c's `.bin`, or `.safetensors` with the configuration in its metadata. In memory it is a state dict with
   nanoGPT's and Hugging Face's names (`transformer.h.0.attn.c_attn.weight`, ...) and matrices (out, in) as in
   `torch.nn.Linear`, and a configuration with nanoGPT's names: `block_size` (the longest sequence), `vocab_size`,
-  `n_layer`, `n_head`, `n_embd`, `bias` (False: linear layers and norms have no bias) and, unless it is "gelu_tanh",
-  `activation` ("gelu" is the exact one).
-- A training state: one `.safetensors` file that also contains the optimizer, the random number generators and the
+  `n_layer`, `n_head`, `n_embd`, `bias` (whether linear layers and norms have a bias) and `activation` ("gelu" for the
+  exact GELU; absent for "gelu_tanh").
+- A training state is one `.safetensors` file that also contains the optimizer, the random number generators and the
   trainer's counters.
 
-Files are written completely or not at all, and read without executing code. Damaged and foreign files raise a
-ValueError that names the file and the field, before memory for their tensors is allocated. A `.safetensors` file has
-checksums of every tensor and of its metadata, which are verified on reading; llm.c's format has no checksum.
+Files are written atomically, and read without executing code. A damaged file, or one of another format, raises a
+ValueError that names the file and the field, before memory for tensors is allocated. A `.safetensors` file has
+checksums of every tensor and of the metadata, which are verified on reading; llm.c's format has no checksum.
 """
-
-from __future__ import annotations
 
 import dataclasses
 import functools
@@ -34,29 +32,23 @@ CHECKPOINT = "checkpoint.safetensors"
 """The name of the training state in the folder of its run."""
 _SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
 _VERSIONS = {torch.float32: 3, torch.bfloat16: 5}
-_UNPADDED = 1  # llm.c's version in April 2024: float32 without padding, and no padded_vocab_size in the header
+_UNPADDED = 1  # the version that llm.c wrote in April 2024: float32, no padding, no padded_vocab_size in the header
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PADDING = 128
 _KEYS = (str, int)
-"""The types of keys of a dict in a training state. True and 1.0, which equal 1, are not allowed."""
+"""The types that a dict's keys may have in a training state. True and 1.0 are not allowed, because they equal 1."""
 _TANH = "gelu_tanh"
 _ACTIVATIONS = (_TANH, "gelu")
 
 # The tensors of a layer in llm.c's order; shapes in multiples of C.
 _LAYER: list[tuple[str, tuple[int, ...]]] = [
-    ("ln_1.weight", (1,)),
-    ("ln_1.bias", (1,)),
-    ("attn.c_attn.weight", (3, 1)),
-    ("attn.c_attn.bias", (3,)),
-    ("attn.c_proj.weight", (1, 1)),
-    ("attn.c_proj.bias", (1,)),
-    ("ln_2.weight", (1,)),
-    ("ln_2.bias", (1,)),
-    ("mlp.c_fc.weight", (4, 1)),
-    ("mlp.c_fc.bias", (4,)),
-    ("mlp.c_proj.weight", (1, 4)),
-    ("mlp.c_proj.bias", (1,)),
-]
+    ("ln_1.weight", (1,)), ("ln_1.bias", (1,)),
+    ("attn.c_attn.weight", (3, 1)), ("attn.c_attn.bias", (3,)),
+    ("attn.c_proj.weight", (1, 1)), ("attn.c_proj.bias", (1,)),
+    ("ln_2.weight", (1,)), ("ln_2.bias", (1,)),
+    ("mlp.c_fc.weight", (4, 1)), ("mlp.c_fc.bias", (4,)),
+    ("mlp.c_proj.weight", (1, 4)), ("mlp.c_proj.bias", (1,)),
+]  # fmt: skip
 _WTE, _WPE, _LM_HEAD = "transformer.wte.weight", "transformer.wpe.weight", "lm_head.weight"
 _CONV1D = ("attn.c_attn.weight", "attn.c_proj.weight", "mlp.c_fc.weight", "mlp.c_proj.weight")
 _BUFFERS = (".attn.bias", ".attn.masked_bias", ".fp8_history", ".fp8_dout_history")
@@ -66,9 +58,9 @@ Name = TypeVar("Name")
 
 
 def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of GPT-2's parameters in llm.c's order: one kind for all layers, then the next.
+    """Return the names and shapes of GPT-2's parameters in llm.c's order: each kind for all layers together.
 
-    The embedding `wte` is (V, C); `lm_head`, which is the same tensor, is not listed.
+    The embedding `wte` is (V, C). `lm_head` is the same tensor and is not listed.
     """
     T, V, L, _, C = (config[name] for name in _SIZES)
     shapes: dict[str, tuple[int, ...]] = {_WTE: (V, C), _WPE: (T, C)}
@@ -91,17 +83,17 @@ def save_model(
     """Write a GPT-2 model: `.safetensors`, or llm.c's `.bin`.
 
     Args:
-        path: its suffix decides the format.
+        path: the file; its suffix decides the format.
         state_dict: the parameters, on any device. `wte` may have more than V rows; the padding is not written.
-            `lm_head` is not written: it must equal `wte`.
+            `lm_head` is not written, and must equal `wte`.
         config: a mapping or a dataclass with block_size, vocab_size, n_layer, n_head, n_embd (and bias).
-        dtype: convert the parameters to it; None keeps their dtypes. `.bin` supports float32 and bfloat16; None is then
-            bfloat16 if all parameters are, otherwise float32.
-        padded_vocab_size: Vp of the `.bin`, whose rows V..Vp-1 are 0; when None, V rounded up to a multiple of 128.
+        dtype: the dtype of the file. None keeps the parameters' dtypes in a `.safetensors`; a `.bin` is bfloat16 if all
+            parameters are bfloat16, otherwise float32.
+        padded_vocab_size: Vp of a `.bin`, whose rows V..Vp-1 are 0. None rounds V up to a multiple of 128.
 
     Raises:
-        ValueError: a parameter is missing, unknown or of a wrong shape, lm_head differs from wte, or the format cannot
-            represent the model: a `.bin` always has biases.
+        ValueError: if a parameter is missing, unknown or of a wrong shape, lm_head differs from wte, or the format
+            cannot represent the model. A `.bin` always has biases and the tanh GELU.
     """
     path = Path(path)
     config = check_model_config(_as_dict(config), str(path))
@@ -135,15 +127,15 @@ def load_model(path: str | os.PathLike[str], *, keep_padding: bool = False) -> t
     """Read a GPT-2 model: llm.c's `.bin`, a `.safetensors` of `save_model`, or the model of a training state.
 
     Args:
-        path: a `.safetensors`, otherwise a `.bin`.
-        keep_padding: keep the Vp rows of `wte` in a `.bin` and add `padded_vocab_size` to the configuration.
+        path: a `.safetensors`; a file with another suffix is a `.bin`.
+        keep_padding: for a `.bin`, keep the Vp rows of `wte`, and add `padded_vocab_size` to the configuration.
 
     Returns:
-        The configuration, for `GPT2Config(**config)`, and the state dict, on the CPU and in the file's dtype;
+        The configuration, for `GPT2Config(**config)`, and the state dict, on the CPU and in the file's dtype.
         `lm_head.weight` is the same tensor as `transformer.wte.weight`.
 
     Raises:
-        ValueError: the file is damaged or of another kind; the message names the file and the field.
+        ValueError: if the file is damaged or of another format; the message names the file and the field.
     """
     path = Path(path)
     if path.suffix == ".safetensors":
@@ -213,10 +205,10 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def check_model_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check the entries that describe a GPT-2's shape, and return them.
+    """Check the entries of a configuration that a file stores, and return them.
 
     Raises:
-        ValueError: an entry is missing or wrong; the message begins with `where`.
+        ValueError: if an entry is missing or wrong; the message begins with `where`.
     """
     for name in _SIZES:
         value = config.get(name)
@@ -236,8 +228,8 @@ def check_model(state_dict: Mapping[str, torch.Tensor], config: Any, where: str)
     """Check that parameters and configuration agree; return the entries of the configuration that a file stores.
 
     Raises:
-        ValueError: an entry of the configuration or a parameter is missing, unknown or wrong; the message begins with
-            `where`.
+        ValueError: if an entry of the configuration or a parameter is missing, unknown or wrong; the message begins
+            with `where`.
     """
     config = check_model_config(_as_dict(config), where)
     check_parameters(state_dict, config, where)
@@ -245,10 +237,10 @@ def check_model(state_dict: Mapping[str, torch.Tensor], config: Any, where: str)
 
 
 def check_parameters(state_dict: Mapping[str, torch.Tensor], config: dict[str, Any], where: str) -> StateDict:
-    """Check that the parameters of `parameter_shapes` are complete; return them without lm_head, padding and buffers.
+    """Check the parameters against `parameter_shapes`; return them without lm_head, padding and buffers.
 
     Raises:
-        ValueError: a parameter is missing, unknown, of another shape, or not a tensor that a file can store.
+        ValueError: if a parameter is missing, unknown, of another shape, or not a tensor that a file can store.
     """
     state = {name: tensor for name, tensor in state_dict.items() if not str(name).endswith(_BUFFERS)}
     for name, tensor in state.items():
@@ -279,27 +271,30 @@ def check_parameters(state_dict: Mapping[str, torch.Tensor], config: dict[str, A
 
 
 def _are_tied(head: torch.Tensor, wte: torch.Tensor) -> bool:
-    """Whether two tensors are the same, even with NaN in it, or have equal values."""
+    """Return whether two tensors are the same tensor, which may contain NaN, or have equal values."""
     if head.dtype != wte.dtype or head.shape != wte.shape:
         return False
     return head.data_ptr() == wte.data_ptr() or torch.equal(head, wte)
 
 
 def find_non_finite(tensors: Mapping[Name, torch.Tensor]) -> Name | None:
-    """Return the name of the first tensor with NaN or infinity, or None; synchronises with the device once."""
+    """Return the name of the first tensor with NaN or infinity, or None. Synchronises with the device once."""
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
     if not tensors:
         return None
-    extremes = [torch.stack(tensor.detach().aminmax()).double() for tensor in tensors.values()]  # they propagate NaN
+    extremes = [torch.stack(tensor.detach().aminmax()).double() for tensor in tensors.values()]  # NaN if one is NaN
     finite = torch.stack(extremes).isfinite().all(1).tolist()
     return next((name for name, is_finite in zip(tensors, finite, strict=True) if not is_finite), None)
 
 
 def from_huggingface(state_dict: Mapping[str, torch.Tensor]) -> StateDict:
-    """Convert a Hugging Face GPT-2's state dict (`GPT2LMHeadModel` or `GPT2Model`) to this module's.
+    """Convert the state dict of a Hugging Face `GPT2LMHeadModel` or `GPT2Model` to one for `gptkernels.models.GPT2`.
 
-    `Conv1D` matrices (in, out) are transposed to (out, in), buffers of attention are dropped, and a missing
+    `Conv1D` matrices (in, out) are transposed to (out, in), buffers of attention are removed, and a missing
     `lm_head.weight` is set to `wte`.
+
+    Raises:
+        ValueError: if there is no `wte.weight`.
     """
     prefix = "" if _WTE in state_dict else "transformer."
     state = {prefix + name: _transpose_conv1d(name, tensor) for name, tensor in state_dict.items()}
@@ -321,7 +316,7 @@ def _transpose_conv1d(name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclasses.dataclass(frozen=True)
 class TrainingState:
-    """A training state as `load_training_state` returns it; `rng` is that of the time when it was saved."""
+    """A training state as `load_training_state` returns it; `rng` is `rng_state()` at the time of saving."""
 
     config: dict[str, Any]
     model: dict[str, torch.Tensor]
@@ -338,20 +333,20 @@ def save_training_state(
     optimizer: Mapping[str, Any],
     trainer: Mapping[str, Any],
 ) -> None:
-    """Write everything that a run needs to continue as if it had not stopped, in one file, completely or not at all.
+    """Write the state from which a run continues with the same results as without a stop, atomically in one file.
 
     The state of torch's random number generators is included. Values may be nested dicts, lists and tuples of tensors,
-    numbers, strings and None; all of them are restored exactly, and tied tensors stay tied.
+    numbers, strings and None. Loading restores all values exactly, and tied tensors stay tied.
 
     Args:
-        path: a `.safetensors` file; `load_model` can read the model from it.
+        path: a `.safetensors` file, from which `load_model` can read the model.
         config: the model's configuration, a mapping or a dataclass.
         model: the module or its state dict.
-        optimizer: its state dict, in the format of torch.optim.
+        optimizer: the optimizer's state dict, in the format of torch.optim.
         trainer: counters, the data loader's state dict, and other values.
 
     Raises:
-        ValueError: the path has another suffix, or a value is of another type; the message says where.
+        ValueError: if the path has another suffix, or a value is of another type; the message names the value.
     """
     path = Path(path)
     if path.suffix != ".safetensors":
@@ -373,7 +368,7 @@ def load_training_state(path: str | os.PathLike[str]) -> TrainingState:
     """Read a training state to the CPU. The caller must call `restore_rng_state(state.rng)`.
 
     Raises:
-        ValueError: the file is damaged or of another kind; the message names the file and the field.
+        ValueError: if the file is damaged or of another format; the message names the file and the field.
     """
     path = Path(path)
     fields = [field.name for field in dataclasses.fields(TrainingState)]
@@ -382,7 +377,7 @@ def load_training_state(path: str | os.PathLike[str]) -> TrainingState:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of torch's generators: the CPU's, and those of all CUDA devices if CUDA is in use."""
+    """Return the states of torch's generators for the CPU and, if CUDA is in use, for all CUDA devices."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
@@ -391,7 +386,7 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
     """Set torch's generators to the states of `rng_state()`. States of missing CUDA devices are ignored.
 
     Raises:
-        ValueError: `state` does not contain states of torch's generators.
+        ValueError: if `state` does not contain states of torch's generators.
     """
     try:
         cpu, cuda = state["cpu"], list(state["cuda"])
@@ -403,10 +398,10 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def _flatten(value: Any, where: str, tensors: StateDict, names: dict[tuple, str]) -> Any:
-    """Convert `value` to JSON values; its tensors go into `tensors`, with names that say where they were.
+    """Convert `value` to JSON values, and store its tensors in `tensors` by names that are their paths in `value`.
 
-    Other types become an object with one key: {"$tensor": name}, {"$tuple": [...]}, and {"$dict": [[key, value], ...]}
-    for a dict whose keys are not all plain strings.
+    Values that JSON does not have become an object with one key: {"$tensor": name}, {"$tuple": [...]}, and
+    {"$dict": [[key, value], ...]} for a dict whose keys are not all plain strings.
     """
     if isinstance(value, torch.Tensor):
         identity = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())

@@ -1,8 +1,9 @@
-"""The operators with ``torch.nn.functional``'s names and signatures, and fusions that torch does not have.
+"""The operators with ``torch.nn.functional``'s names and signatures, and fused operators that torch does not have.
 
 Shapes: B batch, T tokens, C channels, V vocabulary, Vp padded vocabulary, N rows. All functions run this package's
-kernels. An option that they do not support raises a ValueError that names it; no option is ignored. Only
-:func:`scaled_dot_product_attention` and :func:`causal_attention` pass some calls on to torch, as they document.
+kernels. An option that the kernels do not support raises a ValueError that names it; no option is ignored. Only
+:func:`scaled_dot_product_attention` and :func:`causal_attention` call torch's kernels in some cases, which their
+documentation lists.
 """
 
 import warnings
@@ -19,29 +20,16 @@ from gptkernels.rules._autocast import autocast_dtype
 from gptkernels.rules.attention import unpack
 
 __all__ = [
-    "causal_attention",
-    "causal_softmax",
-    "cross_entropy",
-    "dropout",
-    "embedding",
-    "fp8_linear",
-    "fp8_linear_cross_entropy",
-    "fp8_mlp",
-    "gelu",
-    "layer_norm",
-    "linear",
-    "linear_cross_entropy",
-    "mlp",
-    "residual_layer_norm",
-    "scaled_dot_product_attention",
-    "softmax",
-]
+    "causal_attention", "causal_softmax", "cross_entropy", "dropout", "embedding", "fp8_linear",
+    "fp8_linear_cross_entropy", "fp8_mlp", "gelu", "layer_norm", "linear", "linear_cross_entropy", "mlp",
+    "residual_layer_norm", "scaled_dot_product_attention", "softmax",
+]  # fmt: skip
 for _name in __all__:
-    torch.fx.wrap(_name)  # so that torch.fx.symbolic_trace records the calls, as those of torch.nn.functional
+    torch.fx.wrap(_name)  # so that torch.fx.symbolic_trace records a call and not its inside
 
 
 def refuse(function: str, **options: Any) -> None:
-    """Raise a ValueError that names the first option that is set (neither None nor False)."""
+    """Raise a ValueError that names the first option that is neither None nor False."""
     for name, value in options.items():
         if value is not None and value is not False:
             raise ValueError(f"{function}: the option {name} is not supported: gptkernels has no kernel for it")
@@ -67,8 +55,8 @@ def layer_norm(
         eps: added to the variance.
 
     Raises:
-        ValueError: ``input``'s shape does not end with ``normalized_shape``, which must not be empty, or ``weight`` or
-            ``bias`` has another shape.
+        ValueError: if ``normalized_shape`` is empty or is not the end of ``input``'s shape, or ``weight`` or ``bias``
+            has another shape.
     """
     dims = _check_norm("layer_norm", input, normalized_shape, weight, bias)
     out, _, _ = ops.layernorm.default(*_as_one(dims, input, weight, bias), eps)
@@ -88,25 +76,27 @@ def residual_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add to the residual stream and normalise the sum, in one pass over memory.
 
-    The linear layer that computes ``x`` can leave its bias to this function, where it and its gradient cost nothing.
+    The bias of the linear layer that computes ``x`` can be added here. Then neither the bias nor its gradient needs a
+    further pass over memory.
 
     Args:
-        x: (..., *normalized_shape), the values that a layer adds to the stream.
-        residual: the stream, of x's shape.
-        normalized_shape: as in :func:`layer_norm`.
+        x: (..., *normalized_shape), the values that are added to the residual stream.
+        residual: (..., *normalized_shape), the residual stream.
+        normalized_shape: the last dimensions of ``x``.
         weight: of shape normalized_shape, or None.
         bias: of shape normalized_shape, or None.
         eps: added to the variance.
         x_bias: of shape normalized_shape, added to x; or None.
         dropout_p: the probability with which an element of x + x_bias is dropped before the addition, as in
             :func:`dropout`.
-        training: False drops nothing.
+        training: False disables dropout.
 
     Returns:
         ``layer_norm(sum, ...)`` and ``sum = dropout(x + x_bias, dropout_p, training) + residual``.
 
     Raises:
-        ValueError: as for :func:`layer_norm`; x and residual differ in shape; or ``dropout_p`` is not from 0 to 1.
+        ValueError: if x and residual differ in shape, ``normalized_shape`` is not the end of this shape, a parameter
+            has another shape than ``normalized_shape``, or ``dropout_p`` is not from 0 to 1.
     """
     _check_dropout("residual_layer_norm", "dropout_p", dropout_p)
     if x.shape != residual.shape:
@@ -128,7 +118,7 @@ def _check_norm(
     bias: Tensor | None,
     x_bias: Tensor | None = None,
 ) -> int:
-    """Check the shapes, and return how many dimensions are normalised."""
+    """Check the shapes, and return the number of normalised dimensions."""
     shape = tuple(normalized_shape)
     if not shape or x.shape[-len(shape) :] != shape:
         raise ValueError(
@@ -153,7 +143,7 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """Compute :func:`torch.nn.functional.gelu`: exact ("none"), or approximated by tanh ("tanh") as in GPT-2.
 
     Raises:
-        ValueError: ``approximate`` is neither.
+        ValueError: if ``approximate`` is another string.
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}")
@@ -165,11 +155,12 @@ def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: 
 
     Args:
         input: any shape.
-        dim: the dimension that sums to 1. None warns and chooses as torch does: 0 for 0, 1 or 3 dimensions, else 1.
-        dtype: convert ``input`` to this dtype first.
+        dim: the dimension along which the output sums to 1. None warns and chooses as torch does: 0 if there are 0, 1
+            or 3 dimensions, otherwise 1.
+        dtype: the dtype to which ``input`` is converted first; None does not convert it.
 
     Raises:
-        IndexError: ``dim`` is out of range.
+        IndexError: if ``dim`` is out of range.
     """
     if dim is None:
         dim = 0 if input.dim() in (0, 1, 3) else 1
@@ -191,7 +182,7 @@ def causal_softmax(scores: Tensor, scale: float = 1.0) -> Tensor:
         scale: the factor of the scores.
 
     Returns:
-        (..., T, T), exactly 0 above the diagonal.
+        The probabilities (..., T, T), which are exactly 0 above the diagonal.
     """
     return ops.causal_softmax.default(scores, scale)
 
@@ -220,10 +211,10 @@ def mlp(
         fc_bias: (H), or None.
         proj_weight: (C, H).
         proj_bias: (C), or None.
-        recompute_gelu: save only the GELU's input for the backward, which computes its output (..., H) again.
+        recompute_gelu: save only the GELU's input for the backward, which computes the GELU's output (..., H) again.
 
     Returns:
-        (..., C).
+        The output (..., C).
     """
     return ops.mlp.default(x, fc_weight, fc_bias, proj_weight, proj_bias, not recompute_gelu)[0]
 
@@ -235,21 +226,21 @@ def fp8_linear(
     history: Tensor | None = None,
     dout_history: Tensor | None = None,
 ) -> Tensor:
-    """Compute :func:`linear` with float8 products: input and weight in e4m3, the output's gradient in e5m2.
+    """Compute :func:`linear` with float8 matmuls: input and weight in e4m3, the output's gradient in e5m2.
 
-    A history has a tensor's amax in the last 16 calls, so that the scale is known before the tensor is read; the call
-    adds its own amax. Without a history, and at the first call, the scale is that of the tensor itself, which is then
-    read twice. The weight's scale is always its own.
+    An amax history has a tensor's amax in each of the last 16 calls. It gives the scale before the tensor is read, and
+    the call adds the tensor's amax to it. Without a history, and at the first call, the scale comes from the tensor
+    itself, which is then read twice. The weight's scale always comes from the weight itself.
 
     Args:
         input: (..., I), float32, bfloat16 or float16; I is a multiple of 16.
         weight: (O, I), in input's dtype; O is a multiple of 16.
         bias: (O), or None.
-        history: the input's amax history, (18) int32, initially zeros, which is updated; or None.
-        dout_history: the amax history of the output's gradient, which the backward updates; or None.
+        history: the input's amax history, (18) int32, initially zeros, which the call updates; or None.
+        dout_history: the amax history of the output's gradient, (18) int32, which the backward updates; or None.
 
     Returns:
-        (..., O), in input's dtype.
+        The output (..., O), in input's dtype.
     """
     return ops.fp8_linear.default(input, weight, bias, history, dout_history, (False, False))[0]
 
@@ -265,7 +256,7 @@ def fp8_mlp(
     dhidden_history: Tensor | None = None,
     dout_history: Tensor | None = None,
 ) -> Tensor:
-    """Compute :func:`mlp` with float8 products, as in :func:`fp8_linear`; GELU is fused with its quantisation.
+    """Compute :func:`mlp` with float8 matmuls, as in :func:`fp8_linear`; one kernel computes and quantises the GELU.
 
     Args:
         x: (..., C), float32, bfloat16 or float16; C is a multiple of 16.
@@ -273,13 +264,13 @@ def fp8_mlp(
         fc_bias: (H), or None.
         proj_weight: (C, H).
         proj_bias: (C), or None.
-        history: the amax history of x, (18) int32, initially zeros, which is updated; or None, as for the others.
-        hidden_history: the history of GELU's output.
-        dhidden_history: the history of the gradient before GELU, which the backward updates.
-        dout_history: the history of the result's gradient, which the backward updates.
+        history: the amax history of x, (18) int32, initially zeros, which the call updates; or None.
+        hidden_history: the amax history of the GELU's output, or None.
+        dhidden_history: the amax history of the gradient of the GELU's input, which the backward updates; or None.
+        dout_history: the amax history of the output's gradient, which the backward updates; or None.
 
     Returns:
-        (..., C).
+        The output (..., C), in x's dtype.
     """
     histories = history, hidden_history, dhidden_history, dout_history
     return ops.fp8_mlp.default(x, fc_weight, fc_bias, proj_weight, proj_bias, *histories, (False,) * 4)[0]
@@ -294,19 +285,19 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 def causal_attention(qkv: Tensor, num_heads: int, scale: float | None = None, dropout_p: float = 0.0) -> Tensor:
     """Compute causal self-attention of packed queries, keys and values, in memory linear in T.
 
-    Heads of more than 256 channels are computed by torch's ``scaled_dot_product_attention``.
+    If the head size is above 256, torch's ``scaled_dot_product_attention`` computes the result.
 
     Args:
-        qkv: (B, T, 3C): for each token the query, the key and the value, each with its ``num_heads`` heads.
+        qkv: (B, T, 3C): for each token the query, the key and the value, each with ``num_heads`` heads.
         num_heads: a divisor of C.
-        scale: the factor of the scores; 1/sqrt(C / num_heads) when None.
+        scale: the factor of the scores; None is 1/sqrt(C / num_heads).
         dropout_p: the probability with which an attention weight is dropped; as in torch, pass 0 in evaluation.
 
     Returns:
-        (B, T, C).
+        The output (B, T, C).
 
     Raises:
-        ValueError: ``dropout_p`` is not from 0 to 1.
+        ValueError: if ``dropout_p`` is not from 0 to 1.
     """
     _check_dropout("causal_attention", "dropout_p", dropout_p)
     if num_heads > 0 and qkv.dim() == 3 and qkv.shape[2] > 3 * MAX_HEAD_SIZE * num_heads and qkv.is_floating_point():
@@ -333,41 +324,43 @@ def scaled_dot_product_attention(
 ) -> Any:
     """Compute :func:`torch.nn.functional.scaled_dot_product_attention`, in memory linear in T.
 
-    The output of a query that sees no key is zeros (its logsumexp is -inf, and no gradient is NaN). ``attn_mask`` and
+    The output of a query that sees no key is 0. Its logsumexp is -inf, and no gradient is NaN. ``attn_mask`` and
     ``is_causal`` may be given together; then both apply.
 
-    Calls that no kernel here supports are passed on to torch's function, which may raise its own errors:
+    In these cases no kernel of this package supports the call, and torch's function is called, which may raise its own
+    errors:
 
     - ``attn_mask`` requires grad, or its dtype is neither bool nor the query's;
     - the value's head size is not the key's, or a head size is above 256;
     - batches or heads of query, key and value differ (except as allowed by ``enable_gqa``) and would be broadcast;
-    - there are fewer than 3 dimensions, nested or sparse tensors, devices other than CPU, CUDA and meta, other dtypes
-      or mixed ones.
+    - there are fewer than 3 dimensions;
+    - a tensor is nested or sparse, or on another device than CPU, CUDA and meta;
+    - a dtype is not float64, float32, bfloat16 or float16, or the dtypes differ.
 
     Args:
         query: (..., NH, Tq, HS).
-        key: (..., KH, Tk, HS). KH is NH, or with ``enable_gqa`` a divisor of it. All strides are supported; a last
+        key: (..., KH, Tk, HS). KH is NH, or with ``enable_gqa`` a divisor of NH. All strides are supported; a last
             dimension that is not contiguous is copied.
-        value: of key's shape.
+        value: (..., KH, Tk, HS).
         attn_mask: broadcastable to (..., NH, Tq, Tk): bool, True if a key is seen, or added to the scaled scores.
         dropout_p: the probability with which an attention weight is dropped; pass 0 in evaluation. The random numbers
             come from torch's generator for the device.
-        is_causal: query i sees the keys up to i + ``query_offset``.
-        scale: the factor of the scores; 1/sqrt(HS) when None.
-        enable_gqa: KH may be less than NH: NH / KH neighbouring query heads share a key head.
+        is_causal: whether query i sees only the keys up to i + ``query_offset``.
+        scale: the factor of the scores; None is 1/sqrt(HS).
+        enable_gqa: allow a KH below NH; NH / KH neighbouring query heads then share a key head.
         query_offset: the position of the first query among the keys, for ``is_causal``.
-        key_begin: (B), integers: sequence b sees only keys from key_begin[b] on (padding on the left). B is the product
-            of the dimensions before the heads.
-        key_end: (B), integers: sequence b sees only keys before key_end[b] (padding on the right).
+        key_begin: (B), integers, for padding on the left: sequence b sees only keys from key_begin[b] on. B is the
+            product of the dimensions before the heads.
+        key_end: (B), integers, for padding on the right: sequence b sees only keys before key_end[b].
         return_logsumexp: also return the logsumexp.
 
     Returns:
-        (..., NH, Tq, HS); with ``return_logsumexp`` a tuple of it and the logsumexp of the scaled and masked scores,
-        (..., NH, Tq), float32 (float64 for float64), which is differentiable.
+        The output (..., NH, Tq, HS). With ``return_logsumexp``, a tuple of the output and the logsumexp of the scaled
+        and masked scores, (..., NH, Tq), float32 (float64 for float64), which is differentiable.
 
     Raises:
-        ValueError: ``dropout_p`` is not from 0 to 1, or one of ``query_offset``, ``key_begin``, ``key_end`` and
-            ``return_logsumexp``, which torch's function does not have, is given in a call that is passed on to it.
+        ValueError: if ``dropout_p`` is not from 0 to 1, or if torch's function is called and ``query_offset``,
+            ``key_begin``, ``key_end`` or ``return_logsumexp`` is given, which it does not have.
     """
     _check_dropout("scaled_dot_product_attention", "dropout_p", dropout_p)
     if (reason := _not_ours(query, key, value, attn_mask, enable_gqa)) is not None:
@@ -399,7 +392,7 @@ def scaled_dot_product_attention(
 
 
 def _not_ours(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool) -> str | None:
-    """Return the reason why a call must be passed on to torch; None if the kernels support it."""
+    """Return the reason why the kernels do not support a call; None if they do."""
     tensors = (query, key, value)
     device = query.device.type
     dtype = autocast_dtype(device)
@@ -434,17 +427,17 @@ def _not_ours(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | Non
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Compute :func:`torch.nn.functional.dropout`. No mask is stored; the backward generates it again.
 
-    The random numbers come from torch's generator for the device, but differ from those that torch's function draws. An
-    element is dropped with a probability of ``p`` rounded to a multiple of 2^-16.
+    The random numbers come from torch's generator for the device, but the mask differs from that of torch's function.
+    The probability is ``p`` rounded to a multiple of 2^-16.
 
     Args:
         input: any shape.
-        p: the probability with which an element is dropped; the others are divided by 1 - p.
+        p: the probability with which an element is dropped; elements that are not dropped are divided by 1 - p.
         training: False returns ``input``.
         inplace: not supported.
 
     Raises:
-        ValueError: ``p`` is not from 0 to 1, or ``inplace`` is set.
+        ValueError: if ``p`` is not from 0 to 1, or ``inplace`` is set.
     """
     _check_dropout("dropout", "p", p)
     refuse("dropout", inplace=inplace)
@@ -459,12 +452,12 @@ def _check_dropout(function: str, name: str, p: float) -> None:
 
 
 def _dropout_numbers(dropout_p: float, like: Tensor) -> tuple[Tensor | None, ...]:
-    """Draw the seed and the offset of a dropout mask; None if nothing is dropped."""
+    """Draw the seed and the offset of a dropout mask; return two None if dropout_p is 0."""
     return _draw_numbers(2, like) if dropout_p else (None, None)
 
 
 def _draw_numbers(count: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Draw 0-dim int64 numbers on the device by torch's generator, so that a CUDA graph draws new ones each time."""
+    """Draw 0-dim int64 numbers on the device from torch's generator, so that each replay of a CUDA graph draws anew."""
     return torch.randint(2**63 - 1, (count,), device=like.device).unbind()
 
 
@@ -487,16 +480,14 @@ def embedding(
     Args:
         input: the tokens.
         weight: the table.
-        vocab_size: V; tokens from V on are refused, because their rows are padding and must not be trained. -1: Vp.
-        padding_idx: not supported.
-        max_norm: not supported.
+        vocab_size: V. A token from V on is an error, because its row is padding and must not be trained. -1 is Vp.
+        padding_idx, max_norm, scale_grad_by_freq, sparse: not supported.
         norm_type: only used with ``max_norm``.
-        scale_grad_by_freq: not supported.
-        sparse: not supported.
 
     Raises:
-        ValueError: ``padding_idx``, ``max_norm``, ``scale_grad_by_freq`` or ``sparse`` is set.
-        RuntimeError: vocab_size is not in 1..Vp, or a token is not in the vocabulary (on CUDA a device-side assertion).
+        ValueError: if ``padding_idx``, ``max_norm``, ``scale_grad_by_freq`` or ``sparse`` is set.
+        RuntimeError: if vocab_size is not in 1..Vp, or a token is not in 0..V-1; on CUDA, such a token fails a
+            device-side assertion.
     """
     refuse(
         "embedding", padding_idx=padding_idx, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
@@ -522,14 +513,13 @@ def cross_entropy(
     Args:
         input: logits (V), (N, V) or (N, V, d1, ...); if the class dimension is not the last, they are transposed.
         target: int64 or int32, of input's shape without V.
-        ignore_index: a row with this target is ignored: its loss and its gradient are 0.
-        reduction: "mean" (over the rows that are not ignored; nan if all are), "sum" or "none".
-        size_average: deprecated, see ``reduction``.
-        reduce: deprecated, see ``reduction``.
+        ignore_index: a row with this target has a loss and a gradient of 0.
+        reduction: "mean" (over the rows that are not ignored; nan if all rows are ignored), "sum" or "none".
+        size_average, reduce: deprecated, see ``reduction``.
 
     Raises:
-        ValueError: ``weight`` or ``label_smoothing`` is set, or targets are soft (floating), which is not supported;
-            shapes do not match; or ``reduction`` is unknown.
+        ValueError: if ``weight`` or ``label_smoothing`` is set, targets are class probabilities (floating), shapes do
+            not match, or ``reduction`` is unknown.
     """
     refuse("cross_entropy", weight=weight, label_smoothing=label_smoothing or None)
     if size_average is not None or reduce is not None:
@@ -547,11 +537,6 @@ def cross_entropy(
     losses, _ = ops.fused_classifier.default(logits, target.reshape(-1), ignore_index=ignore_index)
     loss = losses.view(target.shape) if reduction == "none" else losses.sum()
     if reduction == "mean":
-        loss = loss / _count(target, ignore_index)
-    # As in torch: the input's dtype, or float32 under autocast. The losses are float32.
+        loss = loss / (target != ignore_index).sum()
+    # As in torch, the loss has the input's dtype, or float32 under autocast.
     return loss if autocast_dtype(input.device.type) else loss.to(input.dtype)
-
-
-def _count(targets: Tensor, ignore_index: int) -> Tensor:
-    """The number of rows that are not ignored, on the targets' device."""
-    return (targets != ignore_index).sum()

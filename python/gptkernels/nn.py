@@ -1,7 +1,7 @@
 """``torch.nn``'s layers with this package's kernels: the same constructors, state_dict keys, reprs and initialisation.
 
-Each class derives from torch's own and only replaces its forward (``MLP`` and ``CausalSelfAttention``, which torch does
-not have, use nanoGPT's names). An option that no kernel supports raises a ValueError when the layer is made.
+Each class derives from torch's class and only replaces the forward. Torch has no ``MLP`` and ``CausalSelfAttention``;
+these have nanoGPT's names. An option that no kernel supports raises a ValueError when the layer is made.
 """
 
 import functools
@@ -16,17 +16,9 @@ from gptkernels.rules.attention import unpack
 from gptkernels.rules.fp8 import ALIGNMENT, new_history
 
 __all__ = [
-    "GELU",
-    "MLP",
-    "CausalSelfAttention",
-    "CrossEntropyLoss",
-    "Dropout",
-    "Embedding",
-    "KeyValueCache",
-    "LayerNorm",
-    "Linear",
-    "Softmax",
-]
+    "GELU", "MLP", "CausalSelfAttention", "CrossEntropyLoss", "Dropout", "Embedding", "KeyValueCache", "LayerNorm",
+    "Linear", "Softmax",
+]  # fmt: skip
 
 
 class LayerNorm(torch.nn.LayerNorm):
@@ -69,9 +61,9 @@ class Dropout(torch.nn.Dropout):
 class Linear(torch.nn.Linear):
     """:class:`torch.nn.Linear` with an option ``fp8``.
 
-    With ``fp8``, training uses float8 products (``docs/fp8.md``): the input and the weight in e4m3, the output's
+    With ``fp8``, training uses float8 matmuls (``docs/fp8.md``): the input and the weight in e4m3, the output's
     gradient in e5m2, with scales from the amax of the last 16 calls. The two amax histories are buffers in the state
-    dict; a state dict without them can be loaded, and the histories are then reset. In evaluation, and under
+    dict. If a loaded state dict does not have them, the histories are reset. In evaluation, and under
     ``torch.no_grad()``, the option has no effect.
 
     Args:
@@ -80,10 +72,10 @@ class Linear(torch.nn.Linear):
         bias: whether the layer has a bias.
         device: the device of the parameters.
         dtype: the dtype of the parameters.
-        fp8: use float8 products in training; I and O must be multiples of 16.
+        fp8: use float8 matmuls in training; I and O must then be multiples of 16.
 
     Raises:
-        ValueError: with ``fp8``, a number of features is not a multiple of 16.
+        ValueError: if with ``fp8`` a number of features is not a multiple of 16.
     """
 
     HISTORIES = ("fp8_history", "fp8_dout_history")
@@ -128,16 +120,16 @@ class Linear(torch.nn.Linear):
         return functional.linear(input, self.weight, bias)
 
     def multiplies_fp8(self) -> bool:
-        """Whether a call now uses float8 products: in training, if gradients are recorded."""
+        """Return whether a call now uses float8 matmuls: in training, if gradients are recorded."""
         return self.fp8 and self.training and torch.is_grad_enabled()
 
     def extra_repr(self) -> str:
-        """Return torch's, with the option if it is set."""
+        """Return the options, as torch does, and ``fp8`` if it is set."""
         return super().extra_repr() + (", fp8=True" if self.fp8 else "")
 
 
 def _keep_own_histories(module: torch.nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Complete a state dict without amax histories, so that it can be loaded; the histories are reset."""
+    """Complete a state dict that has no amax histories with empty histories."""
     for name in Linear.HISTORIES:
         if prefix + name not in state_dict:
             state_dict[prefix + name] = torch.zeros_like(getattr(module, name))
@@ -147,8 +139,8 @@ class Embedding(torch.nn.Embedding):
     """:class:`torch.nn.Embedding`, without padding_idx, max_norm, scale_grad_by_freq and sparse.
 
     Attributes:
-        vocab_size: V, if the last rows of the weight are padding: tokens from V on are refused. With -1, the default,
-            all ``num_embeddings`` tokens are accepted.
+        vocab_size: V, if the last rows of the weight are padding; a token from V on is then an error. With -1, the
+            default, all ``num_embeddings`` tokens are accepted.
     """
 
     vocab_size: int = -1
@@ -156,26 +148,13 @@ class Embedding(torch.nn.Embedding):
     @functools.wraps(torch.nn.Embedding.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        functional.refuse(
-            "Embedding",
-            padding_idx=self.padding_idx,
-            max_norm=self.max_norm,
-            scale_grad_by_freq=self.scale_grad_by_freq,
-            sparse=self.sparse,
-        )
+        unsupported = ("padding_idx", "max_norm", "scale_grad_by_freq", "sparse")
+        functional.refuse("Embedding", **{name: getattr(self, name) for name in unsupported})
 
     def forward(self, input: Tensor) -> Tensor:
         """Look up (...) int64 or int32 -> (..., embedding_dim)."""
-        return functional.embedding(
-            input,
-            self.weight,
-            self.padding_idx,
-            self.max_norm,
-            self.norm_type,
-            self.scale_grad_by_freq,
-            self.sparse,
-            vocab_size=self.vocab_size,
-        )
+        options = self.padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse
+        return functional.embedding(input, self.weight, *options, vocab_size=self.vocab_size)
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
@@ -187,37 +166,31 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
         functional.refuse("CrossEntropyLoss", weight=self.weight, label_smoothing=self.label_smoothing or None)
 
     def forward(self, input: Tensor, target: Tensor) -> Tensor:
-        """Compute the loss of logits (V), (N, V) or (N, V, d1, ...) for classes of that shape without V."""
-        return functional.cross_entropy(
-            input,
-            target,
-            self.weight,
-            ignore_index=self.ignore_index,
-            reduction=self.reduction,
-            label_smoothing=self.label_smoothing,
-        )
+        """Compute the loss of logits (V), (N, V) or (N, V, d1, ...) for targets (), (N) or (N, d1, ...)."""
+        options: dict[str, Any] = {"reduction": self.reduction, "label_smoothing": self.label_smoothing}
+        return functional.cross_entropy(input, target, self.weight, ignore_index=self.ignore_index, **options)
 
 
 class MLP(torch.nn.Module):
-    """GPT-2's feed-forward layer, with the tanh GELU as one operator.
+    """GPT-2's feed-forward layer: two linear layers with GELU between them.
 
-    With the exact GELU, or if one of the two linear layers was replaced, hooked or parametrised, it calls separate
-    operators.
+    With the tanh GELU, it is one operator. With the exact GELU, or if one of the two linear layers was replaced, hooked
+    or parametrised, it calls separate operators.
 
     Args:
         n_embd: C, the number of channels. The hidden layer has 4C channels.
         bias: whether the two linear layers have biases.
         device: the device of the parameters.
         dtype: the dtype of the parameters.
-        activation: "gelu_tanh", or "gelu" for the exact one.
-        fp8: the option of the two linear layers (:class:`Linear`).
+        activation: "gelu_tanh", or "gelu" for the exact GELU.
+        fp8: the option ``fp8`` of the two linear layers (:class:`Linear`).
 
     Attributes:
         recompute_gelu: save only the GELU's input for the backward, which recomputes the GELU's output (..., 4C). This
             has no effect if the two layers are called one by one, or use float8 matmuls (which save only 8 bits).
 
     Raises:
-        ValueError: ``activation`` is unknown, or with ``fp8`` n_embd is not a multiple of 16.
+        ValueError: if ``activation`` is unknown, or with ``fp8`` n_embd is not a multiple of 16.
     """
 
     recompute_gelu: bool = False
@@ -240,41 +213,36 @@ class MLP(torch.nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(..., C) -> (..., C)."""
-        fc, proj = self.c_fc, self.c_proj
-        if self.activation == "gelu":
-            return proj(functional.gelu(fc(x)))
-        if is_unmodified(fc, Linear) and is_unmodified(proj, Linear):
-            return _two_layers(x, fc, proj, proj.bias, self.recompute_gelu)
-        return proj(functional.gelu(fc(x), approximate="tanh"))
+        proj = self.c_proj
+        return self._compute(x, proj.bias) if is_unmodified(proj, Linear) else proj(self._hidden(x))
 
     def without_bias(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Compute :meth:`forward` without the last bias; returns that bias for the next operator to add.
+        """Compute :meth:`forward` without the last layer's bias; return the result and the bias.
 
-        The bias is None if it is already added, because the last layer had to be called.
+        The bias is None if it is already added, because the last layer had to be called as a module.
         """
+        proj = self.c_proj
+        return (self._compute(x, None), proj.bias) if is_unmodified(proj, Linear) else (proj(self._hidden(x)), None)
+
+    def _hidden(self, x: Tensor) -> Tensor:
+        """Compute the first layer and the GELU by separate operators."""
+        return functional.gelu(self.c_fc(x), "tanh" if self.activation == "gelu_tanh" else "none")
+
+    def _compute(self, x: Tensor, proj_bias: Tensor | None) -> Tensor:
+        """Compute both layers, with this bias of the unmodified second layer, as one operator if possible."""
         fc, proj = self.c_fc, self.c_proj
-        if not is_unmodified(proj, Linear):
-            return self(x), None
-        if self.activation == "gelu":
-            return proj.product(functional.gelu(fc(x)), None), proj.bias
-        if is_unmodified(fc, Linear):
-            return _two_layers(x, fc, proj, None, self.recompute_gelu), proj.bias
-        return proj.product(functional.gelu(fc(x), approximate="tanh"), None), proj.bias
+        if self.activation == "gelu_tanh" and is_unmodified(fc, Linear):
+            eights = fc.multiplies_fp8(), proj.multiplies_fp8()
+            if all(eights):
+                histories = fc.fp8_history, proj.fp8_history, fc.fp8_dout_history, proj.fp8_dout_history
+                return functional.fp8_mlp(x, fc.weight, fc.bias, proj.weight, proj_bias, *histories)
+            if not any(eights):
+                return functional.mlp(x, fc.weight, fc.bias, proj.weight, proj_bias, self.recompute_gelu)
+        return proj.product(self._hidden(x), proj_bias)
 
     def extra_repr(self) -> str:
         """Return the options that the submodules' reprs do not show."""
         return f"activation={self.activation!r}" if self.activation != "gelu_tanh" else ""
-
-
-def _two_layers(x: Tensor, fc: Linear, proj: Linear, proj_bias: Tensor | None, recompute_gelu: bool) -> Tensor:
-    """Compute both layers and the GELU as one operator, if both or neither use float8 products."""
-    eights = [layer.multiplies_fp8() for layer in (fc, proj)]
-    if all(eights):
-        histories = fc.fp8_history, proj.fp8_history, fc.fp8_dout_history, proj.fp8_dout_history
-        return functional.fp8_mlp(x, fc.weight, fc.bias, proj.weight, proj_bias, *histories)
-    if any(eights):
-        return proj.product(functional.gelu(fc(x), approximate="tanh"), proj_bias)
-    return functional.mlp(x, fc.weight, fc.bias, proj.weight, proj_bias, recompute_gelu)
 
 
 class KeyValueCache:
@@ -282,7 +250,7 @@ class KeyValueCache:
 
     Args:
         capacity: the largest number of tokens.
-        memory: (2, B, NH, capacity, HS) for the keys and values; if None, it is allocated when the first tokens come.
+        memory: (2, B, NH, capacity, HS) for the keys and values; None allocates it when the first tokens are appended.
     """
 
     def __init__(self, capacity: int, memory: Tensor | None = None) -> None:
@@ -294,13 +262,13 @@ class KeyValueCache:
     def attend(self, qkv: Tensor, num_heads: int, dropout_p: float = 0.0) -> Tensor:
         """Append the tokens of ``qkv`` (B, T, 3C), and compute their attention to all tokens so far.
 
-        A prompt may be appended whole or in chunks, before or after single tokens.
+        Calls may append any numbers of tokens.
 
         Returns:
-            (B, T, C).
+            The output (B, T, C).
 
         Raises:
-            ValueError: there are more tokens than the capacity, or the batch size differs from that of earlier tokens.
+            ValueError: if there are more tokens than the capacity, or B is not the batch size of the earlier tokens.
         """
         B, T, C3 = qkv.shape
         begin, end = self.length, self.length + T
@@ -320,8 +288,7 @@ class KeyValueCache:
         self.length = end
         if not begin:
             return functional.causal_attention(qkv, num_heads, dropout_p=dropout_p)
-        # A single query is the newest and sees every key.
-        causal = T > 1
+        causal = T > 1  # a single query is the newest token, which sees every key
         keys, values = self._keys_values[:, :, :, :end]
         out = functional.scaled_dot_product_attention(
             query, keys, values, None, dropout_p, causal, query_offset=begin if causal else 0
@@ -339,11 +306,11 @@ class CausalSelfAttention(torch.nn.Module):
         device: the device of the parameters.
         dtype: the dtype of the parameters.
         dropout: the probability with which an attention weight is dropped in training.
-        fp8: the option of the two linear layers (:class:`Linear`).
+        fp8: the option ``fp8`` of the two linear layers (:class:`Linear`).
 
     Raises:
-        ValueError: ``n_head`` does not divide ``n_embd``, ``dropout`` is not from 0 to 1, or with ``fp8`` n_embd is not
-            a multiple of 16.
+        ValueError: if ``n_head`` does not divide ``n_embd``, ``dropout`` is not from 0 to 1, or with ``fp8`` n_embd is
+            not a multiple of 16.
     """
 
     def __init__(
@@ -367,11 +334,11 @@ class CausalSelfAttention(torch.nn.Module):
         self.c_proj = Linear(n_embd, n_embd, bias, device, dtype, fp8)
 
     def forward(self, x: Tensor, cache: KeyValueCache | None = None) -> Tensor:
-        """(B, T, C) -> (B, T, C); with a cache, x are the tokens that follow the cached ones."""
+        """(B, T, C) -> (B, T, C). With a cache, x are the tokens that follow the cached ones."""
         return self.c_proj(self._attend(x, cache))
 
     def without_bias(self, x: Tensor, cache: KeyValueCache | None = None) -> tuple[Tensor, Tensor | None]:
-        """Compute :meth:`forward` without the last bias, as in :meth:`MLP.without_bias`."""
+        """Compute :meth:`forward` without the last layer's bias, as :meth:`MLP.without_bias` does."""
         attended, proj = self._attend(x, cache), self.c_proj
         if is_unmodified(proj, Linear):
             return proj.product(attended, None), proj.bias

@@ -1,4 +1,4 @@
-"""AdamW (Loshchilov & Hutter, 2019) and gradient clipping with this package's kernels."""
+"""AdamW (Loshchilov and Hutter, 2019) and gradient clipping with this package's kernels."""
 
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -15,50 +15,51 @@ __all__ = ["AdamW", "clip_grad_norm_"]
 
 
 class AdamW(torch.optim.AdamW):
-    """:class:`torch.optim.AdamW` with one launch for all parameters of a group, a dtype and a device.
+    """:class:`torch.optim.AdamW` with one launch for all parameters of a group that have the same dtype and device.
 
-    It has torch's arguments and param groups, and each can load the other's state dict. It does not synchronise with
-    the device. ``foreach``, ``fused`` and ``capturable`` select one of torch's implementations; they are kept for state
-    dicts and have no effect here. A float16 or bfloat16 parameter may have a float32 master copy (state key
-    ``master_param``): the update is applied to the copy and rounded into the parameter, and the moments are float32.
-    If an element of the parameter is not its rounded copy, other code has changed it (a loaded state dict, another
-    optimizer), and the update is applied to the parameter.
-    Parameters may have any dense layout, for example channels_last. For DTensors, such as FSDP2's ``fully_shard``
-    makes, each process updates its own part; the state consists of DTensors that are split in the same way.
+    The arguments, param groups and state dict are torch's; either optimizer can load the other's state dict. A step
+    does not synchronise with the device. ``foreach``, ``fused`` and ``capturable`` select one of torch's
+    implementations; they are kept for state dicts and have no effect here.
 
-    Inside :class:`torch.amp.GradScaler` the kernel itself divides the gradients by the scale, without writing them
-    back, and skips the step if one is not finite. With ``max_grad_norm`` it also clips them as it reads them. The
-    result is that of :func:`clip_grad_norm_` of all parameters and a step, without another pass over the gradients,
-    which are unchanged.
+    A float16 or bfloat16 parameter may have a float32 master copy (state key ``master_param``): the update is applied
+    to the copy and rounded into the parameter, and the moments are float32. If an element of the parameter does not
+    equal its rounded copy, other code has changed it (a loaded state dict, another optimizer), and the update starts
+    from the parameter.
+
+    Parameters may have any dense layout, for example channels_last. For DTensors, such as those of FSDP2's
+    ``fully_shard``, each process updates its own part, and the state consists of DTensors that are split alike.
+
+    With :class:`torch.amp.GradScaler` the kernel itself divides the gradients by the scale, without writing them back,
+    and skips the step if a gradient is not finite. With ``max_grad_norm`` the kernel also clips the gradients while it
+    reads them. The update is the same as after :func:`clip_grad_norm_` of all parameters, but the gradients are
+    unchanged and there is no further pass over them.
 
     Args:
-        params: parameters, or groups of them with their own options.
-        lr: learning rate, a float or a tensor of one element (a CUDA graph can replay it on the parameters' device).
+        params: parameters, or groups of parameters with their own options.
+        lr: learning rate, a float or a tensor of one element. A CUDA graph reads a tensor on the parameters' device at
+            each replay.
         betas: decay of the two moments, floats.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled decay; it is multiplied by lr in each step.
-        amsgrad: must be False; not supported.
+        eps: added to the square root of the second moment.
+        weight_decay: decoupled weight decay; each step multiplies it by lr.
+        amsgrad, differentiable: must be False; not supported.
         maximize: maximise the objective instead of minimising it.
-        foreach: has no effect.
-        capturable: has no effect.
-        differentiable: must be False; not supported.
-        fused: has no effect.
+        foreach, capturable, fused: have no effect.
         master_weights: keep float32 copies of the float16 and bfloat16 parameters.
-        max_grad_norm: clip the gradients, of all groups together, to this Euclidean norm. None neither clips nor
-            computes the norm; ``math.inf`` only computes it.
-        rounding_seed: round bfloat16 parameters, which then have no float32 copies, and their bfloat16 moments up or
-            down at random, so that they are right on average and small updates are not lost. The same seed and step
-            give the same bits. None rounds to nearest.
+        max_grad_norm: clip the gradients of all groups together to this Euclidean norm. None neither clips nor computes
+            the norm; ``math.inf`` only computes it.
+        rounding_seed: round bfloat16 parameters, which then have no float32 copies, and their bfloat16 moments
+            stochastically, so that small updates are right on average. The same seed and step give the same bits. None
+            rounds to nearest.
 
     Attributes:
         max_grad_norm: may be set between steps. It is not part of the state dict.
-        found_inf: None, or a float32 of one element on the parameters' device: if it is not 0, the step is skipped. It
-            may be set by a GradScaler or any other code.
+        found_inf: None, or a float32 tensor of one element on the parameters' device; if it is not 0, the step is
+            skipped. A GradScaler sets it, and other code may.
         grad_norm: with ``max_grad_norm``, the norm of the last step's gradients before clipping (and after division by
-            a GradScaler's scale), 0-dim float32 on their device; otherwise None.
+            a GradScaler's scale), 0-dim float32 on the gradients' device; otherwise None.
 
     Raises:
-        ValueError: an option is out of range or not supported.
+        ValueError: if an option is out of range or not supported.
     """
 
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf before it calls step
@@ -108,16 +109,16 @@ class AdamW(torch.optim.AdamW):
         self.max_grad_norm = max_grad_norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; refuses options that are not supported."""
+        """Add a group as torch does; raise a ValueError if an option is not supported."""
         _check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return torch's state, and that of clipping."""
+        """Return torch's state, with ``max_grad_norm`` and ``grad_norm``."""
         return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "grad_norm": self.grad_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Add the options that torch's AdamW, or an earlier version of this one, did not save."""
+        """Set torch's state, and add the options that torch's AdamW, or an earlier version of this class, lacks."""
         for group in state["param_groups"]:
             _check_options(group)  # raises before anything is replaced
         super().__setstate__(state)
@@ -125,14 +126,14 @@ class AdamW(torch.optim.AdamW):
             group.setdefault("master_weights", self.defaults.get("master_weights", False))
             group.setdefault("rounding_seed", self.defaults.get("rounding_seed"))
         for parameter, state in self.state.items():
-            if "step" in state:  # torch stores it on the CPU unless it is fused or capturable
+            if "step" in state:  # torch stores it on the CPU unless the optimizer is fused or capturable
                 state["step"] = state["step"].to(parameter.device, torch.float32)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but keep float32 state, which torch rounds to the parameter's dtype.
+        """Load as torch does, but keep float32 state in float32, which torch would round to the parameter's dtype.
 
         Raises:
-            ValueError: the state is of a run with an unsupported option. Then nothing is loaded.
+            ValueError: if an option in the state is not supported. Then nothing is loaded.
         """
         super().load_state_dict(state_dict)
         saved_ids = (i for group in state_dict["param_groups"] for i in group["params"])
@@ -165,7 +166,7 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _norm(self, groups: "list[_Alike]") -> Tensor | None:
-        """Compute the norm that ``max_grad_norm`` limits; None if it is not set."""
+        """Compute the norm of all gradients; return None if ``max_grad_norm`` is None."""
         if self.max_grad_norm is None:
             return None
         norm = _total_norm(_by_place((alike.place, alike.grads) for alike in groups))
@@ -173,7 +174,7 @@ class AdamW(torch.optim.AdamW):
         return norm if scale is None else norm / scale.to(norm.device)
 
     def _update(self, alike: "_Alike", group: dict[str, Any], number: int) -> None:
-        """Update these parameters in one launch, the ``number``-th of the step."""
+        """Update these parameters in one launch, which has the index ``number`` in this step."""
         parameters, place = alike.parameters, alike.place
         device = parameters[0].device
         seed = group["rounding_seed"] if parameters[0].dtype == torch.bfloat16 else None
@@ -212,7 +213,7 @@ class AdamW(torch.optim.AdamW):
         )
 
     def _state(self, parameter: Tensor, master: bool) -> dict[str, Tensor]:
-        """Return the parameter's state, which is made when it is first updated."""
+        """Return the parameter's state, which is made at the parameter's first update."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -221,7 +222,7 @@ class AdamW(torch.optim.AdamW):
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
         if master and "master_param" not in state:
             state["master_param"] = parameter.detach().float()
-            for name in ("exp_avg", "exp_avg_sq"):  # these may be loaded from a run without masters
+            for name in ("exp_avg", "exp_avg_sq"):  # 16-bit if they are loaded from a run without master weights
                 state[name] = state[name].float()
         return state
 
@@ -237,11 +238,11 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
-    """Return the learning rate as a tensor: on the CPU, where the launch reads it, or on the device for the kernel."""
+    """Return the learning rate as a tensor: on the CPU, where the host reads it, or on the device for the kernel."""
     if not isinstance(lr, Tensor):
-        if torch.compiler.is_compiling():  # a product, so that another lr does not cause a recompilation
+        if torch.compiler.is_compiling():  # the multiplication prevents a recompilation for another lr
             return torch.ones((), dtype=torch.float64, device="cpu") * lr
-        return torch.tensor(lr, dtype=torch.float64, device="cpu")  # ignores torch.set_default_device
+        return torch.tensor(lr, dtype=torch.float64, device="cpu")  # on the CPU, even with torch.set_default_device
     if lr.is_cpu:
         return lr.double()
     return lr.to(device, lr.dtype if lr.dtype == torch.float64 else torch.float32)
@@ -256,10 +257,10 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _count(steps: list[Tensor], found_inf: Tensor | None) -> None:
-    """Count a step, unless it is skipped."""
+    """Increment the step counts, unless the step is skipped."""
     if found_inf is not None:
         torch._foreach_add_(steps, 1 - found_inf)
-    elif steps[0].is_cpu:  # torch would convert a number to a tensor for each of them
+    elif steps[0].is_cpu:  # torch would convert a number to a tensor for each step count
         torch._foreach_add_(steps, torch.ones((), device="cpu"), alpha=1.0)
     else:
         torch._foreach_add_(steps, 1)
@@ -283,7 +284,7 @@ def _alike(parameters: Iterable[Tensor]) -> Iterable[_Alike]:
     if type(None) in set(map(type, grads)):
         parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
         grads = [grad for grad in grads if grad is not None]
-    # Usually all are alike; testing this is faster than grouping them.
+    # Usually all parameters are alike; this test is faster than grouping.
     if (
         set(map(type, parameters)) <= _PLAIN
         and {grad.layout for grad in grads} == {torch.strided}
@@ -295,7 +296,7 @@ def _alike(parameters: Iterable[Tensor]) -> Iterable[_Alike]:
 
 
 def _sorted(parameters: Iterable[Tensor]) -> Iterable[_Alike]:
-    """Group parameters, all of which have gradients, as ``_alike`` does."""
+    """Group parameters by device, dtype and distribution; all of them have gradients."""
     alike: dict[tuple[torch.device, torch.dtype, Place | None], _Alike] = {}
     for parameter in parameters:
         grad = parameter.grad
@@ -316,7 +317,7 @@ _ByPlace = dict[tuple[torch.device, Place | None], list[Tensor]]
 
 
 def _by_place(lists: Iterable[tuple[Place | None, list[Tensor]]]) -> _ByPlace:
-    """Group tensors by device and distribution; the tensors of each list are on one device."""
+    """Group lists of tensors by device and distribution; the tensors of a list are on one device."""
     found: _ByPlace = {}
     for place, tensors in lists:
         found.setdefault((tensors[0].device, place), []).extend(tensors)
@@ -324,7 +325,7 @@ def _by_place(lists: Iterable[tuple[Place | None, list[Tensor]]]) -> _ByPlace:
 
 
 def _total_norm(by_place: _ByPlace) -> Tensor:
-    """Compute the norm of all these tensors, on the first device; this process may hold parts of them."""
+    """Compute the norm of all tensors, on the first device. The tensors may be this process's parts of DTensors."""
     norms = [_dtensor.norm_of_all(_norm_of(group), place) for (_, place), group in by_place.items()]
     if not norms:
         return torch.zeros((), device="cpu")
@@ -334,7 +335,7 @@ def _total_norm(by_place: _ByPlace) -> Tensor:
 
 
 def _norm_of(tensors: list[Tensor]) -> Tensor:
-    """Call ``ops.global_norm``, below autograd unless it is traced."""
+    """Call ``ops.global_norm``, below autograd unless the call is traced."""
     if torch.compiler.is_compiling():
         return ops.global_norm.default(tensors)
     return below_autograd(ops.global_norm.default, tensors)  # type: ignore[no-any-return]
@@ -348,17 +349,16 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """:func:`torch.nn.utils.clip_grad_norm_` for the 2-norm. (:class:`AdamW` can clip by itself, which is faster.)
+    """Clip gradients as :func:`torch.nn.utils.clip_grad_norm_` does for the 2-norm; :class:`AdamW` can clip faster.
 
-    The norm is computed by a kernel that gives the same bits every run; the gradients are then scaled in place by
-    torch's multi-tensor multiplication. It synchronises with the device only for ``error_if_nonfinite``.
-
-    The norm of DTensors is that of the whole tensors, in every process.
+    A deterministic kernel computes the norm, and torch's multi-tensor multiplication scales the gradients in place.
+    This function synchronises with the device only for ``error_if_nonfinite``. For DTensors, every process computes the
+    norm of the whole tensors.
 
     Args:
-        parameters: one or several parameters; those without a gradient are ignored.
+        parameters: one or several parameters; parameters without a gradient are ignored.
         max_norm: the largest norm of all gradients together after clipping.
-        norm_type: must be 2; others are not supported.
+        norm_type: must be 2; no other norm is supported.
         error_if_nonfinite: raise an error if the norm is nan or infinite.
         foreach: has no effect.
 
@@ -366,8 +366,8 @@ def clip_grad_norm_(
         The norm before clipping, 0-dim float32.
 
     Raises:
-        ValueError: ``norm_type`` is not 2.
-        RuntimeError: the norm is not finite, and ``error_if_nonfinite`` is set.
+        ValueError: if ``norm_type`` is not 2.
+        RuntimeError: if the norm is not finite, and ``error_if_nonfinite`` is set.
     """
     if norm_type != 2:
         raise ValueError(f"clip_grad_norm_: norm_type must be 2, got {norm_type}: gptkernels has no kernel for it")

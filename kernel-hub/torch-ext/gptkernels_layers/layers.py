@@ -1,6 +1,6 @@
-"""Forwards that ``kernelize`` puts in place of a module's own: without a constructor and without state.
+"""Layers whose forwards ``kernelize`` puts in place of a module's forward. They have no constructor and no state.
 
-Each is named as transformers names the layer it may replace (``use_kernel_forward_from_hub``), or as torch.nn does.
+A layer has the name that transformers (``use_kernel_forward_from_hub``) or torch.nn gives to the layer it may replace.
 """
 
 import torch
@@ -22,7 +22,7 @@ class LayerNorm(torch.nn.Module):
 
 
 class NewGELU(torch.nn.Module):
-    """GELU by tanh, as GPT-2's."""
+    """The tanh GELU, under GPT-2's name."""
 
     can_torch_compile = True
     has_backward = True
@@ -32,7 +32,7 @@ class NewGELU(torch.nn.Module):
 
 
 class GeluTanh(torch.nn.Module):
-    """GELU by tanh."""
+    """The tanh GELU."""
 
     can_torch_compile = True
     has_backward = True
@@ -42,7 +42,7 @@ class GeluTanh(torch.nn.Module):
 
 
 class GeLU(torch.nn.Module):
-    """Exact GELU."""
+    """The exact GELU."""
 
     can_torch_compile = True
     has_backward = True

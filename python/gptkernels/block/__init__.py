@@ -1,1 +1,1 @@
-"""A GPT-2 block as one node of the autograd graph."""
+"""A transformer block as one node of autograd's graph."""

@@ -1,4 +1,4 @@
-"""Describe a transformer block, from our model's or a swapped model's modules, and compute it as one node.
+"""A description of a transformer block, for ``GPT2`` and for swapped models, that computes the block as one node.
 
 Shapes: B batch, T tokens, C channels.
 """
@@ -18,7 +18,7 @@ from gptkernels.rules import ops
 class Pending(NamedTuple):
     """The next addition to the residual stream: dropout(values + bias), values (B, T, C), bias (C) or None.
 
-    The addition after a block and the norm of the next block are one kernel.
+    A block does not make its last addition, because one kernel computes it together with the next block's first norm.
     """
 
     values: Tensor
@@ -33,31 +33,31 @@ def finished(pending: Pending) -> Tensor:
 
 
 def add(stream: Tensor, pending: Pending | None) -> Tensor:
-    """Add what is pending to the stream."""
+    """Return the stream after the pending addition."""
     return stream if pending is None else stream + finished(pending)
 
 
 def apply_dropout(x: Tensor, dropout: Dropout) -> Tensor:
-    """Drop elements of x."""
+    """Return dropout(x), which is x itself if p is 0."""
     return x if dropout.p == 0 else ops.dropout(x, *dropout)  # type: ignore[no-any-return]
 
 
 def draw(p: float, like: Tensor) -> Dropout:
-    """Draw the seed and the offset of a dropout by torch's generator; nothing is drawn if p is 0."""
+    """Draw a dropout's seed and offset from torch's generator of ``like``'s device; draw nothing if p is 0."""
     return Dropout(p, *functional._dropout_numbers(p, like)) if p else NONE
 
 
 class FusedBlock(NamedTuple):
-    """A block that can be computed as one node: its parameters and how they are used."""
+    """The parameters of a block that can be computed as one node, and how they are used."""
 
     plan: Plan
     parameters: BlockParameters
     mlp_proj_bias: Tensor | None  # (C), added after the block
     probabilities: tuple[float, float, float]  # dropouts of attention's probabilities, its output, and the MLP's output
-    matrices: Matrices | None = None  # in the dtype of products, if they are cast already
+    matrices: Matrices | None = None  # in the matmuls' dtype, if they are already cast
 
     def supports(self, stream: Tensor, pending: Pending | None) -> bool:
-        """Whether the node can do this addition: it needs values in the dtype of products, a bias in the stream's."""
+        """Return whether the node can make this addition: the values have the matmuls' dtype, the bias the stream's."""
         if pending is None:
             return True
         return pending.values.dtype == self.plan.low and (pending.bias is None or pending.bias.dtype == stream.dtype)
@@ -69,11 +69,11 @@ class FusedBlock(NamedTuple):
 
         Args:
             stream: (B, T, C), the residual stream.
-            pending: the addition to it that is not done yet, or None.
-            draw: makes a dropout of a probability.
+            pending: the pending addition to the stream, or None.
+            draw: returns a dropout with this probability, and with a new seed and offset.
 
         Returns:
-            The stream, the addition that is now pending, and qkv (B, T, 3C), which is None with float8 products.
+            The stream, the addition that is now pending, and qkv (B, T, 3C), which is None with float8 matmuls.
         """
         plan, parameters, mlp_proj_bias, (attention_p, attn_proj_p, mlp_proj_p), matrices = self
         values, bias, dropout = (None, None, NONE) if pending is None else pending
@@ -86,7 +86,7 @@ class FusedBlock(NamedTuple):
 
 
 def cast_all(blocks: Sequence[FusedBlock | None], stream: Tensor) -> Sequence[FusedBlock | None]:
-    """Cast the matrices of all blocks by one launch, if products have another dtype than the stream."""
+    """Cast the matrices of all blocks in one launch, if the matmuls' dtype is not the stream's."""
     given = [block for block in blocks if block is not None]
     if not given or given[0].plan.low == stream.dtype or type(stream) is not Tensor or torch.compiler.is_compiling():
         return blocks
@@ -97,7 +97,7 @@ def cast_all(blocks: Sequence[FusedBlock | None], stream: Tensor) -> Sequence[Fu
 def parameters_of(
     ln_1: Any, c_attn: Any, attn_proj: Any, ln_2: Any, c_fc: Any, mlp_proj: Any
 ) -> tuple[BlockParameters, Tensor | None]:
-    """Return the parameters of a block with these modules, and the bias of the last one."""
+    """Return the parameters of a block with these modules, and the bias of ``mlp_proj``."""
     mlp_proj_weight, mlp_proj_bias = _weight_and_bias(mlp_proj)
     parameters = BlockParameters(
         *_weight_and_bias(ln_1), *_weight_and_bias(c_attn), *_weight_and_bias(attn_proj),
@@ -107,8 +107,8 @@ def parameters_of(
 
 
 def _weight_and_bias(module: Any) -> tuple[Any, Any]:
-    """Return weight and bias of a module. Reading its dictionary is faster than ``torch.nn.Module``'s attributes."""
+    """Return a module's weight and bias. Reading its dictionary is faster than ``torch.nn.Module.__getattr__``."""
     parameters = module.__dict__["_parameters"]
     if "weight" in parameters and "bias" in parameters:
         return parameters["weight"], parameters["bias"]
-    return module.weight, getattr(module, "bias", None)  # FSDP makes them plain attributes; a norm may have no bias
+    return module.weight, getattr(module, "bias", None)  # with FSDP, parameters are plain attributes

@@ -1,14 +1,14 @@
 """A transformer block as one node of autograd's graph, for training.
 
-Called one by one, the operators of a block cost the host more than the device needs for a small batch: each passes
-autocast's and autograd's rules. The node calls them as one operator, ``layer`` or ``fp8_layer``, below both rules, with
-the casts that autocast would do: matrix products in its dtype, norms and the residual stream in float32. The casts of a
-block's parameters, or of all blocks', are one launch, and so are those of a block's gradients.
+For a small batch, calls of a block's operators one by one take more host time than device time, because each call
+passes autocast's and autograd's rules. The node calls one operator, ``layer`` or ``fp8_layer``, below both rules. The
+node casts as autocast would: matmuls have autocast's dtype, norms and the residual stream are float32. One launch casts
+a block's parameters, or those of all blocks, and one launch casts a block's gradients.
 
 ``torch.compile`` records the operators that the node's forward and backward call (``compiled_layer``). The caller
 computes the block by single operators under ``torch.func``, with tangents and under a dispatch mode. The node's
-backward runs the block again by single operators for a second derivative, and where a gradient arrives at qkv or at
-residual_1. With float8 products there is no second derivative.
+backward runs the block again by single operators for a second derivative, and if qkv or residual_1 has an incoming
+gradient. With float8 matmuls there is no second derivative.
 
 Shapes: B batch, T tokens, C channels, F the MLP's hidden width.
 """
@@ -23,8 +23,7 @@ from gptkernels._unmodified import is_exporting
 from gptkernels.block.tensors import BlockParameters, LayerSaved, Matrices
 from gptkernels.rules import _jvp as _forward
 from gptkernels.rules import ops
-from gptkernels.rules._autocast import autocast_dtype, without_autocast
-from gptkernels.rules._below_autograd import below
+from gptkernels.rules._autocast import autocast_dtype, below, without_autocast
 from gptkernels.rules._register import differentiate
 from gptkernels.rules.dropout import drop
 from gptkernels.rules.fp8_linear import refuse_second_derivatives
@@ -54,12 +53,12 @@ class Plan(NamedTuple):
     epsilons: tuple[float, float]
     heads: int
     scale: float | None
-    tanh: bool
+    tanh: bool  # GELU by its tanh approximation
     transposed: bool  # the matrices are (in, out)
-    low: torch.dtype  # the dtype of matrix products
-    adds_past: bool = True  # without values: the first norm's backward adds the gradient that goes past it
+    low: torch.dtype  # the dtype of matmuls
+    adds_past: bool = True  # without values: the first norm's backward adds the gradient of the residual connection
     recompute_gelu: bool = False  # the backward computes the GELU's output again
-    histories: FP8Histories | None = None  # the products are in float8
+    histories: FP8Histories | None = None  # not None if matmuls are in float8
 
 
 _PARAMETERS, _SAVED = len(BlockParameters._fields), len(LayerSaved._fields)
@@ -68,12 +67,12 @@ _PARAMETERS, _SAVED = len(BlockParameters._fields), len(LayerSaved._fields)
 class Dtypes(NamedTuple):
     """The two dtypes of a forward pass."""
 
-    low: torch.dtype  # of matrix products
-    wide: torch.dtype  # of the residual stream, the norms and the parameters
+    low: torch.dtype  # for matmuls
+    wide: torch.dtype  # for the residual stream, the norms and the parameters
 
 
 def dtypes_of(stream: Tensor, compiled: bool = False) -> Dtypes | None:
-    """Return the dtypes, or None if no block of this forward pass can be one node.
+    """Return the dtypes of this forward pass, or None if its blocks cannot be nodes.
 
     ``compiled`` says whether the caller supports tracing by ``torch.compile``.
     """
@@ -108,18 +107,18 @@ class _Layer(torch.autograd.Function):
         through it to the inputs.
 
         Args:
-            ctx: autograd's.
+            ctx: the context of autograd.
             plan: how the block is computed.
-            dropouts: of the values, of attention's probabilities, and of attention's output.
-            matrices: in the dtype of matrix products; None: they are cast here.
+            dropouts: the dropouts of the values, of attention's probabilities, and of attention's output.
+            matrices: the matrices in the dtype of matmuls; None if they are to be cast here.
             stream: (B, T, C).
-            values: (B, T, C), to be added to the stream, in the dtype of products; or None.
-            bias: (C), to be added to the values; or None.
-            parameters: those of ``BlockParameters``.
+            values: (B, T, C) in the dtype of matmuls, which are added to the stream; or None.
+            bias: (C), which is added to the values; or None.
+            parameters: the fields of ``BlockParameters``.
 
         Returns:
-            residual_2 (B, T, C); the values to be added to it (B, T, C); qkv (B, T, 3C); residual_1 (B, T, C), which is
-            None without values. The last two are None with float8 products.
+            residual_2 (B, T, C); the values to be added to residual_2 (B, T, C); qkv (B, T, 3C), which is None with
+            float8 matmuls; residual_1 (B, T, C), which is None without values or with float8 matmuls.
         """
         ctx.plan, ctx.dropouts, ctx.has_values = plan, dropouts, values is not None
         ctx.set_materialize_grads(False)
@@ -132,7 +131,6 @@ class _Layer(torch.autograd.Function):
     def backward(  # type: ignore[no-untyped-def]
         ctx: Any, dresidual_2: Any, dout: Any, dqkv: Any, dresidual_1: Any
     ):
-        """Compute the gradients that are needed."""
         plan, dropouts, needs = ctx.plan, ctx.dropouts, ctx.needs_input_grad[3:]
         if plan.histories is not None:
             refuse_second_derivatives()
@@ -154,13 +152,13 @@ class _Layer(torch.autograd.Function):
         return None, None, None, *[gradient if need else None for gradient, need in wanted]
 
 
-# Function.apply without its part in Python, which is for torch.func: not here (``dtypes_of``).
+# The C++ part of Function.apply. Its Python part supports torch.func, under which the node is not used (``dtypes_of``).
 apply_layer = super(torch.autograd.Function, _Layer).apply  # type: ignore[misc]
 
 
 @torch.compiler.allow_in_graph
 def compiled_layer(plan: Plan, dropouts: Sequence[Dropout], *tensors: Any) -> tuple[Tensor, ...]:
-    """Compute the block's outputs. ``torch.compile`` does not trace this function, but records its operators."""
+    """Compute the block's outputs. ``torch.compile`` does not trace this function, but records the operators' calls."""
     if _forward.active():  # under a transform of torch.func
         stream, values, bias, *parameters = tensors
         return _compute(plan, dropouts, stream, values, bias, BlockParameters._make(parameters))
@@ -175,7 +173,7 @@ def _run(
     bias: Tensor | None,
     parameters: Sequence[Any],
 ) -> tuple[Any, ...]:
-    """Return the outputs of ``_Layer``; save the parameters, ``LayerSaved``, and the weights if they were cast."""
+    """Compute the outputs of ``_Layer``; save the parameters, ``LayerSaved``, and the weights if they were cast."""
     plan, dropouts = ctx.plan, ctx.dropouts
     used: Sequence[Any] = parameters
     weights: Sequence[Tensor] = ()
@@ -197,7 +195,7 @@ def _run(
 def _run_fp8(
     ctx: Any, stream: Tensor, values: Tensor | None, bias: Tensor | None, parameters: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Return the outputs of ``_Layer``; save the norms' weights, both residuals, and ``FP8LayerSaved``."""
+    """Compute the outputs of ``_Layer``; save the norms' weights, residual_1, residual_2, and ``FP8LayerSaved``."""
     plan, dropouts = ctx.plan, ctx.dropouts
     out, residual_1, residual_2, *saved = ops.fp8_layer.default(
         stream, values, bias, *parameters, *plan.histories, plan.heads, plan.scale, *plan.epsilons,
@@ -210,7 +208,7 @@ def _run_fp8(
 
 
 def _gradients(ctx: Any, needs: Sequence[bool], adds_past: bool, dresidual_2: Any, dout: Tensor) -> Sequence[Any]:
-    """Call ``layer_backward``; return its outputs, the matrices' gradients in the parameters' layout and dtype."""
+    """Return the outputs of ``layer_backward``, with the matrices' gradients in the parameters' layout and dtype."""
     plan, dropouts = ctx.plan, ctx.dropouts
     (
         norm_1_weight, _, qkv_weight, _, attn_proj_weight, _, norm_2_weight, _, fc_weight, _, mlp_proj_weight, *kept
@@ -230,7 +228,6 @@ def _gradients(ctx: Any, needs: Sequence[bool], adds_past: bool, dresidual_2: An
 
 
 def _gradients_fp8(ctx: Any, needs: Sequence[bool], adds_past: bool, dresidual_2: Any, dout: Any) -> Sequence[Any]:
-    """Call ``fp8_layer_backward``."""
     plan, dropouts = ctx.plan, ctx.dropouts
     norm_1_weight, norm_2_weight, residual_1, residual_2, *saved = ctx.saved_tensors
     return ops.fp8_layer_backward.default(
@@ -248,7 +245,7 @@ def _compute(
     bias: Tensor | None,
     parameters: BlockParameters,
 ) -> tuple[Tensor, ...]:
-    """Compute the block's outputs by single operators, which can be differentiated; arguments as in ``_Layer``."""
+    """Compute the block's outputs by single operators, which can be differentiated. ``_Layer`` lists the arguments."""
     with without_autocast(stream.device.type):
         low = plan.low
         matrices = Matrices._make([t if t is None else t.to(low) for t in parameters.matrices()])
@@ -278,17 +275,14 @@ def _compute(
 def _differentiably(ctx: Any, grads: Sequence[Any], dresidual_1: Tensor | None) -> tuple[Any, ...]:
     """Compute the backward by the single operators' autograd, which can be differentiated again."""
     plan, dropouts, tensors = ctx.plan, ctx.dropouts, ctx.saved_tensors
-    parameters, residual_1 = (
-        tensors[:_PARAMETERS],
-        LayerSaved._make(tensors[_PARAMETERS : _PARAMETERS + _SAVED]).residual_1,
-    )
+    parameters, kept = tensors[:_PARAMETERS], LayerSaved._make(tensors[_PARAMETERS : _PARAMETERS + _SAVED])
     need_stream, need_values, need_bias, *needs = ctx.needs_input_grad[3:]
 
     def formula(residual_1: Tensor, *parameters: Any) -> tuple[Tensor, ...]:
         return _compute(plan, dropouts, residual_1, None, None, BlockParameters._make(parameters))
 
     need_residual = need_stream or need_values or need_bias
-    dresidual, *gradients = differentiate(formula, (residual_1, *parameters), (need_residual, *needs), grads)
+    dresidual, *gradients = differentiate(formula, (kept.residual_1, *parameters), (need_residual, *needs), grads)
     if dresidual_1 is not None:
         dresidual = dresidual_1 if dresidual is None else dresidual + dresidual_1
     dvalues = dbias = None
@@ -302,24 +296,24 @@ def _differentiably(ctx: Any, grads: Sequence[Any], dresidual_1: Tensor | None) 
 def _with_matrices(
     parameters: BlockParameters, matrices: Matrices | None, plan: Plan, stream: Tensor
 ) -> BlockParameters:
-    """Replace the matrices by those in the dtype of products, as (out, in)."""
+    """Return the parameters with their matrices in the dtype of matmuls (``plan.low``) and with shape (out, in)."""
     if matrices is None:
         if stream.dtype == plan.low:
             matrices = parameters.matrices()
         elif type(stream) is Tensor:
             matrices = cast_layers([parameters], plan.low)[0]
-        else:  # traced: Inductor then allocates
+        else:  # in traced code Inductor allocates the results
             matrices = _cast(parameters.matrices(), plan.low)
     return parameters.with_matrices(_as_linear(matrices) if plan.transposed else matrices)
 
 
 def _as_linear(matrices: Matrices) -> Matrices:
-    """View weights (in, out) as (out, in); biases stay."""
+    """Transpose the weights, as views; return biases unchanged."""
     return Matrices._make([t.t() if t is not None and t.dim() == 2 else t for t in matrices])
 
 
 def _cast(matrices: Matrices, dtype: torch.dtype) -> Matrices:
-    """Cast the tensors by one launch; None stays None."""
+    """Cast the tensors in one launch."""
     given = [t for t in matrices if t is not None]
     made = [torch.empty_like(t, dtype=dtype) for t in given]
     if made:
@@ -329,9 +323,9 @@ def _cast(matrices: Matrices, dtype: torch.dtype) -> Matrices:
 
 
 def cast_layers(layers: Sequence[BlockParameters], dtype: torch.dtype) -> list[Matrices]:
-    """Cast the matrices of several layers by one launch.
+    """Cast the matrices of several layers in one launch.
 
-    The matrices of a layer are one allocation, because they are freed together, in the layer's backward.
+    The results of a layer are one allocation, because all of them are freed in the layer's backward.
     """
     matrices = [parameters.matrices() for parameters in layers]
     given = [[t for t in some if t is not None] for some in matrices]
@@ -345,7 +339,7 @@ def cast_layers(layers: Sequence[BlockParameters], dtype: torch.dtype) -> list[M
 
 
 def _as_parameters(gradients: BlockParameters, dtype: torch.dtype, plan: Plan) -> BlockParameters:
-    """Cast the matrices' gradients to the parameters' dtype, in the parameters' layout."""
+    """Return the gradients with those of the matrices in the parameters' layout and dtype."""
     matrices = gradients.matrices()
     if plan.transposed:
         matrices = _as_linear(matrices)

@@ -1,6 +1,6 @@
-"""Names for the tensors of a transformer block: its parameters, and those that its operators save for the backward.
+"""Names for a transformer block's parameters, and for the tensors that its operators save for the backward.
 
-The names and their order are those of the schemas in ``ops/library.cpp``; ``tests/ops/test_layer.py`` compares them.
+The names have the same order as in the schemas in ``ops/library.cpp``; ``tests/ops/test_layer.py`` compares both.
 
 Shapes: B batch, T tokens, C channels, F the MLP's hidden width, NH heads, N = B*T rows; weights are (out, in).
 """
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Weights(NamedTuple):
-    """The weights of the four matrix products."""
+    """The weights of the four matmuls."""
 
     qkv_weight: Tensor  # (3C, C)
     attn_proj_weight: Tensor  # (C, C)
@@ -20,7 +20,7 @@ class Weights(NamedTuple):
 
 
 class Matrices(NamedTuple):
-    """The parameters that the matrix products read: weights, and the biases that the products add."""
+    """The parameters that the matmuls read: weights, and the biases that the matmuls add."""
 
     qkv_weight: Any
     qkv_bias: Any  # (3C) or None
@@ -31,7 +31,7 @@ class Matrices(NamedTuple):
 
 
 class BlockParameters(NamedTuple):
-    """The parameters of a block; also their gradients, or for each parameter whether it needs one.
+    """The parameters of a block, or their gradients, or for each parameter whether its gradient is needed.
 
     The bias of ``mlp_proj`` is added after the block, with the last addition to the residual stream.
     """
@@ -49,16 +49,15 @@ class BlockParameters(NamedTuple):
     mlp_proj_weight: Any
 
     def weights(self) -> Weights:
-        """Return the weights of the matrix products."""
         return Weights(self.qkv_weight, self.attn_proj_weight, self.fc_weight, self.mlp_proj_weight)
 
     def matrices(self) -> Matrices:
-        """Return the parameters that the matrix products read."""
+        """Return the parameters that the matmuls read."""
         _, _, qkv_weight, qkv_bias, attn_proj_weight, _, _, _, fc_weight, fc_bias, mlp_proj_weight = self
         return Matrices(qkv_weight, qkv_bias, attn_proj_weight, fc_weight, fc_bias, mlp_proj_weight)
 
     def with_matrices(self, matrices: Matrices) -> "BlockParameters":
-        """Replace the tensors that the matrix products read."""
+        """Return these parameters with other ``matrices()``."""
         norm_1_weight, norm_1_bias, _, _, _, attn_proj_bias, norm_2_weight, norm_2_bias, _, _, _ = self
         qkv_weight, qkv_bias, attn_proj_weight, fc_weight, fc_bias, mlp_proj_weight = matrices
         return BlockParameters(
@@ -70,7 +69,7 @@ class BlockParameters(NamedTuple):
 class LayerSaved(NamedTuple):
     """The tensors that ``layer`` returns for ``layer_backward``."""
 
-    residual_1: Tensor  # (B, T, C), the stream after the first addition; the block's input if nothing was added
+    residual_1: Tensor  # (B, T, C), the stream after the first addition; the block's input without an addition
     mean_1: Tensor  # (B, T)
     rstd_1: Tensor  # (B, T)
     norm_1: Tensor  # (B, T, C)
@@ -88,7 +87,8 @@ class LayerSaved(NamedTuple):
 class FP8LayerSaved(NamedTuple):
     """The tensors that ``fp8_layer`` returns for ``fp8_layer_backward`` after ``residual_1`` and ``residual_2``.
 
-    A name that ends in ``_t`` is a transposed float8 operand (columns, rows rounded up to 16), which has a scale.
+    A name that ends in ``_t`` is a transposed float8 operand (columns, rows rounded up to a multiple of 16). Its scale
+    follows it.
     """
 
     mean_1: Tensor  # (B, T)

@@ -7,8 +7,8 @@
 | llm.c | `.bin` | versions 1 and 3 (float32), 5 (bfloat16) | versions 3 and 5 |
 | this package | `.safetensors` | models and training states | models |
 
-Parameters keep their bits and dtype, unless another dtype is requested. If the target format cannot represent
-something, the conversion is refused, or a note says so if the weights are still right.
+Parameters keep their bits and dtype, unless another dtype is requested. If the target format cannot represent the
+weights exactly, the conversion raises a ValueError. If it cannot represent something else, a note says so.
 """
 
 from gptkernels.convert.conversion import Converted, convert

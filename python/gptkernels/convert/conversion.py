@@ -1,6 +1,4 @@
-"""`gptkernels convert A B`: conversion from one format to another, bit for bit."""
-
-from __future__ import annotations
+"""`gptkernels convert A B`: conversion of a model to another format, with the same bits."""
 
 import dataclasses
 import os
@@ -16,12 +14,7 @@ from gptkernels.convert.huggingface import CONFIG, WEIGHTS
 from gptkernels.convert.model import WTE, Model, with_zero_biases
 from gptkernels.convert.nanogpt import float32_copies
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float64": torch.float64,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 _LLMC_DTYPES = (torch.float32, torch.bfloat16)
 _PADDED, _GPT2_VOCABULARY = 50304, 50257
 
@@ -33,8 +26,8 @@ class Converted(NamedTuple):
         source: the format that was read.
         target: the format that was written.
         config: the model's sizes.
-        dtype: the smallest dtype that holds every written parameter exactly.
-        notes: sentences about what the target lacks or what to know about it.
+        dtype: the smallest dtype that represents every written parameter exactly.
+        notes: sentences about what the target does not store, and about differences in use.
     """
 
     source: Form
@@ -62,28 +55,31 @@ def convert(
             model or a training state), or the folder of a run or of nanoGPT.
         target: a `.bin` in llm.c's format, a `.pt` in nanoGPT's, a `.safetensors` in this package's, or, without a
             suffix, a Hugging Face folder.
-        dtype: convert the parameters to "float32", "bfloat16", "float16" or "float64"; for a run with bfloat16
-            parameters "float32" selects the optimizer's float32 copies of them. None keeps their dtypes; a `.bin` has
-            only one of float32 and bfloat16, and None selects the smaller one that holds all of them exactly.
+        dtype: the dtype of the written parameters: "float32", "bfloat16", "float16" or "float64". For a run with
+            bfloat16 parameters, "float32" writes the optimizer's float32 copies of them. None keeps the dtypes; for a
+            `.bin`, which has one dtype, None chooses the smaller of float32 and bfloat16 that represents all parameters
+            exactly.
         vocab_size: keep only this many rows of the embedding. Use it if the other rows are padding, which the source
             does not distinguish from tokens.
-        padded_vocab_size: Vp of a `.bin`; V rounded up to a multiple of 128 when None.
-        activation: "gelu_tanh" or "gelu": the model's GELU, whatever the source says.
-        bias: give a model without biases biases of 0, which computes the same.
-        overwrite: replace existing files at `target`, but never those that are read.
+        padded_vocab_size: Vp of a `.bin`; None rounds V up to a multiple of 128.
+        activation: the model's GELU, "gelu_tanh" or "gelu"; None is the source's.
+        bias: add biases of 0 to a model without biases, which does not change its results.
+        overwrite: replace existing files at `target`, but never the files of the source.
 
     Raises:
-        ValueError: the format of the source is unknown, the source is damaged, or describes a model that this GPT-2
-            cannot represent; the target cannot represent it, exists, or is the source; an option is out of its range.
-        OSError: a file cannot be read or written.
+        ValueError: if the format of the source is unknown, the source is damaged or describes a model that this GPT-2
+            cannot represent, the target cannot represent the model, exists or is the source, or an option is out of
+            its range.
+        OSError: if a file cannot be read or written.
     """
     if dtype is not None and dtype not in DTYPES:
         raise ValueError(f"--dtype is {dtype!r}, must be one of {', '.join(DTYPES)}")
     source_form, path = find(source)
-    form, outputs = form_to_write(target), _outputs(target)
+    form, output = form_to_write(target), Path(target)
+    outputs = [output / CONFIG, output / WEIGHTS] if form is Form.HUGGING_FACE else [output]
     if padded_vocab_size is not None and form is not Form.LLMC:
         raise ValueError(f"--padded-vocab-size is for llm.c's .bin, {target} is {form.value} form")
-    if not overwrite and (there := [output for output in outputs if os.path.lexists(output)]):
+    if not overwrite and (there := [file for file in outputs if os.path.lexists(file)]):
         raise ValueError(f"{there[0]} exists: --overwrite replaces it")
     model = read(source_form, path, with_progress=form is Form.NANOGPT or dtype == "float32")
     _check_distinct(model.files, outputs)
@@ -93,14 +89,8 @@ def convert(
     if wanted is not None:
         model = _cast(model, wanted, target, form)
     notes = (*model.notes, *_notes(source_form, form, model))
-    write(form, Path(target), model, padded_vocab_size)
+    write(form, output, model, padded_vocab_size)
     return Converted(source_form, form, model.config, model.dtype, notes)
-
-
-def _outputs(target: str | os.PathLike[str]) -> list[Path]:
-    """Return the files that are written."""
-    path = Path(target)
-    return [path / CONFIG, path / WEIGHTS] if form_to_write(target) is Form.HUGGING_FACE else [path]
 
 
 def _check_distinct(inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
@@ -108,9 +98,6 @@ def _check_distinct(inputs: Sequence[Path], outputs: Sequence[Path]) -> None:
         for file in inputs:
             if output.exists() and os.path.samefile(output, file):
                 raise ValueError(f"{output} is what is read: the target must be another file")
-
-
-# ---- options ---------------------------------------------------------------------------------------------------------
 
 
 def _adjusted(model: Model, vocab_size: int | None, activation: str | None, bias: bool) -> Model:
@@ -142,9 +129,6 @@ def _cast(model: Model, dtype: torch.dtype, target: str | os.PathLike[str], form
     return dataclasses.replace(model, state=state)
 
 
-# ---- what the target can represent -----------------------------------------------------------------------------------
-
-
 def _check_holds(form: Form, target: str | os.PathLike[str], model: Model) -> None:
     if form is not Form.LLMC:
         return
@@ -161,7 +145,7 @@ def _check_holds(form: Form, target: str | os.PathLike[str], model: Model) -> No
 
 
 def _exact_dtype(form: Form, target: str | os.PathLike[str], model: Model) -> torch.dtype | None:
-    """Return the dtype that loses nothing, if the target must have one dtype; otherwise None."""
+    """Return the dtype of a target that has one dtype and represents all parameters exactly; otherwise None."""
     if form is not Form.LLMC or model.dtype in _LLMC_DTYPES:
         return model.dtype if form is Form.LLMC else None
     if model.dtype == torch.float16:

@@ -1,6 +1,4 @@
-"""Reading and writing a model in any of the formats."""
-
-from __future__ import annotations
+"""Reading and writing of a model in any of the formats."""
 
 import dataclasses
 import os
@@ -38,26 +36,16 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], StateDict]:
         The configuration and the state dict, as `gptkernels.checkpoint.load_model` returns them.
 
     Raises:
-        ValueError: the format is unknown, the file is damaged, or it describes a model that this GPT-2 cannot
+        ValueError: if the format is unknown, or the file is damaged or describes a model that this GPT-2 cannot
             represent; the message names the file and the field.
-        OSError: a file cannot be read.
+        OSError: if a file cannot be read.
     """
     model = read(*find(path))
     return model.config, {**model.state, _LM_HEAD: model.state[WTE]}
 
 
 def read(form: Form, path: Path, *, with_progress: bool = False) -> Model:
-    """Read the model at a path that `find` returned.
-
-    Args:
-        form: the format that `find` returned.
-        path: the path that `find` returned.
-        with_progress: for a training state, also read the progress of its run.
-
-    Raises:
-        ValueError: it is damaged, or describes a model that this GPT-2 cannot represent.
-        OSError: a file cannot be read.
-    """
+    """Read the model at a path that `find` returned, and with `with_progress` also the progress of a training run."""
     if form is Form.HUGGING_FACE:
         return read_huggingface(path)
     if form is Form.NANOGPT:
@@ -92,18 +80,7 @@ def _dropout(config: dict[str, Any]) -> float:
 
 
 def write(form: Form, path: Path, model: Model, padded_vocab_size: int | None = None) -> None:
-    """Write a model completely or not at all.
-
-    Args:
-        form: the format.
-        path: the file or folder.
-        model: the model.
-        padded_vocab_size: Vp in llm.c's format; None rounds the vocabulary up to a multiple of 128.
-
-    Raises:
-        ValueError: the format cannot represent the model, or `path` exists and is not replaced, such as a link.
-        OSError: a file cannot be written.
-    """
+    """Write a model atomically. `padded_vocab_size` is Vp in llm.c's format; None rounds V up to a multiple of 128."""
     if form is Form.HUGGING_FACE:
         write_huggingface(path, model)
     elif form is Form.NANOGPT:
@@ -113,11 +90,6 @@ def write(form: Form, path: Path, model: Model, padded_vocab_size: int | None = 
 
 
 def of_state_dict(state: Mapping[str, Tensor], config: Mapping[str, Any], where: str) -> Model:
-    """Make a model from the state dict and the configuration of a `GPT2`.
-
-    Raises:
-        ValueError: the head is not the token embedding, or no format has one of the parameters; the message begins
-            with `where`.
-    """
+    """Make a model from the state dict and the configuration of a `GPT2`; errors begin with `where`."""
     sizes = check_model_config(config, where)
     return Model(sizes, check_parameters(state, sizes, where), (), config["dropout"])

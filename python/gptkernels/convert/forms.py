@@ -1,6 +1,4 @@
-"""The formats in which a GPT-2 is stored, and how they are recognised."""
-
-from __future__ import annotations
+"""The formats in which a GPT-2 is stored, and their recognition."""
 
 import enum
 import os
@@ -29,11 +27,10 @@ _BY_SUFFIX = {".bin": Form.LLMC, ".pt": Form.NANOGPT, ".safetensors": Form.OWN}
 
 
 def find(path: str | os.PathLike[str]) -> tuple[Form, Path]:
-    """Recognise the format of a path; for the folder of a run or of nanoGPT, return the file to read.
+    """Recognise the format at a path; for the folder of a run or of nanoGPT, return the file to read in it.
 
     Raises:
-        ValueError: it is in none of the formats.
-        OSError: it does not exist or cannot be read.
+        ValueError: if the path has none of the formats.
     """
     path = Path(path)
     if path.is_dir():
@@ -70,7 +67,7 @@ def _find_in(folder: Path) -> tuple[Form, Path]:
 
 
 def _refuse_headerless(path: Path, beginning: bytes) -> None:
-    """Refuse numbers without a header, which do not define the shape; llm.c's models always had the header."""
+    """Raise an error for numbers without a header, which do not define a shape; llm.c's models have a header."""
     magic = int.from_bytes(beginning[:4], "little", signed=True)
     if len(beginning) >= 4 and magic != MODEL_MAGIC and describe_magic(magic) == str(magic):
         raise ValueError(
@@ -80,11 +77,7 @@ def _refuse_headerless(path: Path, beginning: bytes) -> None:
 
 
 def form_to_write(path: str | os.PathLike[str]) -> Form:
-    """Choose the format to write by the suffix of a path, or because it is a folder.
-
-    Raises:
-        ValueError: no format has this suffix, or the file is part of a Hugging Face folder.
-    """
+    """Choose the format to write by a path's suffix, or because the path is a folder."""
     suffix = Path(path).suffix
     if suffix in _BY_SUFFIX and not Path(path).is_dir():
         _refuse_part(Path(path))

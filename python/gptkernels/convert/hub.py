@@ -1,7 +1,5 @@
 """Download of models from the Hugging Face hub, by `huggingface_hub`."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path
@@ -14,13 +12,7 @@ _PICKLES = [CONFIG, PICKLE, PICKLE + INDEX, "pytorch_model-*-of-*.bin"]
 
 
 def local_folder(name: str | os.PathLike[str]) -> Path:
-    """Return the folder of this name if there is one; otherwise download the files of this name from the hub.
-
-    Raises:
-        ValueError: it is neither a folder nor a possible name on the hub.
-        ImportError: it may be a name on the hub, and `huggingface_hub` is not installed.
-        OSError: the hub has no such model, or cannot be reached.
-    """
+    """Return the folder of this name if there is one; otherwise download the model of this name from the hub."""
     folder = Path(name)
     if os.fspath(name) and folder.is_dir():
         return folder

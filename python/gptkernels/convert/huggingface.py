@@ -1,7 +1,5 @@
 """Hugging Face's GPT-2: a folder with `config.json` and the weights."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -32,7 +30,7 @@ _SIZES = {
 }
 _ACTIVATIONS = {"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu"}
 _DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-# The only values that this GPT-2 supports. They are Hugging Face's defaults where config.json has no entry.
+# The only values that this GPT-2 supports. They are also Hugging Face's defaults for missing entries.
 _FIXED = {
     "model_type": "gpt2",
     "layer_norm_epsilon": 1e-5,
@@ -49,21 +47,12 @@ _GPT2_VOCABULARY = 50257
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Whether a folder has Hugging Face's configuration file."""
+    """Return whether a folder has Hugging Face's configuration file."""
     return (folder / CONFIG).is_file()
 
 
-# ---- reading ---------------------------------------------------------------------------------------------------------
-
-
 def read_huggingface(folder: Path) -> Model:
-    """Read the model in a folder.
-
-    Raises:
-        ValueError: `config.json` describes a model that this GPT-2 cannot represent, or a file is missing, damaged or
-            of another model.
-        OSError: a file cannot be read.
-    """
+    """Read the model in a folder. A ValueError names the file and the entry that is wrong or not supported."""
     path = folder / CONFIG
     theirs = _read_json(path)
     config = _config(theirs, path)
@@ -72,8 +61,8 @@ def read_huggingface(folder: Path) -> Model:
         if name.endswith("weight") and ".c_" in name and tensor.dim() != 2:
             raise ValueError(f"{folder}: {name[:80]} has shape {tuple(tensor.shape)}, must have two dimensions")
     state = from_huggingface(tensors)
-    if config["bias"] is False and _has_biases(state):
-        config["bias"] = True
+    if not config["bias"]:  # the model was written as one without biases, and may have got some since
+        config["bias"] = any(bool(tensor.any()) for name, tensor in state.items() if name.endswith(".bias"))
     if not config["bias"]:
         state = {name: tensor for name, tensor in state.items() if not name.endswith(".bias")}
     dropouts = {theirs.get(name, 0.1) for name in _DROPOUTS}
@@ -97,7 +86,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _config(theirs: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Convert the configuration to ours; ValueError names an entry that this GPT-2 does not support."""
+    """Convert the configuration to ours, or raise a ValueError that names an entry which is not supported."""
     for name, wanted in _FIXED.items():
         value = theirs.get(name, wanted)
         if type(value) not in (bool, int, float, str) or value != wanted:
@@ -126,13 +115,8 @@ def _shown(value: Any) -> str:
     return repr(value)[:80] if isinstance(value, bool | int | float | str | None) else f"a {type(value).__name__}"
 
 
-def _has_biases(state: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a model that was written without biases has nonzero biases now."""
-    return any(bool(tensor.any()) for name, tensor in state.items() if name.endswith(".bias"))
-
-
 def _read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], list[Path]]:
-    """Read the weights from the first of four layouts that exists; return them by name with their files."""
+    """Read the weights from the first of four layouts that exists; return the tensors by name, and the files."""
     for name in (WEIGHTS, WEIGHTS + INDEX, PICKLE, PICKLE + INDEX):
         path = folder / name
         if not path.exists():
@@ -181,18 +165,11 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
     return dict(state)
 
 
-# ---- writing ---------------------------------------------------------------------------------------------------------
-
-
 def write_huggingface(folder: Path, model: Model) -> None:
-    """Write `config.json` and `model.safetensors`, each completely or not at all, in place of existing ones.
+    """Write `config.json` and `model.safetensors`, each atomically, and replace existing ones.
 
-    Hugging Face's GPT-2 always has biases. If the model has none, they are written as 0, which computes the same, and
-    `"bias": false` in `config.json` tells this to `read_huggingface`.
-
-    Raises:
-        ValueError: `folder` is a file, or one of the files is not replaced because it is, for example, a link.
-        OSError: a file cannot be written.
+    Hugging Face's GPT-2 always has biases. If the model has none, biases of 0 are written, and `read_huggingface`
+    removes them because of `"bias": false` in `config.json`.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, must be a folder")
@@ -205,7 +182,7 @@ def write_huggingface(folder: Path, model: Model) -> None:
 
 @contextmanager
 def _removed_if_empty(folder: Path) -> Iterator[None]:
-    """Remove a folder that did not exist before if nothing could be written to it."""
+    """Remove the folder on an error if it did not exist before and is empty."""
     existed = folder.exists()
     try:
         yield

@@ -1,6 +1,4 @@
-"""A GPT-2 in memory, as all formats read and write it."""
-
-from __future__ import annotations
+"""A GPT-2 in memory, which all formats read and write."""
 
 import dataclasses
 import functools
@@ -21,9 +19,8 @@ class Progress:
 
     Attributes:
         step: the number of updates.
-        optimizer: AdamW's state dict. Its parameters are the matrices and then the vectors, each in the model's order,
-            as in nanoGPT and this package.
-        best_val_loss: None if unknown.
+        optimizer: AdamW's state dict. Its parameters are, as in nanoGPT, first the matrices and then the vectors.
+        best_val_loss: the lowest validation loss, or None.
     """
 
     step: int
@@ -38,10 +35,10 @@ class Model:
     Attributes:
         config: block_size, vocab_size, n_layer, n_head, n_embd, bias, and activation unless it is "gelu_tanh".
         state: the parameters of `gptkernels.checkpoint.parameter_shapes`, with V rows in `wte` and without `lm_head`.
-        files: the files that it was read from.
-        dropout: 0.0 if the format does not store it.
-        progress: the progress of its training run, if the format stores it.
-        notes: sentences about what was left out.
+        files: the files from which the model was read.
+        dropout: the dropout; 0.0 if the format does not store it.
+        progress: the progress of the training run, if the format stores it.
+        notes: sentences about what was not read.
     """
 
     config: dict[str, Any]
@@ -53,28 +50,28 @@ class Model:
 
     @property
     def activation(self) -> str:
-        """The GELU: "gelu_tanh" or "gelu"."""
+        """Return the GELU: "gelu_tanh" or "gelu"."""
         return self.config.get("activation", "gelu_tanh")
 
     @property
     def dtype(self) -> torch.dtype:
-        """The smallest dtype that holds every parameter exactly."""
+        """Return the smallest dtype that represents every parameter exactly."""
         return common_dtype(self.state.values())
 
 
 def common_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
-    """Return the smallest dtype that holds all numbers of some tensors exactly."""
+    """Return the smallest dtype that represents all numbers of some tensors exactly."""
     return functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
 
 
 def checked_model(
     state: Mapping[str, torch.Tensor], config: Mapping[str, Any], where: str, files: tuple[Path, ...], **more: Any
 ) -> Model:
-    """Make a model after checking that its parameters have the configuration's shapes and are complete in the files.
+    """Make a model, after checking its parameters against the configuration and the size of the files.
 
     Raises:
-        ValueError: an entry of the configuration or a parameter is missing, unknown or wrong; the message begins with
-            `where`.
+        ValueError: if an entry of the configuration or a parameter is missing, unknown or wrong; the message begins
+            with `where`.
     """
     for name, tensor in state.items():
         if not is_dense(tensor):
@@ -88,7 +85,7 @@ def checked_model(
 
 
 def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
-    """Whether a value read from a file is a tensor with all its elements in memory."""
+    """Return whether a value from a file is a tensor with all its elements in memory."""
     return (
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout == torch.strided
@@ -98,7 +95,7 @@ def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def with_zero_biases(state: StateDict) -> StateDict:
-    """Add biases of 0 to the parameters of a model without biases, which computes the same."""
+    """Add biases of 0 to the parameters of a model without biases, which does not change its results."""
     tensors = dict(state)
     for name, weight in state.items():
         if ".c_" in name or ".ln_" in name:

@@ -1,7 +1,5 @@
 """nanoGPT's `ckpt.pt`: a dict of model, optimizer, model_args, iter_num, best_val_loss and config."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 from collections.abc import Mapping
@@ -18,31 +16,19 @@ COMPILED = "_orig_mod."
 """The prefix of every name in a model compiled by torch.compile."""
 _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
 _NO_LOSS = 1e9  # the initial value of nanoGPT's train.py
-# The options of a group of torch.optim.AdamW, with nanoGPT's defaults. They are listed here because making a
-# torch.optim.AdamW imports torch._dynamo, which takes seconds.
+# The options of a group of torch.optim.AdamW, with nanoGPT's values. (The constructor of torch.optim.AdamW would import
+# torch._dynamo, which takes seconds.)
 _ADAMW = {
-    "lr": 6e-4,
-    "betas": (0.9, 0.95),
-    "eps": 1e-8,
-    "weight_decay": 0.0,
-    "amsgrad": False,
-    "maximize": False,
-    "foreach": None,
-    "capturable": False,
-    "differentiable": False,
-    "fused": None,
-    "decoupled_weight_decay": True,
-}
+    "lr": 6e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False,
+    "foreach": None, "capturable": False, "differentiable": False, "fused": None, "decoupled_weight_decay": True,
+}  # fmt: skip
 _HEAD = "lm_head.weight"
 
 
 def read_nanogpt(path: Path) -> Model:
     """Read the model of a checkpoint and the progress of its run.
 
-    Its GELU is the exact one, unless `config` has the entry `activation` that `write_nanogpt` writes.
-
-    Raises:
-        ValueError: it is not a nanoGPT checkpoint, is damaged, or its model is not supported.
+    The model has the exact GELU, unless `config` has the entry `activation` that `write_nanogpt` writes.
     """
     checkpoint = read_pickle(path)
     entries = {}
@@ -89,7 +75,7 @@ def _progress(checkpoint: Mapping[str, Any], model: Model) -> dict[str, Any]:
 
 
 def _finite(loss: Any) -> float | None:
-    """Return a loss as a number; None if there has been none."""
+    """Return a loss as a float; None for nanoGPT's initial value, or if it is no finite number."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         loss = loss.item()
     known = type(loss) in (int, float) and math.isfinite(loss) and loss < _NO_LOSS
@@ -97,7 +83,7 @@ def _finite(loss: Any) -> float | None:
 
 
 def has_moments(optimizer: Any, model: Model) -> bool:
-    """Whether a state dict is AdamW's for the model's matrices and then its vectors; its state may be empty.
+    """Return whether a state dict is AdamW's for the model's matrices and then its vectors; its state may be empty.
 
     The moments of `wte` may have more rows than the model's `wte`.
     """
@@ -139,7 +125,7 @@ def _has_moments(state: Any, shape: torch.Size, more_rows: bool) -> bool:
 
 
 def float32_copies(model: Model) -> dict[str, torch.Tensor]:
-    """Return the float32 copies of a run's bfloat16 parameters that its optimizer has."""
+    """Return the optimizer's float32 copies of a run's bfloat16 parameters."""
     if model.progress is None:
         return {}
     states = model.progress.optimizer["state"]
@@ -170,13 +156,7 @@ def _optimizer_order(model: Model) -> list[str]:
 
 
 def write_nanogpt(path: Path, model: Model) -> None:
-    """Write a checkpoint that nanoGPT can resume and sample from.
-
-    If the model has no progress, the optimizer's state is that before the first step.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Write a checkpoint that nanoGPT can resume and sample from; without progress, the optimizer has no moments."""
     state = {name: model.state[name] for name in _module_order(model.config)}
     progress = model.progress
     write_pickle(

@@ -1,6 +1,4 @@
-"""Files of torch.save: read without running code, written completely or not at all."""
-
-from __future__ import annotations
+"""Files of torch.save, which are read without running code, and written atomically."""
 
 import os
 import pickle
@@ -21,7 +19,7 @@ _LEGACY = b"\x80\x02"  # torch's format before 1.6
 
 
 def is_pickle(beginning: bytes) -> bool:
-    """Whether torch.save may have written a file that begins with these bytes."""
+    """Return whether torch.save may have written a file that begins with these bytes."""
     return beginning.startswith((_ZIP, _LEGACY))
 
 
@@ -29,8 +27,7 @@ def read_pickle(path: Path) -> Any:
     """Read a file of torch.save. Tensors are on the CPU and memory-mapped if the format allows it.
 
     Raises:
-        ValueError: it contains more than tensors and plain values and could only be restored by running code, or it is
-            damaged, compressed, or claims more memory than its size.
+        ValueError: if reading it would run code, or it is damaged, compressed, or would take more memory than its size.
     """
     with open_regular(path) as file:
         is_zip = file.read(4) == _ZIP
@@ -42,11 +39,11 @@ def read_pickle(path: Path) -> Any:
 
 
 def _check_zip(path: Path) -> None:
-    """Refuse a file that would need more memory than its size."""
+    """Raise an error for a file that would take more memory than its size."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-    except Exception as error:  # damaged entries can raise anything
+    except Exception as error:  # damaged entries can raise any exception
         raise ValueError(f"{path}: truncated or damaged: {_first_line(error)}") from error
     size = os.path.getsize(path)
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or (
@@ -56,7 +53,7 @@ def _check_zip(path: Path) -> None:
 
 
 def _check_legacy(path: Path) -> None:
-    """Refuse such a file of the older format, which allocates storages before they are read."""
+    """Raise the same error for the older format, whose reader allocates memory before it reads."""
     from torch._subclasses import FakeTensorMode  # here, because the import takes a second
 
     with FakeTensorMode():
@@ -86,11 +83,11 @@ def _tensors(content: Any) -> Iterator[torch.Tensor]:
 def _load(path: Path, mmap: bool) -> Any:
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about opcodes that lead to an error
+            warnings.simplefilter("ignore")  # torch warns about opcodes before it raises an error
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError:
         raise
-    except Exception as error:  # a wrong opcode can raise anything
+    except Exception as error:  # a wrong opcode can raise any exception
         reason = error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error
         if found := re.search(r"GLOBAL ([\w.]+)", str(reason)):
             raise ValueError(
@@ -104,15 +101,11 @@ def _first_line(error: BaseException) -> str:
 
 
 def write_pickle(path: Path, content: Any) -> None:
-    """Write a file by torch.save, completely or not at all.
-
-    Raises:
-        OSError: the file cannot be written; the message names it.
-    """
+    """Write a file by torch.save, atomically."""
     with replace_file(path) as temporary, open(temporary, "wb") as file:
         try:
             torch.save(content, file)
-        except RuntimeError as error:  # torch raises its own in place of the file's OSError
+        except RuntimeError as error:  # torch raises a RuntimeError in place of the file's OSError
             if isinstance(error.__context__, OSError):
                 raise error.__context__ from error
             raise

@@ -1,6 +1,4 @@
-"""Text files: which ones to read, how to read them in pieces, and the text that comes with every Python."""
-
-from __future__ import annotations
+"""Text files: their selection, reading in pieces, and the sources of Python's standard library."""
 
 import codecs
 import os
@@ -15,9 +13,9 @@ from gptkernels.files.regular import check_regular, is_regular, open_regular
 
 CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 16
-"""Search at most this far for the end of a line."""
+"""The largest distance at which the end of a line is searched."""
 
-# Folders of the standard library that hold tests, tables and other people's packages.
+# Folders of the standard library that contain tests, tables and installed packages.
 _NOT_LIBRARY = {
     *("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"),
     *("encodings", "pydoc_data"),
@@ -33,20 +31,18 @@ class Document:
     stop: int
 
     @classmethod
-    def whole(cls, path: Path) -> Document:
-        """Make a document of a whole file."""
+    def whole(cls, path: Path) -> "Document":
         return cls(path, 0, path.stat().st_size)
 
     @property
     def size(self) -> int:
-        """The number of bytes."""
         return self.stop - self.start
 
     def text(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[str]:
         """Yield the text in pieces, decoded as UTF-8 with "surrogateescape".
 
-        A piece ends before whitespace, where GPT-2's words end too, so that encoding the pieces one by one equals
-        encoding the whole. Only `chunk_bytes` without any whitespace are cut elsewhere.
+        A piece ends before whitespace, where GPT-2's words end too, so that encoding the pieces one by one gives the
+        same tokens as encoding the whole text. A text without whitespace is cut after `chunk_bytes` bytes.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         rest = ""
@@ -69,25 +65,25 @@ class Document:
                 left -= len(chunk)
 
     def line_end(self, position: int) -> int:
-        """Return the end of the line that contains byte `position`: the byte after its newline, or `stop`."""
+        """Return the position after the newline of the line that contains byte `position`, or `stop`."""
         with open_regular(self.path) as file:
             file.seek(position)
             return min(self.stop, position + len(file.readline(LINE_BYTES)))
 
     def character_start(self, position: int) -> int:
-        """Return the start of the UTF-8 character that contains byte `position`; `position` if it is not UTF-8."""
+        """Return the start of the UTF-8 character that contains byte `position`, or `position` if it is not UTF-8."""
         first = max(self.start, position - 4)
         with open_regular(self.path) as file:
             file.seek(first)
             data = file.read(min(self.stop, position + 1) - first)
         for back in range(1, len(data) if position < self.stop else 0):
-            if data[-back] & 0xC0 != 0x80:  # not a continuation byte: the first byte of a character, or not UTF-8
+            if data[-back] & 0xC0 != 0x80:  # this is no continuation byte
                 return position + 1 - back if data[-back] >= 0xC0 else position
         return position
 
 
 def _last_break(text: str) -> int:
-    """Return the start of the last run of whitespace, or the length of a text without any."""
+    """Return the start of the last run of whitespace, or the length of a text without whitespace."""
     for i in range(len(text) - 1, 0, -1):
         if text[i] in " \t\r\n" and not text[i - 1].isspace():
             return i
@@ -97,21 +93,13 @@ def _last_break(text: str) -> int:
 def find_documents(
     paths: Iterable[str | os.PathLike[str]] | str | os.PathLike[str], outputs: Collection[Path] = ()
 ) -> list[Document]:
-    """Return the named files, and those in the named folders, as documents.
+    """Return the named files, and the files in the named folders, as documents.
 
-    A file that is reached twice, by name or by a link, is used once, and empty files are skipped. The files of a
-    folder are shuffled in a fixed order (by a hash of their names), so that the last ones are a representative sample.
-    In folders, these are skipped: hidden files, binary files, anything but regular files, dangling links, linked
-    folders, and files that `prepare` wrote.
-
-    Args:
-        paths: text files and folders of text files, or a single one.
-        outputs: the files that will be written.
-
-    Raises:
-        ValueError: a path does not exist, is neither a regular file nor a folder, or is one of `outputs`; or
-            nothing is left.
-        OSError: a file or a folder cannot be read.
+    A file that has several names or links is used once, and empty files are skipped. The files of a folder are in a
+    fixed random order (by a hash of their names), so that the last files are a representative sample. In folders, these
+    are skipped: hidden files, binary files, anything but regular files, dangling links, linked folders, and files that
+    `prepare` wrote. A ValueError says that a path does not exist, is neither a regular file nor a folder, or is one of
+    `outputs`, which will be written, or that there is no text.
     """
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not all(map(os.fspath, given)):
@@ -145,13 +133,13 @@ def _identity(path: Path) -> tuple[int, int]:
 
 
 def _is_prepared_tokenizer(file: Path) -> bool:
-    """Whether `prepare` wrote this text file: it is a PREFIX_tokenizer.json and PREFIX_train.bin exists."""
+    """Return whether `prepare` wrote this file: it is a PREFIX_tokenizer.json, and PREFIX_train.bin exists."""
     prefix = file.name.removesuffix("_tokenizer.json")
     return prefix != file.name and file.with_name(f"{prefix}_train.bin").exists()
 
 
 def _walk(root: Path, skip: Container[str] = ()) -> list[Path]:
-    """Return the regular files below a folder, ordered by a hash of their names; without hidden files and `skip`."""
+    """Return the regular files below a folder, ordered by a hash of their names, without hidden files and `skip`."""
     files = []
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
@@ -160,7 +148,7 @@ def _walk(root: Path, skip: Container[str] = ()) -> list[Path]:
 
 
 def _raise(error: OSError) -> NoReturn:
-    """Raise the error of os.walk, which otherwise skips a folder that it cannot read."""
+    """Raise the error of os.walk, which would otherwise skip a folder that it cannot read."""
     raise error
 
 
@@ -169,16 +157,16 @@ def _name_hash(file: Path, root: Path) -> bytes:
 
 
 def _is_text(file: Path) -> bool:
-    """Whether a file's first bytes contain no NUL."""
+    """Return whether a file's first bytes contain no NUL."""
     with open_regular(file) as opened:
         return b"\0" not in opened.read(8192)
 
 
 def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Document], list[Document]]:
-    """Split documents into training and validation: the last `val_fraction` of the bytes, in whole lines, validates.
+    """Split documents into training and validation text, which is the last `val_fraction` of the bytes in whole lines.
 
     Raises:
-        ValueError: val_fraction is not between 0 and 1, or there are too few bytes for both.
+        ValueError: if val_fraction is not between 0 and 1, or there are too few bytes for both parts.
     """
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction is {val_fraction}, must lie between 0 and 1, both excluded")
@@ -203,15 +191,9 @@ def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Docu
 def standard_library(max_bytes: int = 16 << 20, val_fraction: float = 0.05) -> tuple[list[Document], list[Document]]:
     """Split the sources of the running Python's standard library into training and validation documents.
 
-    Tests, tables and installed packages are left out. The order and the split depend on a hash of the files' names, so
-    they are the same on every machine.
-
-    Args:
-        max_bytes: the total number of bytes at most.
-        val_fraction: the approximate fraction of files for validation.
-
-    Raises:
-        ValueError: the library's sources are not installed.
+    Tests, tables and installed packages are not used. The order and the split depend on a hash of the files' names, so
+    that they are the same on every machine. `max_bytes` is the largest total size, and `val_fraction` the approximate
+    fraction of files for validation. A ValueError says that the sources are not installed.
     """
     root = Path(sysconfig.get_path("stdlib"))
     train: list[Document] = []

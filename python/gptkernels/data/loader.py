@@ -1,6 +1,4 @@
-"""Batches of tokens and targets from a token file, in an order that a few integers define."""
-
-from __future__ import annotations
+"""Batches of tokens and targets from token files, in an order that a few integers define."""
 
 import functools
 import math
@@ -16,23 +14,23 @@ from .shards import TokenFiles
 from .tokens import TokenFile, check_vocabulary, find_outside
 
 MAX_SORTED = 1024
-"""The largest number of windows ordered by sorting random numbers; for more, `permute` uses a keyed bijection."""
+"""The largest number of windows that are ordered by sorting random numbers; see `permute`."""
 
 
 class DataLoader:
     """Batches of a token file: `next_batch() -> (tokens, targets)`, both (B, T) int64 on the CPU.
 
-    The file is cut into windows of T tokens and the target after the last of them; targets are the tokens shifted by
-    one. The sequence of windows is endless: each epoch contains every window exactly once, in an order drawn from
-    (seed, epoch), or in the file's order if `shuffle` is off. A batch may contain the end of one epoch and the start of
-    the next, so no window is left out. With several ranks, rank 0 gets the first B windows, rank 1 the next B, and so
-    on: together they see the same as one rank with a batch of `world_size * B`.
+    The file is cut into windows of T tokens and the token after them; targets are the tokens shifted by one. The
+    sequence of windows is endless. Each epoch contains every window exactly once, in an order that depends on (seed,
+    epoch), or in the file's order if `shuffle` is off. A batch may contain the end of one epoch and the start of the
+    next, so that every window is used. With several ranks, rank 0 gets the first B windows, rank 1 the next B, and so
+    on. Together they get the windows that one rank with a batch of `world_size * B` gets.
 
-    With `random_offsets` a window starts at any token, drawn from (seed, its index in the sequence). Then some tokens
-    occur more often than others, as in nanoGPT.
+    With `random_offsets` a window starts at any token, which depends on (seed, the window's index in the sequence).
+    Then some tokens occur more often than others, as in nanoGPT.
 
-    Only the windows of a batch are read, and no permutation is stored: the order is a keyed bijection that is computed
-    when needed. So a file of any size starts and resumes immediately.
+    Only the windows of a batch are read, and no permutation is stored, because the order is a keyed bijection. A file
+    of any size therefore starts and resumes immediately.
 
     Args:
         data: a token file or its path, or several files as one.
@@ -47,7 +45,7 @@ class DataLoader:
         pin_memory: return batches in page-locked memory, for `.to(device, non_blocking=True)`.
 
     Raises:
-        ValueError: an argument is out of its range, or the file is too short for one batch on every rank.
+        ValueError: if an argument is out of its range, or the file is too short for one batch on every rank.
     """
 
     def __init__(
@@ -89,7 +87,7 @@ class DataLoader:
         self.pin_memory = pin_memory
         self.random_offsets = random_offsets
         self.position = 0
-        """The number of windows returned so far, on all ranks together."""
+        """The number of windows that were returned so far, on all ranks together."""
 
         if self.batches_per_epoch == 0:
             needed = world_size * batch_size * sequence_length + 1
@@ -101,12 +99,12 @@ class DataLoader:
 
     @property
     def num_windows(self) -> int:
-        """The number of windows of the file; up to T - 1 tokens at the end belong to none."""
+        """The number of windows of the file; up to T - 1 tokens at the end are in no window."""
         return (len(self.data) - 1) // self.sequence_length
 
     @property
     def batches_per_epoch(self) -> int:
-        """The number of whole batches of all ranks in one pass over the file: what a validation reads."""
+        """The number of whole batches of all ranks in one pass over the file."""
         return self.num_windows // (self.batch_size * self.world_size)
 
     @property
@@ -122,7 +120,7 @@ class DataLoader:
         """Return the next tokens and targets, (B, T) int64 each.
 
         Raises:
-            ValueError: a token is outside the vocabulary; the message names the file, the position and the value.
+            ValueError: if a token is outside the vocabulary; the message names the file, the position and the value.
         """
         B, T = self.batch_size, self.sequence_length
         first = self.position + self.rank * B
@@ -156,7 +154,7 @@ class DataLoader:
         return np.concatenate(orders)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the order, the same on every rank, as plain numbers."""
+        """Return the position in the order, which is the same on every rank, as plain numbers."""
         return {
             "position": self.position,
             "seed": self.seed,
@@ -167,10 +165,10 @@ class DataLoader:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from `state`, bit for bit; the batch size and the number of ranks may differ.
+        """Continue from `state` with the same windows; the batch size and the number of ranks may differ.
 
         Raises:
-            ValueError: an entry is missing or out of range, or the sequence length or the data's size differ.
+            ValueError: if an entry is missing or out of range, or the sequence length or the data's size differ.
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"data loader state: it is a {type(state).__name__}, must be a mapping")
@@ -192,14 +190,14 @@ class DataLoader:
 
 
 def permute(indices: NDArray[np.int64], n: int, key: tuple[int, ...]) -> NDArray[np.int64]:
-    """Map `indices`, each in 0..n-1, by a pseudo-random permutation of 0..n-1 that is selected by `key`.
+    """Map `indices`, each in 0..n-1, by a pseudo-random permutation of 0..n-1 that `key` selects.
 
-    Up to `MAX_SORTED` numbers are ordered by sorting random numbers, so that every permutation is possible. The Feistel
-    rounds below reach only some of the permutations of a small table.
+    Up to `MAX_SORTED` numbers are ordered by sorting random numbers, because the method for more numbers reaches only
+    some of the permutations of few numbers.
 
-    More numbers are arranged in a table, the smallest nearly square one of at least n cells. Each Feistel round shifts
-    each row by a hash of the column and each column by a hash of the row. The few results beyond n are mapped again
-    until they are below n ("cycle walking"), which keeps the map a permutation.
+    More numbers are arranged in the smallest nearly square table with at least n cells. Each of four Feistel rounds
+    shifts each row by a hash of the column, and each column by a hash of the row. The few results from n on are mapped
+    again until they are below n ("cycle walking"), so that the map is a permutation.
     """
     if n <= MAX_SORTED:
         return _sorted_order(n, key)[indices]
@@ -224,7 +222,7 @@ def _sorted_order(n: int, key: tuple[int, ...]) -> NDArray[np.int64]:
 
 
 def _hash(values: NDArray[Any]) -> NDArray[np.uint64]:
-    """The hash function splitmix64."""
+    """Compute the hash function splitmix64."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -1,7 +1,5 @@
 """Conversion of text files to `PREFIX_train.bin`, `PREFIX_val.bin` and a tokenizer file."""
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile
@@ -23,7 +21,7 @@ from .tokens import MAX_VOCAB_SIZE, fill_token_file
 DEFAULT_BPE_VOCAB_SIZE = 4096
 
 Progress = Callable[[str, int, int], None]
-"""Called with a description of the activity, the bytes of text done, and the total."""
+"""A function of a description of the activity, the number of bytes of text that are done, and the total number."""
 
 
 def _silent(what: str, done: int, total: int) -> None:
@@ -41,19 +39,19 @@ def prepare(
 ) -> dict[str, Any]:
     """Convert text to `PREFIX_train.bin`, `PREFIX_val.bin` and `PREFIX_tokenizer.bin` (or `.json`).
 
-    Every document is preceded by the end-of-text token, if the tokenizer has one. The last `val_fraction` of the text
-    is for validation. The text is streamed, so it may be larger than memory. Any bytes are allowed: bytes that are not
-    UTF-8 are kept by the byte tokenizer and become U+FFFD for the others. The byte tokenizer's end-of-text token is the
-    byte NUL; for text with NUL bytes it has no end-of-text token.
+    The end-of-text token precedes every document, if the tokenizer has one. The last `val_fraction` of the text is for
+    validation. The text is streamed, so that it may be larger than memory. Any bytes are allowed. The byte tokenizer
+    keeps bytes that are not UTF-8; for other tokenizers they become U+FFFD. The byte tokenizer's end-of-text token is
+    the byte NUL; for text with NUL bytes it has no end-of-text token.
 
-    Only files that `prepare` wrote are overwritten, and only when everything is written.
+    Only files that `prepare` wrote are overwritten, when all new files are complete.
 
     Args:
         files: text files and folders of text files, or a single one.
         out_prefix: the folder and the beginning of the names of the files to write.
         tokenizer: "bytes", "gpt2", "bpe" (trained here on the training text), "char" (the characters of the text),
             or an argument of `load_tokenizer`.
-        vocab_size: for "bpe" only: the largest number of tokens (4096 when None).
+        vocab_size: for "bpe" only: the largest number of tokens; None is 4096.
         val_fraction: between 0 and 1, both excluded.
         progress: called after every piece of text.
 
@@ -62,10 +60,10 @@ def prepare(
         `vocab_size`, and `eot`, the end-of-text token or None.
 
     Raises:
-        ValueError: a file is missing, there is no text or too little to split, the tokenizer is not available or lacks
-            a character, its vocabulary exceeds the 65536 tokens of the format, or an output is a file that `prepare`
+        ValueError: if a file is missing, there is no text or too little to split, the tokenizer is not available or
+            lacks a character, its vocabulary exceeds the 65536 tokens of the format, or an output exists that `prepare`
             did not write.
-        OSError: a file cannot be read or written.
+        OSError: if a file cannot be read or written.
     """
     if not os.fspath(tokenizer):
         raise ValueError("the name of the tokenizer is empty")
@@ -78,12 +76,12 @@ def prepare(
 
 
 def prepare_standard_library(out_prefix: str | os.PathLike[str], max_bytes: int = 16 << 20) -> dict[str, Any]:
-    """Run `prepare` on the standard library's own sources, with bytes as tokens: real text on every machine."""
+    """Run `prepare` on the sources of Python's standard library, with bytes as tokens."""
     return _write(*standard_library(max_bytes), out_prefix, ByteTokenizer())
 
 
 def tokenizer_for_prefix(prefix: str | os.PathLike[str]) -> Tokenizer:
-    """Load the tokenizer that `prepare` wrote with `PREFIX_train.bin`; ValueError if there is none."""
+    """Load the tokenizer that `prepare` wrote with `PREFIX_train.bin`; raise a ValueError if there is none."""
     path = find_tokenizer_file(prefix)
     if path is None:
         raise ValueError(f"no tokenizer for the data: neither {prefix}_tokenizer.bin nor .json exists")
@@ -91,7 +89,7 @@ def tokenizer_for_prefix(prefix: str | os.PathLike[str]) -> Tokenizer:
 
 
 def find_tokenizer_file(prefix: str | os.PathLike[str]) -> Path | None:
-    """Return `PREFIX_tokenizer.bin` or `.json`, the newer one if both exist; None if neither does."""
+    """Return `PREFIX_tokenizer.bin` or `.json`, the newer one if both exist; None if neither exists."""
     found = [path for path in _tokenizer_files(prefix) if path.exists()]
     return max(found, key=lambda path: path.stat().st_mtime_ns, default=None)
 
@@ -130,7 +128,7 @@ def _is_tokenizer_json(file: BinaryIO) -> bool:
 
 
 def _check_writable(prefix: str | os.PathLike[str]) -> None:
-    """Raise an OSError if no file can be created in the folder, before the text is read."""
+    """Raise an OSError if no file can be created in the folder; this is called before the text is read."""
     folder = Path(f"{prefix}_train.bin").parent
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
@@ -145,7 +143,7 @@ def _make_tokenizer(
     prefix: str | os.PathLike[str],
     progress: Progress,
 ) -> Tokenizer:
-    """Make the tokenizer `name` from the text, or load it."""
+    """Train the tokenizer `name` on the text, or load it."""
     if name != "bpe" and vocab_size is not None:
         raise ValueError(f"vocab_size is for tokenizer 'bpe'; {str(name)!r} has its own")
     both = [*train, *val]
@@ -160,14 +158,10 @@ def _make_tokenizer(
         tokenizer = CharTokenizer.of_texts(_texts(both, "reading for characters", progress))
     else:
         tokenizer = load_tokenizer(name)
-        if isinstance(tokenizer, ByteTokenizer) and _has_nul(both):
+        if isinstance(tokenizer, ByteTokenizer) and any(b"\0" in chunk for text in both for chunk in text.chunks()):
             tokenizer = ByteTokenizer(eot=None)
     _check_vocab_size(tokenizer.vocab_size)
     return tokenizer
-
-
-def _has_nul(documents: Iterable[Document]) -> bool:
-    return any(b"\0" in chunk for document in documents for chunk in document.chunks())
 
 
 def _texts(documents: Sequence[Document], what: str, progress: Progress) -> Iterator[str]:
@@ -192,7 +186,7 @@ def _write(
     tokenizer: Tokenizer,
     progress: Progress = _silent,
 ) -> dict[str, Any]:
-    """Write the token files and the tokenizer; they are renamed to their final names when all are written."""
+    """Write the token files and the tokenizer. They get their final names when all of them are written."""
     summary: dict[str, Any] = {"vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
     with ExitStack() as renamed_at_the_end:
         for name, documents in (("train", train), ("val", val)):
@@ -204,7 +198,7 @@ def _write(
         written = tokenizer.save(prefix)
         summary["tokenizer"] = str(written)
         other = ".json" if written.suffix == ".bin" else ".bin"
-        written.with_suffix(other).unlink(missing_ok=True)  # left by an earlier run, for other tokens
+        written.with_suffix(other).unlink(missing_ok=True)  # an earlier run's tokenizer, for other tokens
     return summary
 
 

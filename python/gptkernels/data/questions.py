@@ -1,14 +1,12 @@
-"""Multiple-choice questions in llm.c's format, such as `hellaswag_val.bin` of its dev/data/hellaswag.py.
+"""Multiple-choice questions in llm.c's format, such as the `hellaswag_val.bin` of llm.c's dev/data/hellaswag.py.
 
-The format is that of `write_evalfile` in llm.c's dev/data/data_common.py, which `EvalLoader` in its llmc/dataloader.h
-reads: 256 int32 of header (magic 20240522, version 1, the number of questions, the bytes of the longest), then each
-question in uint16:
+The format is defined by `write_evalfile` in llm.c's dev/data/data_common.py and `EvalLoader` in llm.c's
+llmc/dataloader.h. A file has a header of 256 int32 (magic 20240522, version 1, the number of questions, the number of
+bytes of the longest question), and then each question in uint16:
 
-    65535, the question's bytes, its index, the right ending, the number of endings,
+    65535, the question's number of bytes, its index, the index of the right ending, the number of endings,
     the context's length and tokens, and for each ending its length and tokens
 """
-
-from __future__ import annotations
 
 import os
 from collections.abc import Iterator
@@ -25,7 +23,7 @@ from .tokens import check_vocabulary
 
 VERSION = 1
 BEGIN = 65535
-"""The first word of a question; not a token."""
+"""The first word of a question, which is not a token."""
 
 
 class Question(NamedTuple):
@@ -45,9 +43,9 @@ def read_questions(path: str | os.PathLike[str], vocab_size: int) -> list[Questi
     """Read a file of questions.
 
     Raises:
-        ValueError: the file is damaged or of another kind, or a token is outside 0..vocab_size-1; the message names the
-            file and the question.
-        OSError: the file cannot be read.
+        ValueError: if the file is damaged or of another format, or a token is outside 0..vocab_size-1; the message
+            names the file and the question.
+        OSError: if the file cannot be read.
     """
     path = Path(path)
     with open_regular(path) as file:
@@ -65,7 +63,6 @@ def read_questions(path: str | os.PathLike[str], vocab_size: int) -> list[Questi
 
 
 def _split(stream: NDArray[np.int64], count: int, path: Path) -> Iterator[NDArray[np.int64]]:
-    """Yield the words of each question."""
     position = 0
     for i in range(count):
         words = stream[position:]
@@ -82,7 +79,6 @@ def _split(stream: NDArray[np.int64], count: int, path: Path) -> Iterator[NDArra
 
 
 def _question(words: NDArray[np.int64], where: str, index: int) -> Question:
-    """Parse a question from all its words."""
     _, _, found, label, number = words[:5].tolist()
     if found != index:
         raise ValueError(f"{where}: its index is {found}")

@@ -1,7 +1,5 @@
 """Several token files used as one, given by a pattern such as `fineweb_train_*.bin`."""
 
-from __future__ import annotations
-
 import glob
 import os
 from bisect import bisect_right
@@ -26,11 +24,11 @@ class TokenFiles:
         paths: the files, in this order.
 
     Attributes:
-        files: a `TokenFile` for each.
-        path: the name of the whole in messages.
+        files: a `TokenFile` for each path.
+        path: the name of all files together in messages.
 
     Raises:
-        ValueError: there is no path, or a file is damaged or of another kind; the message names it.
+        ValueError: if there is no path, or a file is damaged or of another format; the message names the file.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
@@ -73,15 +71,15 @@ class TokenFiles:
 
 
 def is_pattern(name: str) -> bool:
-    """Whether a name has one of the shell's wildcards."""
+    """Return whether a name has one of the shell's wildcards."""
     return not _WILDCARDS.isdisjoint(name)
 
 
 def find_files(pattern: str) -> list[Path]:
-    """Return the files that match a pattern, sorted; an existing file's name, even with wildcards, is that file.
+    """Return the files that match a pattern, sorted; the name of an existing file is only that file.
 
     Raises:
-        ValueError: there is no such file.
+        ValueError: if there is no such file.
     """
     if os.path.exists(pattern):
         return [Path(pattern)]

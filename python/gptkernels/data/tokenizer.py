@@ -1,7 +1,7 @@
 """Tokenizers: bytes, characters, GPT-2's, byte-pair encodings trained here, and llm.c's tokenizer files.
 
-llm.c's file is 256 uint32 of header (magic 20240328, version 1, vocabulary size; version 2 adds the
-end-of-text token), then for each token a byte with its length and its bytes.
+llm.c's file has a header of 256 uint32 (magic 20240328, version 1, vocabulary size; in version 2 also the end-of-text
+token), and then for each token a byte with its length, and its bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ END_OF_TEXT = "<|endoftext|>"
 GPT2_SPLIT = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
 """The pattern by which GPT-2 splits text into words before it merges bytes, as written in tiktoken."""
 MAX_TRAINING_WORD = 256
-"""In characters. Training takes time quadratic in the longest word, and one line of dashes can be a word."""
+"""The longest word in training, in characters: the time is quadratic in it, and a line of dashes can be a word."""
 
 
 class Tokenizer(ABC):
@@ -42,26 +42,26 @@ class Tokenizer(ABC):
 
     @property
     def vocab_size(self) -> int:
-        """The number of tokens, 0..vocab_size-1."""
+        """The number of tokens; tokens are 0 to vocab_size - 1."""
         return len(self.vocabulary)
 
     @property
     def start(self) -> int:
-        """The first token of a text without context: `eot`, or else a newline, or else token 0."""
+        """The first token of a text without context: `eot`; without `eot` a newline; without a newline token 0."""
         if self.eot is not None:
             return self.eot
         return self.vocabulary.index(b"\n") if b"\n" in self.vocabulary else 0
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Encode a text. A special token spelled out in it is ordinary text: the result never contains `eot`.
+        """Encode a text. The name of a special token in it is ordinary text, so that the result never contains `eot`.
 
         Raises:
-            ValueError: the vocabulary cannot encode this text.
+            ValueError: if the vocabulary cannot encode this text.
         """
 
     def decode_bytes(self, tokens: Iterable[int]) -> bytes:
-        """Return the bytes of tokens; ValueError for a token outside the vocabulary."""
+        """Return the bytes of tokens; raise a ValueError for a token outside the vocabulary."""
         return b"".join(map(self._bytes_of, tokens))
 
     def decode(self, tokens: Iterable[int]) -> str:
@@ -74,6 +74,12 @@ class Tokenizer(ABC):
         write_llmc_tokenizer(path, self)
         return path
 
+    @cached_property
+    def _missing(self) -> list[int]:
+        """The bytes that are not tokens. They can be encoded only as a part of longer tokens."""
+        single = {token for rank, token in enumerate(self.vocabulary) if rank != self.eot}
+        return [byte for byte in range(256) if bytes([byte]) not in single]
+
     def _bytes_of(self, token: int) -> bytes:
         if not 0 <= token < self.vocab_size:
             raise ValueError(f"token {token} is outside the vocabulary of {self.vocab_size}")
@@ -81,7 +87,7 @@ class Tokenizer(ABC):
 
 
 def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text of each token as it arrives; a character split over several tokens waits for all of them."""
+    """Yield the text of tokens as they arrive; a character that several tokens spell is yielded with the last one."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         if text := decoder.decode(tokenizer.decode_bytes([token])):
@@ -96,7 +102,7 @@ class ByteTokenizer(Tokenizer):
     Bytes that Python decoded with "surrogateescape" are encoded as the original bytes.
 
     Args:
-        eot: the end-of-text token: 0, for text without NUL bytes; None for data in which NUL is an ordinary byte.
+        eot: the end-of-text token: 0 for text without NUL bytes, None for text with NUL bytes.
     """
 
     def __init__(self, eot: int | None = 0) -> None:
@@ -115,7 +121,7 @@ class CharTokenizer(Tokenizer):
         eot: the end-of-text token, or None.
 
     Raises:
-        ValueError: a token is not one character, or occurs twice.
+        ValueError: if a token is not one character, or occurs twice.
     """
 
     def __init__(self, vocabulary: Sequence[bytes], eot: int | None = None) -> None:
@@ -131,18 +137,14 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def of_texts(cls, texts: Iterable[str]) -> CharTokenizer:
-        """Make a tokenizer of the characters of the texts, by code point; bytes that are not UTF-8 are U+FFFD."""
+        """Make a tokenizer of the texts' characters, ordered by code point; bytes that are not UTF-8 are U+FFFD."""
         characters: set[str] = set()
         for text in texts:
             characters.update(_replace_surrogates(text))
         return cls([character.encode() for character in sorted(characters)])
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text.
-
-        Raises:
-            ValueError: a character is not in the vocabulary.
-        """
+        """Encode a text; raise a ValueError for a character that is not in the vocabulary."""
         try:
             return [self._tokens[character] for character in _replace_surrogates(text)]
         except KeyError as error:
@@ -152,27 +154,21 @@ class CharTokenizer(Tokenizer):
 class LLMCTokenizer(Tokenizer):
     """The vocabulary of an llm.c tokenizer file.
 
-    Such files are made for decoding. If the tokens are in the order in which they were merged, as in GPT-2's, they
-    define a byte-pair encoding, and `encode` computes it with tiktoken.
+    Such a file is made for decoding. If its tokens are in the order in which they were merged, as in GPT-2's, they
+    define a byte-pair encoding, which `encode` computes with tiktoken.
     """
 
     def encode(self, text: str) -> list[int]:
         """Encode a text.
 
         Raises:
-            ValueError: tiktoken is not installed, the vocabulary contains a token twice, or it has no token for a byte
-                of the text.
+            ValueError: if tiktoken is not installed, the vocabulary contains a token twice, or it has no token for a
+                byte of the text.
         """
         tokens = self._encoding.encode_ordinary(_replace_surrogates(text))
         if self._missing and tokens and max(tokens) >= self.vocab_size:
             raise _no_token_for(self._missing[max(tokens) - self.vocab_size])
         return tokens
-
-    @cached_property
-    def _missing(self) -> list[int]:
-        """The bytes that are not tokens. Text with one of them can be encoded only if it is merged with others."""
-        single = {token for rank, token in enumerate(self.vocabulary) if rank != self.eot}
-        return [byte for byte in range(256) if bytes([byte]) not in single]
 
     @cached_property
     def _encoding(self) -> tiktoken.Encoding:
@@ -189,11 +185,7 @@ class LLMCTokenizer(Tokenizer):
 
 
 class GPT2Tokenizer(LLMCTokenizer):
-    """GPT-2's 50257 tokens, from tiktoken, which downloads and caches them.
-
-    Raises:
-        ValueError: tiktoken is not installed or cannot get the vocabulary; the message says what to do.
-    """
+    """GPT-2's 50257 tokens, which tiktoken downloads and caches."""
 
     def __init__(self) -> None:
         try:
@@ -212,11 +204,7 @@ class GPT2Tokenizer(LLMCTokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """A byte-level byte-pair encoding from the `tokenizers` package.
-
-    Raises:
-        ValueError: the encoding is not byte-level, or its tokens are not numbered 0, 1, 2, ...
-    """
+    """A byte-level byte-pair encoding of the `tokenizers` package."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         from tokenizers import decoders
@@ -226,15 +214,9 @@ class BPETokenizer(Tokenizer):
         tokenizer.encode_special_tokens = True
         self._tokenizer = tokenizer
         super().__init__(_vocabulary(tokenizer), tokenizer.token_to_id(END_OF_TEXT))
-        single = {token for rank, token in enumerate(self.vocabulary) if rank != self.eot}
-        self._missing = bytes(byte for byte in range(256) if bytes([byte]) not in single)
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text.
-
-        Raises:
-            ValueError: the vocabulary has no token for a byte of the text; `tokenizers` would skip the byte.
-        """
+        """Encode a text; raise a ValueError if a byte has no token, which `tokenizers` would skip."""
         text = _replace_surrogates(text)
         if self._missing and (bad := set(text.encode()).intersection(self._missing)):
             raise _no_token_for(min(bad))
@@ -285,7 +267,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
             `tokenizer.json`; a `vocab.json` in the same folder as `merges.txt`; or a folder with one of these two.
 
     Raises:
-        ValueError: there is no such name or file, or the file is damaged; the message says what is wrong.
+        ValueError: if there is no such name or file, or the file is damaged; the message says what is wrong.
     """
     if source == "bytes":
         return ByteTokenizer()
@@ -302,7 +284,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
 
 
 def _encoder_of(tokenizer: LLMCTokenizer) -> Tokenizer:
-    """Choose the encoder by the vocabulary, since a tokenizer file does not tell bytes and characters from BPE."""
+    """Choose the tokenizer's class by the vocabulary, because the file does not say of which kind it is."""
     if tokenizer.vocabulary == ByteTokenizer().vocabulary and tokenizer.eot in (0, None):
         return ByteTokenizer(tokenizer.eot)
     try:
@@ -324,7 +306,7 @@ def _load_json(path: Path) -> BPETokenizer:
         return BPETokenizer(tokenizer)
     except (KeyboardInterrupt, SystemExit):
         raise
-    except BaseException as error:  # `tokenizers` raises Exception itself, and a panic in it is a BaseException
+    except BaseException as error:  # `tokenizers` raises Exception, and for a panic in Rust a BaseException
         raise ValueError(f"{path}: {error}") from error
 
 
@@ -346,7 +328,7 @@ def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
 
 
 def _vocabulary(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
-    """Return the bytes of every token: byte-level tokens are decoded from GPT-2's alphabet, added ones are as is."""
+    """Return the bytes of every token. Byte-level tokens are spelled in GPT-2's alphabet, added tokens in UTF-8."""
     spelled = {token: text for text, token in tokenizer.get_vocab(with_added_tokens=True).items()}
     if sorted(spelled) != list(range(len(spelled))):
         raise ValueError(f"vocab: the {len(spelled)} tokens are not numbered 0..{len(spelled) - 1}")
@@ -365,7 +347,10 @@ def _vocabulary(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's letters for bytes: a printable byte is its Latin-1 character, others are U+0100, U+0101, ..."""
+    """Return the byte of each letter of GPT-2's alphabet.
+
+    The letter of a printable byte is its Latin-1 character. The letters of the other bytes are U+0100, U+0101, ...
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -376,16 +361,12 @@ def _no_token_for(byte: int) -> ValueError:
 
 
 def _replace_surrogates(text: str) -> str:
-    """Replace bytes that were decoded with "surrogateescape" by U+FFFD, so that the text can be encoded as UTF-8."""
+    """Replace bytes that were decoded with "surrogateescape" by U+FFFD, which can be encoded as UTF-8."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
 def write_llmc_tokenizer(path: str | os.PathLike[str], tokenizer: Tokenizer) -> None:
-    """Write an llm.c tokenizer file: version 2, or 1 if there is no end-of-text token.
-
-    Raises:
-        ValueError: a token is empty or longer than 255 bytes, which the format cannot hold.
-    """
+    """Write an llm.c tokenizer file: version 2, or 1 if there is no end-of-text token."""
     for token, text in enumerate(tokenizer.vocabulary):
         if not 1 <= len(text) <= 255:
             raise ValueError(f"{path}: token {token} has {len(text)} bytes, the format holds 1..255")
@@ -397,12 +378,7 @@ def write_llmc_tokenizer(path: str | os.PathLike[str], tokenizer: Tokenizer) -> 
 
 
 def read_llmc_tokenizer(path: str | os.PathLike[str]) -> LLMCTokenizer:
-    """Read an llm.c tokenizer file.
-
-    Raises:
-        ValueError: the file is truncated, of another kind, or inconsistent with its header; the message names the file
-            and the field.
-    """
+    """Read an llm.c tokenizer file; a ValueError names the file and the field that is wrong."""
     with open_regular(path) as file:
         size = file_size(file)
         _, version, vocab_size, eot, *_ = read_header(file, path, TOKENIZER_MAGIC, (1, 2))
@@ -425,6 +401,6 @@ def read_llmc_tokenizer(path: str | os.PathLike[str]) -> LLMCTokenizer:
             vocabulary.append(text)
         if file.tell() != size:
             raise ValueError(f"{path}: {size - file.tell()} bytes are left over after token {vocab_size - 1}")
-    if version == 1:  # it was for GPT-2 only and did not store the end-of-text token
+    if version == 1:  # the version for GPT-2 only, which does not store the end-of-text token
         return LLMCTokenizer(vocabulary, 50256 if vocab_size == 50257 else None)
     return LLMCTokenizer(vocabulary, eot)

@@ -1,9 +1,7 @@
-"""llm.c's token files: 256 int32 of header (magic 20240520, version 1, number of tokens), then uint16.
+"""llm.c's token files: a header of 256 int32 (magic 20240520, version 1, number of tokens), then tokens in uint16.
 
-The older format has no header: only int32 tokens.
+The older format has no header, and tokens in int32.
 """
-
-from __future__ import annotations
 
 import os
 from collections.abc import Iterable
@@ -26,7 +24,7 @@ from gptkernels.files.writing import (
 
 VERSION = 1
 MAX_VOCAB_SIZE = 2**16
-"""Token files hold 16-bit tokens."""
+"""Token files have 16-bit tokens."""
 MAX_TOKENS = 2**31 - 1
 """The header counts tokens in an int32."""
 
@@ -34,18 +32,18 @@ MAX_TOKENS = 2**31 - 1
 class TokenFile:
     """The tokens of a file, memory-mapped; `file[start:stop]` is a new int64 array.
 
-    A file with a header must have exactly the size that its header says. A file without one is read as the older int32
-    format if its size is a multiple of 4 and its first 256 values are all 0..65535. This refuses text, models, and
-    nanoGPT's raw uint16 files. Tokens are not checked against a vocabulary here, which would read the whole file: the
-    loader checks the tokens that it returns.
+    A file with a header must have exactly the size that the header says. A file without a header is read as the older
+    int32 format if its size is a multiple of 4 and its first 256 values are all 0..65535; text, models, and nanoGPT's
+    raw uint16 files do not satisfy this. Tokens are not checked against a vocabulary here, because that would read the
+    whole file. `DataLoader` checks the tokens that it returns.
 
     Attributes:
         path: the path of the file.
         dtype: the dtype in which tokens are stored, uint16 or int32.
 
     Raises:
-        ValueError: the file is not a regular file, or is empty, truncated, of another kind or longer than its header
-            says; the message names the file and the field.
+        ValueError: if the file is not a regular file, or is empty, truncated, of another format or longer than its
+            header says; the message names the file and the field.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -53,7 +51,7 @@ class TokenFile:
         with open_regular(self.path) as file:
             offset, self.dtype, count = _layout(file, self.path)
         mapped = np.memmap(self.path, self.dtype, mode="r", offset=offset, shape=(count,))
-        self._tokens = mapped.view(np.ndarray)  # slices faster than the subclass
+        self._tokens = mapped.view(np.ndarray)  # slicing an ndarray is faster than slicing a memmap
 
     @property
     def paths(self) -> list[Path]:
@@ -116,25 +114,20 @@ def _check_headerless(values: NDArray[np.int32], size: int, path: Path) -> None:
 
 
 def write_tokens(path: str | os.PathLike[str], chunks: Iterable[ArrayLike], vocab_size: int = MAX_VOCAB_SIZE) -> int:
-    """Write one-dimensional chunks of integers as a token file and return how many tokens it holds.
-
-    One chunk at a time is in memory. The file is written completely or not at all.
+    """Write one-dimensional chunks of integers atomically as a token file; return the number of tokens.
 
     Raises:
-        ValueError: a token is outside `0..vocab_size-1`, there is no token, or there are more than the header can count
-            (2^31 - 1).
+        ValueError: if a token is outside `0..vocab_size-1`, there is no token, or there are more tokens than the header
+            can count (2^31 - 1).
     """
     with replace_file(path) as temporary:
         return fill_token_file(temporary, chunks, vocab_size, path)
 
 
 def fill_token_file(
-    temporary: str | os.PathLike[str],
-    chunks: Iterable[ArrayLike],
-    vocab_size: int,
-    path: str | os.PathLike[str],
+    temporary: str | os.PathLike[str], chunks: Iterable[ArrayLike], vocab_size: int, path: str | os.PathLike[str]
 ) -> int:
-    """Write tokens to the file `temporary`, which is to be renamed to `path`; messages name `path`."""
+    """Write tokens to the file `temporary`; messages name `path`, to which it will be renamed."""
     if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(f"vocab_size is {vocab_size}: token files hold 16-bit tokens, 1..{MAX_VOCAB_SIZE}")
     count = 0
@@ -159,7 +152,7 @@ def fill_token_file(
 
 
 def check_vocabulary(tokens: NDArray[np.integer], vocab_size: int, path: str | os.PathLike[str], position: int) -> None:
-    """Raise a ValueError for the first of `tokens`, 1-d, outside 0..vocab_size-1; `position` is that of tokens[0]."""
+    """Raise a ValueError for the first token outside 0..vocab_size-1; `position` is the position of tokens[0]."""
     if (first := find_outside(tokens, vocab_size)) is not None:
         raise ValueError(
             f"{path}: token {tokens[first]} at position {position + first} is outside the vocabulary of {vocab_size}"
@@ -167,7 +160,7 @@ def check_vocabulary(tokens: NDArray[np.integer], vocab_size: int, path: str | o
 
 
 def find_outside(tokens: NDArray[np.integer], vocab_size: int) -> int | None:
-    """Return the index of the first of `tokens`, 1-d, outside 0..vocab_size-1, or None."""
+    """Return the index of the first token outside 0..vocab_size-1, or None."""
     if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
         return int(((tokens < 0) | (tokens >= vocab_size)).argmax())
     return None

@@ -1,1 +1,1 @@
-"""Reading and writing files: only regular files, written completely or not at all, and safetensors."""
+"""Reading of regular files, atomic writing, and safetensors."""

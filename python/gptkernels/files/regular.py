@@ -1,6 +1,4 @@
-"""Opening regular files only: a FIFO or a socket would block for ever, and a device has no end."""
-
-from __future__ import annotations
+"""Functions that open only regular files. A FIFO or a socket could block for ever, and a device has no end."""
 
 import os
 import stat
@@ -18,12 +16,7 @@ _KINDS = {
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Refuse to open anything but a regular file, or a link to one.
-
-    Raises:
-        ValueError: `path` is a folder, a FIFO, a socket or a device.
-        OSError: there is no such file, or it is a dangling link.
-    """
+    """Raise a ValueError unless `path` is a regular file or a link to one; an OSError if it does not exist."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "no file")
@@ -32,12 +25,7 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def open_regular(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a regular file for reading. An OSError raised inside, for example by a failed read, gets the file's name.
-
-    Raises:
-        ValueError: `path` is a folder, a FIFO, a socket or a device.
-        OSError: the file cannot be read.
-    """
+    """Open a regular file for reading. The file's name is added to an OSError raised inside, as by a failed read."""
     check_regular(path)
     try:
         with open(path, "rb") as file:
@@ -51,8 +39,8 @@ def open_regular(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def is_regular(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is a regular file, or a link to one."""
+    """Return whether `path` is a regular file, or a link to one."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
-    except OSError:  # a dangling link, a loop of links, or removed meanwhile
+    except OSError:  # a dangling link, a loop of links, or a file that was removed meanwhile
         return False

@@ -1,14 +1,12 @@
-"""Safetensors files with checksums, as `gptkernels.checkpoint` uses them, and plain ones for other programs.
+"""Safetensors files with checksums, for `gptkernels.checkpoint`, and plain ones, for other programs.
 
 In addition to the caller's entries, the metadata contains the file's kind and version, the CRC-32 of every tensor
-("checksums", over its dtype, shape and bytes), and the CRC-32 of all other entries ("checksum"). They detect damage,
-not forgery.
+("checksums", over its dtype, shape and bytes), and the CRC-32 of all other entries ("checksum"). The checksums detect
+damage, not forgery.
 
-The files are written by this module, because the library writes a temporary file that only its owner may read and whose
-name cannot be recognised after a kill, and does not report a full disk as an OSError. They are read by the library.
+The safetensors library reads the files, but this module writes them. The library's temporary file can be read only by
+its owner, its name cannot be recognised after a kill, and a full disk is not reported as an OSError.
 """
-
-from __future__ import annotations
 
 import json
 import os
@@ -27,23 +25,15 @@ from gptkernels.files.writing import replace_file
 FORMAT_VERSION = "2"
 _ALIGNMENT = 8
 _DTYPES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.bfloat16: "BF16",
-    torch.float16: "F16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
+    torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.bool: "BOOL",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
+}  # fmt: skip
 
 
 def write_safetensors(
     path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], kind: str, fields: Mapping[str, str]
 ) -> None:
-    """Write a file completely or not at all; one tensor at a time is copied to the CPU.
+    """Write a file atomically. One tensor at a time is copied to the CPU.
 
     Args:
         path: the file.
@@ -52,8 +42,7 @@ def write_safetensors(
         fields: more entries of the metadata.
 
     Raises:
-        ValueError: the format does not support a tensor's dtype.
-        OSError: the file cannot be written; the message names it.
+        ValueError: if the format does not support a tensor's dtype.
     """
     ordered = _ordered(path, tensors)
     metadata = {"format": "pt", "kind": f"gptkernels.{kind}", "version": FORMAT_VERSION, **fields}
@@ -69,17 +58,7 @@ def write_safetensors(
 
 
 def write_plain_safetensors(temporary: Path, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write a file without checksums, as the safetensors library does.
-
-    Args:
-        temporary: the file to write, made by `replace_file`.
-        path: its final name, for messages.
-        tensors: the tensors, on any device and of any layout.
-
-    Raises:
-        ValueError: the format does not support a tensor's dtype.
-        OSError: the file cannot be written.
-    """
+    """Write tensors to `temporary` without checksums, as the safetensors library does; messages name `path`."""
     ordered = _ordered(path, tensors)
     with open(temporary, "wb") as file:
         file.write(_header(ordered, {"format": "pt"}))
@@ -88,7 +67,7 @@ def write_plain_safetensors(temporary: Path, path: Path, tensors: Mapping[str, t
 
 
 def _ordered(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sort the tensors by descending element size, so that each is aligned."""
+    """Sort the tensors by descending element size, so that each tensor is aligned."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise ValueError(f"{path}: {name} has dtype {tensor.dtype}, which cannot be saved")
@@ -130,15 +109,11 @@ def _metadata_checksum(metadata: Mapping[str, str]) -> str:
 
 
 class DamagedError(ValueError):
-    """The content of a file is not what was written."""
+    """A file's content does not have its checksum."""
 
 
 class CheckedFile:
-    """An open file of `write_safetensors`, whose tensors are verified when they are read.
-
-    Attributes:
-        metadata: the entries of the metadata.
-    """
+    """An open file of `write_safetensors`, whose tensors are verified when they are read."""
 
     def __init__(self, path: Path, file: Any, metadata: dict[str, str]) -> None:
         self._path, self._file, self.metadata = path, file, metadata
@@ -147,16 +122,10 @@ class CheckedFile:
             raise DamagedError(f"{path}: damaged: the tensors are not those of the checksums in the metadata")
 
     def names(self) -> list[str]:
-        """The names of the tensors."""
         return list(self._checksums)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read a tensor to the CPU.
-
-        Raises:
-            KeyError: there is no tensor of that name.
-            DamagedError: its checksum is not the one in the metadata.
-        """
+        """Read a tensor to the CPU; raise a DamagedError if its checksum is not the one in the metadata."""
         wanted = self._checksums[name]
         tensor = self._file.get_tensor(name)
         if (found := _tensor_checksum(tensor, _bytes(tensor))) != wanted:
@@ -175,11 +144,7 @@ def _parse_checksums(metadata: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def open_safetensors(path: Path, *kinds: str) -> Iterator[CheckedFile]:
-    """Open a file of one of these kinds.
-
-    Raises:
-        ValueError: it is damaged, or of another kind or version; also for a SafetensorError raised inside.
-    """
+    """Open a file of one of these kinds; a ValueError says that it is damaged, or of another kind or version."""
     try:
         with open_regular(path), safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -190,7 +155,7 @@ def open_safetensors(path: Path, *kinds: str) -> Iterator[CheckedFile]:
 
 
 def is_own_safetensors(path: Path) -> bool:
-    """Whether the metadata of a file says that `write_safetensors` wrote it."""
+    """Return whether `write_safetensors` wrote a file, according to its metadata."""
     try:
         with safe_open(path, "pt") as file:
             return (file.metadata() or {}).get("kind", "").startswith("gptkernels.")

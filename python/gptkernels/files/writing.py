@@ -1,6 +1,4 @@
-"""Functions for all file formats: writing a file completely or not at all, and llm.c's 256-integer headers."""
-
-from __future__ import annotations
+"""Functions for all file formats: atomic writing, and llm.c's headers of 256 integers."""
 
 import os
 import stat
@@ -29,11 +27,7 @@ _KINDS = {
 
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:
-    """Refuse to replace anything but a regular file, such as a link or a device.
-
-    Raises:
-        ValueError: there is something else at `path`.
-    """
+    """Raise a ValueError if there is anything but a regular file at `path`, such as a link or a device."""
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         kind = "a symbolic link" if os.path.islink(path) else "not a regular file"
         raise ValueError(f"{path}: {kind}, which is not replaced: name another file")
@@ -41,15 +35,11 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
-    """Yield a temporary path to write; it is renamed to `path` when it is complete and on the disk.
+    """Write a file atomically: yield a temporary path, which is renamed to `path` when the file is on the disk.
 
     The temporary file is in the same folder (created if missing), so that the renaming is atomic. If the body raises,
     the temporary file is removed, and `path` is unchanged. If the process is killed, `path` is unchanged, and a hidden
-    file `.NAME.PID.tmp` remains, for `remove_unfinished`.
-
-    Raises:
-        ValueError: `path` is a symbolic link, or not a regular file.
-        OSError: the file cannot be written; the message names `path`.
+    file `.NAME.PID.tmp` remains, for `remove_unfinished`. The message of an OSError names `path`.
     """
     path = Path(path)
     check_replaceable(path)
@@ -71,7 +61,7 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path, names: Iterable[str]) -> None:
-    """Remove temporary files that killed processes left; no other process may be writing in the folder."""
+    """Remove temporary files of killed processes; no other process may be writing in the folder."""
     for name in names:
         for temporary in folder.glob(f".{name}.*.tmp"):
             temporary.unlink(missing_ok=True)
@@ -86,17 +76,16 @@ def _fsync(path: Path) -> None:
 
 
 def file_size(file: BinaryIO) -> int:
-    """Return the size of an open file in bytes."""
     return os.fstat(file.fileno()).st_size
 
 
 def describe_magic(magic: int) -> str:
-    """Describe a magic number in a message, as in `20240326, which is a model of llm.c`."""
+    """Describe a magic number for a message, such as `20240326, which is a model of llm.c`."""
     return f"{magic}, which is {_KINDS[magic]} of llm.c" if magic in _KINDS else str(magic)
 
 
 def read_header(file: BinaryIO, path: str | os.PathLike[str], magic: int, versions: Sequence[int]) -> list[int]:
-    """Read the 256 int32 of an llm.c header; a ValueError names the file and the wrong field."""
+    """Read the 256 int32 of an llm.c header; raise a ValueError that names the file and the wrong field."""
     raw = file.read(HEADER_BYTES)
     if len(raw) < HEADER_BYTES:
         raise ValueError(f"{path}: header is truncated: {len(raw)} bytes of {HEADER_BYTES}")

@@ -56,7 +56,7 @@ class StepResult:
     def read(self) -> StepNumbers:
         """Wait for the step and return its numbers.
 
-        To keep the device busy, launch the next step before reading the numbers of this one.
+        To keep the device busy, launch the next step before reading the numbers of this step.
         """
         if self._arrived is not None:
             self._arrived.synchronize()
@@ -71,7 +71,7 @@ def graphed_step(
     before_update: Callable[[], object] | None = None,
     capture: bool = True,
 ) -> "GraphedStep":
-    """Make a training step that runs without the host: it is captured once, then replayed as a CUDA graph.
+    """Make a training step that is captured once as a CUDA graph, and then replayed without host work.
 
     ::
 
@@ -90,28 +90,27 @@ def graphed_step(
     Two steps run eagerly before the first capture, and again for each new shape of a batch. Python code in ``loss`` and
     in hooks of the model runs only in these steps and the capture: a replay repeats what they launched on the device.
 
-    Learning rates may change at every step. The step is captured again if the shapes or the number of batches, an
-    option of a param group, ``requires_grad`` of a parameter or autocast change; if a parameter or the optimizer's
-    state has moved in memory, as after ``load_state_dict``; and after :meth:`GraphedStep.reset`. Call ``reset`` if
-    ``loss`` shall compute something else, for example after ``model.train()`` or ``model.eval()``.
+    Learning rates may change at every step. The step is captured again if one of these changes: the shapes or the
+    number of batches, an option of a param group, ``requires_grad`` of a parameter, autocast, or the memory of a
+    parameter or of the optimizer's state, as after ``load_state_dict``. The step cannot detect that ``loss`` computes
+    something else, for example after ``model.train()`` or ``model.eval()``: then call :meth:`GraphedStep.reset`.
 
-    The step runs eagerly, and the log of ``gptkernels.graphs`` says why: on the CPU; if ``optimizer`` is not
-    :class:`gptkernels.optim.AdamW` or has step hooks; if the parameters are not plain tensors on one CUDA device; with
-    several processes, unless ``before_update`` is given; and if the loss or a hook synchronises with the device, or
-    cannot be captured.
+    In these cases the step runs eagerly, and the log of ``gptkernels.graphs`` says why: the parameters are on the CPU;
+    ``optimizer`` is not :class:`gptkernels.optim.AdamW`, or has step hooks; the parameters are not plain tensors on one
+    CUDA device; there are several processes and no ``before_update``; the loss or a hook synchronises with the device,
+    or cannot be captured.
 
     Args:
         loss: ``loss(*batch)`` returns a 0-dim tensor. It may enter ``torch.autocast``; the step may also be called
             inside autocast.
-        optimizer: the optimizer of the trained parameters. The step manages their gradients: they are None before and
-            after it.
+        optimizer: the optimizer of the trained parameters. Their gradients are None before and after each step.
         before_update: called between the last backward and the update, outside the graphs, with the gradients in
-            ``.grad``. It may change them in place, for example average them over processes.
-        capture: False for the eager step.
+            ``.grad``. It may change the gradients in place, for example average them over processes.
+        capture: False for a step that always runs eagerly.
 
     Raises:
-        TypeError: a batch is not a sequence of tensors.
-        ValueError: no batch is given.
+        TypeError: if a batch is not a sequence of tensors.
+        ValueError: if no batch is given.
     """
     return GraphedStep(loss, optimizer, before_update, capture)
 
@@ -170,7 +169,7 @@ class GraphedStep:
         return StepResult(self._run_eagerly(batches))
 
     def _may_replay(self, signatures: tuple[Signature, ...]) -> bool:
-        """Whether enough steps with these shapes and settings have run eagerly."""
+        """Return whether enough steps with these shapes and settings have run eagerly."""
         setting = _setting(self._optimizer)
         if setting != self._setting or self._state is not self._optimizer.state:
             self.reset()
@@ -184,7 +183,7 @@ class GraphedStep:
     # ---- eager -------------------------------------------------------------------------------------------------------
 
     def _run_eagerly(self, batches: Sequence[Batch]) -> Tensor:
-        """Run a step eagerly; the last one before a capture is checked for synchronisation."""
+        """Run a step eagerly. The last eager step before a capture is checked for synchronisation."""
         signatures = _signatures(batches)
         count = self._eager_steps[signatures] = self._eager_steps.get(signatures, 0) + 1
         watch = self.eager_because is None and count == _WARM_UP
@@ -203,19 +202,19 @@ class GraphedStep:
     def _micro_step(self, batch: Batch, count: int, total: Tensor | None = None) -> Tensor:
         """Run forward and backward of a batch, with the loss divided by ``count``, and add it to ``total`` if given."""
         if total is None:
-            self._drop_gradients()  # so that the backward writes them instead of adding to them
+            self._drop_gradients()  # so that the backward writes gradients instead of adding to them
         torch.clear_autocast_cache()  # casts of parameters made before their last update, or outside the graph
         loss = self._loss(*batch)
         if count > 1:
             loss = loss / count
-        with torch.autograd.set_multithreading_enabled(False):  # handing over to another thread costs the host 0.5 ms
+        with torch.autograd.set_multithreading_enabled(False):  # passing work to another thread takes 0.5 ms
             loss.backward()  # type: ignore[no-untyped-call]
         torch.clear_autocast_cache()
         loss = loss.detach()
         return loss if total is None else total.add_(loss)
 
     def _update(self, total: Tensor) -> Tensor:
-        """Run the optimizer's step; returns the loss, and the norm if there is one, as one tensor."""
+        """Run the optimizer's step; return the loss, and the norm if there is one, as one tensor."""
         self._optimizer.step()
         self._drop_gradients()
         norm = getattr(self._optimizer, "grad_norm", None)
@@ -249,10 +248,11 @@ class GraphedStep:
         return result
 
     def _capture(self, signatures: tuple[Signature, ...]) -> "_Program":
-        """Capture a step: one graph, or with several batches one for each of their shapes and one for the update.
+        """Capture a step.
 
-        The first batch has its own graph. The graphs share memory for intermediate results, as they never run at the
-        same time.
+        A step with one batch is one graph, unless ``before_update`` is given. Otherwise there is a graph for the first
+        batch, one for each shape of the other batches, and one for the update. The graphs share the memory of
+        intermediate results, because they never run at the same time.
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -287,14 +287,14 @@ class GraphedStep:
         return program
 
     def _graph(self, function: Callable[..., Any], *args: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """Capture what a function launches; returns the graph and the result, which each replay overwrites."""
+        """Capture what a function launches; return the graph and the result, which each replay overwrites."""
         graph = torch.cuda.CUDAGraph()
         # Another thread may make calls that are not allowed in a capture, for example to pin a data loader's memory.
         capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
         with capture:
             result = function(*args)
-        # When a capture begins, torch sets the generator's seed and offset on the device, on the capture's stream; when
-        # a replay begins, on its stream. Therefore a replay must wait for the capture's stream.
+        # Torch writes the generator's seed and offset to the device when a capture begins, on the capture's CUDA
+        # stream, and when a replay begins, on the replay's CUDA stream. So a replay must wait for the capture's stream.
         assert capture.capture_stream is not None  # for mypy: torch annotates it as optional
         torch.cuda.current_stream(self._device).wait_stream(capture.capture_stream)
         return graph, result
@@ -319,9 +319,9 @@ class _CannotCapture(Exception):
 class _Program:
     """The graphs of a step for batches of certain shapes.
 
-    ``micro_steps`` has one graph for each batch; after the first, batches of equal shapes share one. ``update`` is None
-    if the only micro-step includes it. ``numbers`` is the argument of StepResult, and ``gradients`` are those that the
-    micro-steps leave for the update.
+    ``micro_steps`` has one graph for each batch; batches after the first that have equal shapes share a graph.
+    ``update`` is None if the only micro-step includes the update. ``numbers`` is the argument of StepResult.
+    ``gradients`` has the tensors that the micro-steps write and the update reads, one for each parameter.
     """
 
     micro_steps: list[torch.cuda.CUDAGraph]
@@ -330,12 +330,12 @@ class _Program:
     gradients: list[Tensor | None]
 
     def show_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the parameters' ``grad`` to the gradients that the replayed graphs have written."""
+        """Set the parameters' ``grad`` to the tensors that the replayed graphs have written."""
         for parameter, gradient in zip(_parameters(optimizer), self.gradients, strict=True):
             parameter.grad = gradient
 
     def check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if a micro-step replaced a gradient of the first instead of adding to it."""
+        """Raise an error if a later micro-step replaced a gradient of the first one instead of adding to it."""
         for parameter, gradient in zip(_parameters(optimizer), self.gradients, strict=True):
             if parameter.grad is not gradient:
                 raise RuntimeError("a gradient was replaced, not added to")
@@ -350,7 +350,7 @@ class _Rate:
         self.on_device = torch.zeros((), dtype=torch.float64, device=device)
 
     def follow(self) -> None:
-        """Copy the group's present learning rate."""
+        """Copy the group's current learning rate to the device, if it has changed."""
         rate = self._group["lr"]
         if isinstance(rate, Tensor) and not rate.is_cpu:
             self._value = None
@@ -361,7 +361,7 @@ class _Rate:
 
 
 class _Watch:
-    """Records where the host waits for the device; other warnings are passed on.
+    """A context that records operations with which the host waits for the device; other warnings are passed on.
 
     Attributes:
         place: file and line of the last such operation, or None.
@@ -426,7 +426,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _setting(optimizer: torch.optim.Optimizer) -> object:
-    """Return everything that is fixed in a graph, except the batches' shapes."""
+    """Return all settings that a captured graph depends on, except the batches' shapes."""
     groups = [
         [(p.data_ptr(), p.requires_grad) for p in group["params"]]
         + [value for name, value in group.items() if name not in ("params", "lr", "initial_lr")]
@@ -445,7 +445,7 @@ def _setting(optimizer: torch.optim.Optimizer) -> object:
 
 
 def _reset_when_loaded(step: GraphedStep, optimizer: torch.optim.Optimizer) -> None:
-    """Reset the step after ``load_state_dict``: its graphs use the optimizer's former state."""
+    """Reset the step after ``load_state_dict``, because its graphs use the optimizer's former state."""
     reference = weakref.ref(step)
 
     def reset(_: object) -> None:
@@ -456,13 +456,13 @@ def _reset_when_loaded(step: GraphedStep, optimizer: torch.optim.Optimizer) -> N
 
 
 def _end_capture_of_random_numbers(device: torch.device) -> None:
-    """Replace the state of torch's generator: after a failed capture it would go on recording draws for it."""
+    """Replace the state of torch's generator, which after a failed capture would still record draws for the graph."""
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of the original error; the errors that it led to at the end of the capture say less."""
+    """Return the first line of the original error, because errors at the end of the capture only follow from it."""
     while error.__context__ is not None:
         error = error.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -16,9 +16,9 @@ def signature(batch: Sequence[Tensor]) -> Signature:
 class Staging:
     """Static tensors on a CUDA device, with buffers for copies into them.
 
-    A batch on the host is copied to pinned memory, and from there on a separate stream to one of two buffers on the
-    device, while the device still computes the previous step. Only the copy from the buffer into the static tensors
-    waits for that step. The caller can reuse its own memory immediately.
+    A batch on the host is copied to pinned memory. From there it is copied, on a separate CUDA stream, to one of two
+    buffers on the device, while the device still computes the previous step. Only the copy from the buffer into the
+    static tensors waits for the previous step. The caller can reuse the batch's memory immediately.
 
     Args:
         kind: the shapes and dtypes of all batches.
@@ -39,12 +39,12 @@ class Staging:
             self._buffers[-1].free.record()
 
     def _on_device(self, batch: Sequence[Tensor]) -> list[Tensor]:
-        """Copy the batch to a buffer on the device; the current stream waits for it."""
+        """Copy the batch to a buffer on the device; the current CUDA stream waits for the copy."""
         if not self._buffers:
             self._buffers = [_Buffer(self.static) for _ in range(2)]
         buffer = self._buffers.pop(0)
         self._buffers.append(buffer)
-        buffer.filled.synchronize()  # wait for the copy of two batches ago, which has usually finished
+        buffer.filled.synchronize()  # the copy from this pinned memory two batches ago, which has usually finished
         for pinned, t in zip(buffer.pinned, batch, strict=True):
             pinned.copy_(t)
         with torch.cuda.stream(self._stream):
@@ -63,4 +63,4 @@ class _Buffer:
         self.pinned = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in like]
         self.on_device = [torch.empty_like(t) for t in like]
         self.filled, self.free = torch.cuda.Event(), torch.cuda.Event()
-        self.free.record()  # earlier work on this stream may still use the memory of on_device
+        self.free.record()  # earlier work on this CUDA stream may still use the memory of on_device

@@ -1,4 +1,4 @@
-"""Whole models built from this package's operators."""
+"""GPT-2, built from this package's operators."""
 
 from gptkernels.models.config import GPT2Config
 from gptkernels.models.gpt2 import GPT2

@@ -23,8 +23,8 @@ class GPT2Config:
     Args:
         block_size: the longest sequence.
         vocab_size: V.
-        padded_vocab_size: Vp, the number of rows of the embedding; when None, V rounded up to a multiple of 128, with
-            which matrix products are faster.
+        padded_vocab_size: Vp, the number of rows of the embedding. None rounds V up to a multiple of 128, because
+            matmuls with aligned sizes are faster.
         n_layer: L.
         n_head: NH, which divides n_embd.
         n_embd: C.
@@ -33,16 +33,16 @@ class GPT2Config:
             probabilities, in what a layer adds to the residual stream, and in the sum of the embeddings.
         activation: the GELU of the feed-forward layers: "gelu_tanh" as in GPT-2 and llm.c, or "gelu", the exact one, as
             in nanoGPT.
-        fp8: train with float8 products in the layers' four matrices (``gptkernels.nn.Linear``), not in the head; n_embd
-            must then be a multiple of 16.
-        fp8_head: train with float8 products in the head's gradients, if the model returns no logits
-            (``gptkernels.functional.fp8_linear_cross_entropy``); n_embd and padded_vocab_size must then be multiples
+        fp8: in training, compute the matmuls of the layers' four linear layers in float8 (``gptkernels.nn.Linear``),
+            but not those of the LM head. n_embd must then be a multiple of 16.
+        fp8_head: in training, compute the LM head's gradients by float8 matmuls if the model returns no logits
+            (``gptkernels.functional.fp8_linear_cross_entropy``). n_embd and padded_vocab_size must then be multiples
             of 16.
-        fp8_logits: with fp8_head, also compute the logits of training by a float8 product.
+        fp8_logits: in training with fp8_head, also compute the logits by a float8 matmul.
 
     Raises:
-        ValueError: a size is below 1 or inconsistent with another, the dropout is not from 0 to 1, or the activation is
-            unknown.
+        ValueError: if a size is below 1 or inconsistent with another size, the dropout is not from 0 to 1, or the
+            activation is unknown.
     """
 
     block_size: int = 1024
@@ -89,14 +89,14 @@ class GPT2Config:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "GPT2Config":
-        """Return the configuration of "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl", OpenAI's four models.
+        """Return the configuration of one of OpenAI's four models.
 
         Args:
-            name: one of the four.
+            name: "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl".
             changes: fields that differ from the preset.
 
         Raises:
-            ValueError: there is no preset of that name.
+            ValueError: if there is no preset of that name.
         """
         if name not in PRESETS:
             raise ValueError(f"GPT2Config: no preset {name!r}; there are {', '.join(PRESETS)}")

@@ -1,9 +1,9 @@
 """Text generation, one token at a time: the implementation of ``GPT2.stream``, with CUDA graphs on CUDA.
 
-Sequences stay on the device: a buffer (B, T + new) of tokens, and the length of each sequence. Prompts of different
+A buffer (B, T + new) on the device has the tokens, and a tensor (B) the length of each sequence. Prompts of different
 lengths are padded on the right, and a sequence's new tokens overwrite its padding. ``ops.decode`` reads the newest
-token and ``ops.sample_`` appends the next one, so that a step needs nothing from the host. The host launches some steps
-ahead, and reads the tokens later.
+token and ``ops.sample_`` appends the next token, so that a decoding step reads nothing from the host. The host launches
+several steps before it reads their tokens.
 """
 
 import collections
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from gptkernels.models.gpt2 import GPT2
 
 MOST_SEQUENCES = 8
-"""The most sequences that ``ops.decode`` supports; with more, matrix-matrix products are faster."""
+"""The most sequences that ``ops.decode`` supports; with more, matmuls are faster."""
 
 
 class Draw(NamedTuple):
@@ -38,7 +38,7 @@ class Draw(NamedTuple):
     generator: torch.Generator | None
 
     def check(self) -> None:
-        """Raise a ValueError for an option out of its range."""
+        """Raise a ValueError if an option is out of its range."""
         if not self.temperature >= 0:
             raise ValueError(f"GPT2: temperature must be at least 0, got {self.temperature}")
         if self.top_k is not None and self.top_k < 1:
@@ -59,11 +59,11 @@ class Draw(NamedTuple):
 
 
 class TokenStream(Iterator[Tensor]):
-    """The tokens of each step, (B,) on the device of the prompt; :meth:`on_host` returns them without that copy.
+    """An iterator over the tokens of each step, (B,) on the prompt's device; :meth:`on_host` gives them on the host.
 
     Args:
         steps: the tokens of each step, on the host.
-        like: the prompt.
+        like: the prompt, whose dtype and device the tokens get.
     """
 
     def __init__(self, steps: Iterator[Tensor], like: Tensor) -> None:
@@ -71,15 +71,14 @@ class TokenStream(Iterator[Tensor]):
         self._like = like
 
     def __next__(self) -> Tensor:
-        """Return the tokens of the next step."""
         return next(self.steps).to(self._like, non_blocking=True)
 
     def close(self) -> None:
-        """End the generation; the random generator is then as after the last step that was read."""
+        """End the generation, and set the random generator to its state after the last step that was read."""
         self.steps.close()  # type: ignore[attr-defined]
 
     def on_host(self) -> Iterator[list[int]]:
-        """Iterate over the remaining steps, without waiting for later steps that the device already computes."""
+        """Iterate over the tokens of the remaining steps, without waiting for steps that the device computes ahead."""
         return (step.tolist() for step in self.steps)
 
 
@@ -89,17 +88,17 @@ def steps(model: "GPT2", prompt: Tensor, lengths: list[int], count: int, draw: D
 
     Args:
         model: the model.
-        prompt: (B, T), at most ``block_size`` tokens; padding on the right may be any tokens.
-        lengths: the number of tokens of each row without its padding; the longest has T.
+        prompt: (B, T), T at most ``block_size``; rows are padded on the right by any tokens.
+        lengths: the number of tokens of each row without its padding; the largest is T.
         count: the number of steps.
         draw: how a token is drawn.
 
     Raises:
-        FloatingPointError: the logits of a step are NaN or infinite.
+        FloatingPointError: if the logits of a step are NaN or infinite.
     """
     kept = _Kept.take(model, prompt, count)
     state = _State(model, prompt, lengths, kept.buffers, draw)
-    length = prompt.shape[1]  # that of the longest sequence
+    length = prompt.shape[1]  # of the longest sequence
     last = length + count
     weights = None
     try:
@@ -110,7 +109,7 @@ def steps(model: "GPT2", prompt: Tensor, lengths: list[int], count: int, draw: D
             if weights is not None and prompt.is_cuda and graphed >= _Graphs.FEWEST:
                 found = kept.graphs_of(weights, draw)
                 if found is None and length > prompt.shape[1] + 1:
-                    # The previous steps loaded the kernels, which is not allowed in a capture.
+                    # The previous steps loaded the kernels. Loading is not allowed in a capture.
                     found = kept.graphs = _Graphs(kept.buffers, weights, draw)
                 if found is not None:
                     yield from found.run(state, weights, length, graphed)
@@ -131,7 +130,7 @@ def _not_finite() -> FloatingPointError:
 
 
 class _Buffers(NamedTuple):
-    """The memory of a generation."""
+    """The tensors on the device in which a generation keeps its state."""
 
     sequences: Tensor  # (B, columns), int64
     lengths: Tensor  # (B,), int64
@@ -154,7 +153,7 @@ class _Buffers(NamedTuple):
 
 
 class _State:
-    """The state of a generation: its sequences, and the keys and values of their tokens."""
+    """A generation in progress: its sequences, and the keys and values of their tokens."""
 
     def __init__(self, model: "GPT2", prompt: Tensor, lengths: list[int], buffers: _Buffers, draw: Draw) -> None:
         T = prompt.shape[1]
@@ -170,17 +169,17 @@ class _State:
         self.caches = [nn.KeyValueCache(capacity, memory) for memory in self.keys_values]
 
     def new_tokens(self, begin: int, size: int) -> Tensor:
-        """The tokens (B, size) that ``size`` steps from ``begin`` on have appended."""
+        """Return the tokens (B, size) that the steps from ``begin`` to ``begin + size - 1`` have appended."""
         if self.same_length:
             return self.sequences[:, self.prompt + begin : self.prompt + begin + size]
         return self.sequences.gather(1, self._prompts + torch.arange(begin, begin + size, device=self.lengths.device))
 
     def step(self, length: int, weights: "_Weights | None") -> None:
-        """Append a token to each sequence, by ``weights`` alone or by calling the model's modules.
+        """Append a token to each sequence.
 
         Args:
-            length: that of the longest sequence.
-            weights: the model as one operator; None if its modules must be called.
+            length: the length of the longest sequence.
+            weights: the arguments with which one operator computes the model; None if its modules must be called.
         """
         logits = self.logits(length, weights)
         noise = self.draw.noise(logits.shape[0], logits.shape[1], logits.device)
@@ -189,7 +188,7 @@ class _State:
     def logits(self, length: int, weights: "_Weights | None") -> Tensor:
         """Compute the logits (B, V) after the newest token of each sequence."""
         if length > self.model.config.block_size:
-            # The window slides, which changes the position of every token.
+            # The oldest token is dropped, which changes the position of every other token.
             padded = self._of_windows(length)
         elif weights is not None:
             padded = weights.decode(self.sequences, self.lengths, self.keys_values)
@@ -209,7 +208,7 @@ class _State:
         return self._call(self.sequences.gather(1, window), self.lengths - first, None)
 
     def _call(self, tokens: Tensor, lengths: Tensor, caches: list[nn.KeyValueCache] | None) -> Tensor:
-        """Compute padded logits after the first ``lengths`` of these tokens (B, T)."""
+        """Compute logits (B, Vp) after the first ``lengths`` (B,) of these tokens (B, T)."""
         hidden = self.model.transformer(tokens) if caches is None else self.model.transformer(tokens, caches)
         newest = hidden[torch.arange(len(lengths), device=lengths.device), lengths - 1]
         padded: Tensor = self.model.lm_head(newest)
@@ -220,7 +219,7 @@ class _State:
 
 
 class _Weights(NamedTuple):
-    """The model's part of the arguments of ``ops.decode``."""
+    """The arguments of ``ops.decode`` that come from the model."""
 
     wte: Tensor
     wpe: Tensor
@@ -242,7 +241,7 @@ class _Weights(NamedTuple):
 
     @classmethod
     def of(cls, model: "GPT2", prompt: Tensor) -> "_Weights | None":
-        """Read the parameters of a model; None if its modules must be called."""
+        """Read a model's parameters; return None if its modules must be called."""
         if prompt.shape[0] > MOST_SEQUENCES or autocast_dtype(prompt.device.type):
             return None
         config, transformer = model.config, model.transformer
@@ -276,7 +275,7 @@ class _Weights(NamedTuple):
 
 
 def _parameters(block: Any) -> list[Tensor]:
-    """A layer's parameters in the order of ``ops.decode``, biases that are None left out."""
+    """Return a layer's parameters in the order of ``ops.decode``, without biases that are None."""
     attention, mlp = block.attn, block.mlp
     modules = block.ln_1, attention.c_attn, attention.c_proj, block.ln_2, mlp.c_fc, mlp.c_proj
     parameters, mlp_proj_bias = parameters_of(*modules)
@@ -284,7 +283,7 @@ def _parameters(block: Any) -> list[Tensor]:
 
 
 def _is_plain(model: "GPT2") -> bool:
-    """Whether no module was replaced, hooked or changed, and no dropout is active."""
+    """Return whether no module was replaced, hooked or changed, and no dropout is active."""
     transformer, eps = model.transformer, model.transformer.ln_f.eps
     heads, activation = model.config.n_head, model.config.activation
 
@@ -318,7 +317,7 @@ def _is_plain(model: "GPT2") -> bool:
 
 
 class _Chunk(NamedTuple):
-    """Tokens (B, n) that are being copied to pinned memory, and the event after the copy."""
+    """Tokens (B, n) that are being copied to pinned memory, and an event after the copy."""
 
     tokens: Tensor
     arrived: torch.cuda.Event
@@ -327,14 +326,14 @@ class _Chunk(NamedTuple):
 class _Graphs:
     """CUDA graphs of one step and of several steps.
 
-    They use a random generator of their own, which gets the state of the caller's generator at each launch. Therefore
-    the same graphs can be used with any generator.
+    The graphs use a separate random generator, which gets the state of the caller's generator at each launch.
+    Therefore the same graphs can be used with any generator.
     """
 
     FEWEST = 4
-    """The fewest steps for which a capture pays."""
+    """The fewest steps for which a capture takes less time than it saves."""
     STEPS = 8
-    """Steps of the longer graph, which amortise the device's work between two graphs."""
+    """The number of steps in the longer graph, which has fewer gaps between launches than a graph of one step."""
 
     def __init__(self, buffers: _Buffers, weights: _Weights, draw: Draw) -> None:
         self.key = self.key_of(weights, draw)
@@ -355,8 +354,8 @@ class _Graphs:
     def run(self, state: _State, weights: _Weights, length: int, count: int) -> Iterator[Tensor]:
         """Generate the tokens of ``count`` steps, (B,) on the host; the longest sequence has ``length`` tokens.
 
-        Up to two launches are in flight while the tokens of the first are read. If the caller stops early, the random
-        generator is set back to the last step that was read.
+        The host launches a second graph before it reads the tokens of the first one. If the caller stops early, the
+        random generator is set back to its state after the last step that was read.
         """
         generator = state.draw.generator or torch.cuda.default_generators[state.sequences.device.index]
         start = generator.get_offset() if self._offset else 0
@@ -365,7 +364,7 @@ class _Graphs:
         try:
             while taken < count:
                 while launched < count and len(chunks) < 2:
-                    # The first tokens come one by one, so that they arrive early; the others by the longer graph.
+                    # The first tokens are computed by the short graph, so that they arrive early.
                     size = 1 if launched < self.STEPS or count - launched < self.STEPS else self.STEPS
                     self._launch(size, weights, generator)
                     chunks.append(self._fetch(state, length - state.prompt + launched, size))
@@ -406,7 +405,7 @@ class _Graphs:
         return self._draw.noise(sequences.shape[0], self._vocabulary, sequences.device)
 
     def _offset_per_step(self) -> int:
-        """Measure by how much a step advances the offset of a CUDA generator."""
+        """Return by how much a step advances the offset of a CUDA generator."""
         if self._draw.generator is None:
             return 0
         before = self._draw.generator.get_offset()
@@ -444,18 +443,21 @@ class _Graphs:
 
 
 class _Kept:
-    """Buffers, and graphs captured with them, which the next generation with the same model can reuse."""
+    """Buffers, and graphs captured with these buffers, which the next generation with the same model can reuse."""
 
     _of_models: ClassVar["weakref.WeakKeyDictionary[GPT2, _Kept]"] = weakref.WeakKeyDictionary()
 
     def __init__(self, key: tuple[Any, ...] | None, buffers: _Buffers) -> None:
-        self.key = key  # None: do not reuse
+        self.key = key  # None if these buffers are not reused
         self.buffers = buffers
         self.graphs: _Graphs | None = None
 
     @classmethod
     def take(cls, model: "GPT2", prompt: Tensor, count: int) -> "_Kept":
-        """Take what the last generation left if it can be reused; no other call can until it is put back."""
+        """Take the buffers of the last generation if they fit, otherwise make new ones.
+
+        Another generation cannot take the same buffers until ``put_back`` is called.
+        """
         block_size, columns = model.config.block_size, prompt.shape[1] + count
         kept = cls._of_models.pop(model, None)
         if not prompt.is_cuda or prompt.shape[0] > MOST_SEQUENCES or columns > block_size + 1:
@@ -465,18 +467,18 @@ class _Kept:
         nbytes = 2 * model.config.n_layer * prompt.shape[0] * block_size * model.config.n_embd * dtype.itemsize
         if count < _Graphs.FEWEST or nbytes > sum(p.nbytes for p in model.parameters()):
             return cls(None, _Buffers.new(model, prompt, columns))
-        # The stream is part of the key, because work on another stream may still use the buffers.
+        # The CUDA stream is part of the key, because work on another stream may still use the buffers.
         key = prompt.shape[0], prompt.device, dtype, torch.cuda.current_stream(prompt.device).cuda_stream
         if kept is not None and kept.key == key:
             return kept
         return cls(key, _Buffers.new(model, prompt, block_size + 1))
 
     def graphs_of(self, weights: _Weights, draw: Draw) -> _Graphs | None:
-        """Return the kept graphs if they compute steps with these weights and options."""
+        """Return the graphs if they were captured with these weights and options, otherwise None."""
         found = self.graphs
         return found if found is not None and found.key == _Graphs.key_of(weights, draw) else None
 
     def put_back(self, model: "GPT2") -> None:
-        """Keep the buffers and graphs for the next generation; called at the end of each generation."""
+        """Keep the buffers and graphs for the next generation."""
         if self.key is not None and self.graphs is not None:
             self._of_models[model] = self

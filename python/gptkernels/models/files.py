@@ -31,16 +31,18 @@ class Files(torch.nn.Module):
 
         Args:
             path: a ``.safetensors`` (a model or a training state), the folder of a run, llm.c's ``.bin``, a Hugging
-                Face folder, or nanoGPT's ``ckpt.pt``, which is read without running code.
-            device: the device of the model; the CPU when None.
-            dtype: the dtype of the model; when None the file's, or the smallest that holds all its parameters exactly.
+                Face folder, or nanoGPT's ``ckpt.pt``, whose pickle is read without running code.
+            device: the device of the model; None is the CPU.
+            dtype: the dtype of the model. None is the file's dtype; if the file has several, the smallest dtype that
+                holds all parameters exactly.
 
         Returns:
-            The model. Its dropout is 0, whatever the file says.
+            The model. Its dropout is 0, even if the file has another value.
 
         Raises:
-            ValueError: the file is damaged or of another format, or describes a model that this GPT-2 cannot represent.
-            OSError: the file cannot be read.
+            ValueError: if the file is damaged or of another format, or describes a model that this GPT-2 cannot
+                represent.
+            OSError: if the file cannot be read.
         """
         config, state = load(path)
         return _build(cls, config, state, 0.0, device, dtype)
@@ -60,25 +62,25 @@ class Files(torch.nn.Module):
             name: a folder written by ``save_pretrained``, here or in transformers. If there is no such folder, a name
                 on the Hugging Face hub, for which ``huggingface_hub`` must be installed.
             dropout: the dropout of the new model.
-            device: the device of the model; the CPU when None.
-            dtype: as in :meth:`from_checkpoint`.
+            device: the device of the model; None is the CPU.
+            dtype: the dtype of the model. None is the file's dtype, or the smallest that holds all parameters exactly.
 
         Raises:
-            ValueError: ``config.json`` describes a model that this GPT-2 cannot represent, a file is missing or
+            ValueError: if ``config.json`` describes a model that this GPT-2 cannot represent, a file is missing or
                 damaged, or the name is neither a folder nor a possible name on the hub.
-            ImportError: the name is one on the hub, and ``huggingface_hub`` is not installed.
-            OSError: a file cannot be read, or the hub cannot be reached.
+            ImportError: if the model must be downloaded and ``huggingface_hub`` is not installed.
+            OSError: if a file cannot be read, or the hub cannot be reached.
         """
         model = read_huggingface(local_folder(name))
         state = {**model.state, "lm_head.weight": model.state["transformer.wte.weight"]}
         return _build(cls, model.config, state, dropout, device, dtype)
 
     def save_checkpoint(self, path: str | os.PathLike[str]) -> None:
-        """Write the model completely or not at all: ``.safetensors``, or llm.c's ``.bin`` in float32 or bfloat16.
+        """Write the model atomically, as ``.safetensors``, or as llm.c's ``.bin`` in float32 or bfloat16.
 
         Raises:
-            ValueError: the format cannot hold the model.
-            OSError: the file cannot be written.
+            ValueError: if the format cannot represent the model.
+            OSError: if the file cannot be written.
         """
         save_model(path, self.state_dict(), self.config)
 
@@ -89,8 +91,8 @@ class Files(torch.nn.Module):
         as 0.
 
         Raises:
-            ValueError: ``folder`` is a file, or the head is not the token embedding.
-            OSError: a file cannot be written.
+            ValueError: if ``folder`` is a file, or the LM head is not the token embedding.
+            OSError: if a file cannot be written.
         """
         write_huggingface(Path(folder), of_state_dict(self.state_dict(), dataclasses.asdict(self.config), str(folder)))
 

@@ -1,4 +1,4 @@
-"""A block of ``GPT2`` as one node of autograd's graph: its description, read from its modules."""
+"""A layer of ``GPT2`` as one node of autograd's graph, described by its modules."""
 
 from functools import partial
 
@@ -16,21 +16,21 @@ FP8_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def run(block: torch.nn.Module, stream: Tensor, pending: Pending | None) -> tuple[Tensor, Pending] | None:
-    """Compute a ``Block`` without its last residual addition, by its modules' operators and with the same bits.
+    """Compute a ``Block`` without its last residual addition; the results are bitwise those of its modules.
 
     Args:
         block: the ``Block``.
         stream: (B, T, C), the residual stream.
-        pending: must still be added to the stream, unless None.
+        pending: the pending addition to the stream, or None.
 
     Returns:
-        The stream, and what must still be added to it. None if the modules must be called one by one: if one has been
-        replaced, hooked or parametrised, if the block is traced or transformed, or if nothing records gradients.
+        The stream, and the addition that is now pending. None if the modules must be called one by one, because one of
+        them was replaced, hooked or parametrised, the block is traced or transformed, or no gradients are recorded.
     """
     dtypes = dtypes_of(stream)
     if dtypes is None or stream.device.type not in KEYS:
         return None
-    # Attribute access of torch.nn.Module is slow, so children and parameters are read from its dictionaries.
+    # torch.nn.Module.__getattr__ is slow, so children and parameters are read from the dictionaries.
     children = block.__dict__["_modules"]
     ln_1, attn, ln_2, mlp, resid_dropout = map(children.__getitem__, ("ln_1", "attn", "ln_2", "mlp", "resid_dropout"))
     if not are_unmodified(
@@ -61,14 +61,14 @@ def run(block: torch.nn.Module, stream: Tensor, pending: Pending | None) -> tupl
     ):
         return None
     if histories:
-        # Autocast casts between the operators; those of a frozen parameter leave out the products that only its
-        # gradient needs, and the scales of their operands.
+        # The node neither casts between operators, as autocast does, nor skips matmuls, and the scales of their
+        # operands, that only a frozen parameter's gradient would need.
         trains = all([t is None or t.requires_grad for t in parameters])
         norms = parameters.norm_1_weight is not None and parameters.norm_2_weight is not None
         if not (dtypes.low == wide and wide in FP8_DTYPES and trains and norms and mlp.activation != "gelu"):
             return None
     elif torch._C._autograd._profiler_enabled():
-        return None  # the modules call one operator per kernel, which the profile then names
+        return None  # so that the profile shows the single operators
     plan = Plan(
         (ln_1.eps, ln_2.eps), heads, None, mlp.activation != "gelu", False, dtypes.low, False, mlp.recompute_gelu,
         FP8Histories(histories[::2], histories[1::2]) if histories else None,
@@ -79,9 +79,9 @@ def run(block: torch.nn.Module, stream: Tensor, pending: Pending | None) -> tupl
 
 
 def _histories(*layers: nn.Linear) -> list[Tensor] | None:
-    """Return both histories of each layer if all have float8 products; an empty list if no layer has.
+    """Return both histories of each layer if all layers have float8 matmuls; an empty list if no layer has.
 
-    None if a layer has other buffers, or if only some have float8 products: no node supports that.
+    Return None if no node supports the layers: one has other buffers, or only some have float8 matmuls.
     """
     found: list[Tensor] = []
     for layer in layers:

@@ -1,4 +1,4 @@
-"""GPT-2 (Radford et al., 2019). All operations of its training step run in this package's kernels.
+"""GPT-2 (Radford et al., 2019). This package's kernels compute the whole training step.
 
 Shapes: B batch, T tokens, C channels, V vocabulary, Vp padded vocabulary, L layers, NH heads. Parameters have nanoGPT's
 and Hugging Face's names; matrices are (out, in) as in ``torch.nn.Linear``.
@@ -26,8 +26,8 @@ from gptkernels.rules.encoder import tied_encoder
 class GPT2(Files, NanoGPT):
     """GPT-2 with an LM head that is tied to the token embedding.
 
-    The embedding has Vp rows. The last Vp - V are 0 and are not used. A state dict with V or more rows can be loaded,
-    with or without ``lm_head.weight``.
+    The embedding has Vp rows. The last Vp - V rows are 0 and are not used. A state dict whose embedding has V or more
+    rows can be loaded, with or without ``lm_head.weight``.
 
     Args:
         config: the shape of the model.
@@ -46,7 +46,7 @@ class GPT2(Files, NanoGPT):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise as GPT-2: weights N(0, 0.02), residual projections N(0, 0.02 / sqrt(2L)), biases 0."""
+        """Initialise as GPT-2: weights N(0, 0.02^2), the two c_proj N(0, 0.02^2 / (2L)), biases 0, norms' weights 1."""
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -58,12 +58,12 @@ class GPT2(Files, NanoGPT):
             history.zero_()
 
     def _is_tied(self) -> bool:
-        """Whether the head's weight and the token embedding are one parameter."""
+        """Return whether the LM head's weight and the token embedding are one parameter."""
         weight = getattr(self.lm_head, "weight", None)
         return weight is not None and weight is getattr(self.transformer.wte, "weight", None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT2":
-        """Keep the head tied: torch replaces parameters that leave the meta device by separate ones."""
+        """Keep the LM head tied: torch replaces each parameter that leaves the meta device by a separate one."""
         tied = self._is_tied()
         super()._apply(fn, recurse)
         if tied:
@@ -79,18 +79,18 @@ class GPT2(Files, NanoGPT):
 
         Args:
             tokens: (B, T), int64 or int32, T at most ``block_size``.
-            targets: (B, T), int64 or int32; ``ignore_index`` marks positions without a target. None for no loss.
-            return_logits: False, with targets, computes the loss without ever holding all the logits, unless
-                ``lm_head`` was replaced or hooked and must be called.
-            ignore_index: targets of this value are ignored; nanoGPT and llm.c use -1.
+            targets: (B, T), int64 or int32; None for no loss.
+            return_logits: if False, and targets are given, the loss is computed in chunks of rows, so that the logits
+                are never stored as a whole. If ``lm_head`` was replaced or hooked, it is called and stores them.
+            ignore_index: the target of positions that have no target; nanoGPT and llm.c use -1.
 
         Returns:
-            logits (B, T, V), a view of the padded (B, T, Vp), or None; loss, 0-dim float32 (float64 for float64), or
-            None.
+            The logits (B, T, V), a view of the padded (B, T, Vp), or None; the loss, 0-dim float32 (float64 for
+            float64), or None.
 
         Raises:
-            ValueError: tokens is not 2-dimensional or too long, or targets has another shape.
-            TypeError: tokens or targets has another dtype.
+            ValueError: if tokens is not 2-dimensional or too long, or targets has another shape.
+            TypeError: if tokens or targets has another dtype.
         """
         self._check(tokens, targets)
         if targets is not None and not return_logits and is_unmodified(self.lm_head, nn.Linear):
@@ -111,9 +111,10 @@ class GPT2(Files, NanoGPT):
         return logits if return_logits else None, losses.sum() / (flat != ignore_index).sum()
 
     def _hidden_and_head(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the transformer's output, and return it with the head's weight.
+        """Compute the transformer's output, and return it with the LM head's weight.
 
-        If the head is tied to the token embedding, ``TiedEncoder`` adds up its two gradients without an extra pass.
+        If the LM head is tied to the token embedding, ``TiedEncoder`` adds the weight's two gradients without an extra
+        pass.
         """
         transformer, weight = self.transformer, self.lm_head.weight
         if (
@@ -145,25 +146,15 @@ class GPT2(Files, NanoGPT):
 
     @overload
     def generate(
-        self,
-        tokens: Tensor,
-        max_new_tokens: int,
-        temperature: float = ...,
-        top_k: int | None = ...,
-        generator: torch.Generator | None = ...,
-        top_p: float | None = ...,
-    ) -> Tensor: ...
+        self, tokens: Tensor, max_new_tokens: int, temperature: float = ..., top_k: int | None = ...,
+        generator: torch.Generator | None = ..., top_p: float | None = ...,
+    ) -> Tensor: ...  # fmt: skip
 
     @overload
     def generate(
-        self,
-        tokens: Sequence[Tensor],
-        max_new_tokens: int,
-        temperature: float = ...,
-        top_k: int | None = ...,
-        generator: torch.Generator | None = ...,
-        top_p: float | None = ...,
-    ) -> list[Tensor]: ...
+        self, tokens: Sequence[Tensor], max_new_tokens: int, temperature: float = ..., top_k: int | None = ...,
+        generator: torch.Generator | None = ..., top_p: float | None = ...,
+    ) -> list[Tensor]: ...  # fmt: skip
 
     def generate(
         self,
@@ -174,7 +165,7 @@ class GPT2(Files, NanoGPT):
         generator: torch.Generator | None = None,
         top_p: float | None = None,
     ) -> Tensor | list[Tensor]:
-        """Append ``max_new_tokens`` tokens to ``tokens``; the tokens are those of :meth:`stream`.
+        """Append ``max_new_tokens`` tokens to ``tokens``. :meth:`stream` describes the arguments and errors.
 
         Returns:
             (B, T + max_new_tokens), of tokens' dtype; for a list of prompts, a list of (T_i + max_new_tokens,).
@@ -196,16 +187,18 @@ class GPT2(Files, NanoGPT):
     ) -> TokenStream:
         """Continue ``tokens``; yields a (B,) tensor for each step as soon as it is known.
 
-        Keys and values of earlier tokens are cached, so that a step costs one token's work. Beyond ``block_size``
-        tokens the oldest are dropped. That changes every position, so each step computes the whole window again.
+        Keys and values of earlier tokens are cached, so that a step computes one token of each sequence. Beyond
+        ``block_size`` tokens the oldest token is dropped. This changes every position, so that each step computes all
+        ``block_size`` tokens again.
 
         A step of at most 8 sequences is one operator, unless a module was replaced or hooked and must be called. On
-        CUDA it is captured as a graph, which gives the same tokens.
+        CUDA the operator is captured in a CUDA graph, which gives the same tokens.
 
         Args:
-            tokens: (B, T), int64 or int32, T at least 1; if longer than ``block_size``, the last ones are used. Or a
-                list of prompts of different lengths, (T_i,) each, which run as one batch. (If modules must be called,
-                each step then computes the whole window, because their cache has one length for all sequences.)
+            tokens: (B, T), int64 or int32, T at least 1; if longer than ``block_size``, only the last ``block_size``
+                tokens are used. Or a list of prompts of different lengths, (T_i,) each, which run as one batch. (If
+                modules must be called, each step of such a batch computes all its tokens, because a module's cache has
+                one length for all sequences.)
             max_new_tokens: the number of steps.
             temperature: the divisor of the logits; 0 always takes the likeliest token.
             top_k: draw from the k likeliest tokens only; None draws from all.
@@ -241,10 +234,10 @@ class GPT2(Files, NanoGPT):
 
 
 def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    """Pad or cut a state dict's embedding to the model's Vp rows, and tie the head to it if it is missing.
+    """Pad or cut a state dict's embedding to the model's Vp rows, and use it for the LM head if that is missing.
 
-    With ``assign=True`` the two become one parameter if they are one in the model. A model without fp8 ignores amax
-    histories.
+    With ``assign=True`` the embedding and the LM head become one parameter if they are one in the model. A model
+    without fp8 ignores amax histories.
     """
     if not model.config.fp8:
         for name in [name for name in state_dict if name.endswith(nn.Linear.HISTORIES)]:

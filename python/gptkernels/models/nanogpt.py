@@ -1,4 +1,4 @@
-"""The methods of nanoGPT's `GPT` that its users' scripts call."""
+"""The methods of nanoGPT's `GPT` that scripts for nanoGPT call."""
 
 import dataclasses
 from typing import Any
@@ -28,18 +28,18 @@ class NanoGPT(torch.nn.Module):
     lm_head: torch.nn.Linear
 
     def num_parameters(self) -> int:
-        """The number of trained parameters, without the padding of the vocabulary."""
+        """Return the number of parameters, without the padding of the vocabulary."""
         padding = (self.config.padded_vocab_size - self.config.vocab_size) * self.config.n_embd
         return sum(parameter.numel() for parameter in self.parameters()) - padding
 
     def flops_per_token(self, length: int | None = None) -> int:
-        """Floating-point operations of a training step for each token, as PaLM's appendix B counts them.
+        """Return the floating-point operations per token of a training step, as counted in PaLM's appendix B.
 
-        These are 6 for each weight of a matrix product, and for each layer's attention 12 C times the sequence's
-        length (a causal mask would save half of those).
+        The count is 6 for each weight of a matmul, plus 12 * C * T for each layer's attention, whose causal mask is
+        not considered.
 
         Args:
-            length: T; ``block_size`` when None.
+            length: T; None is ``block_size``.
         """
         config = self.config
         length = config.block_size if length is None else length
@@ -47,28 +47,24 @@ class NanoGPT(torch.nn.Module):
         return 6 * (self.num_parameters() - embeddings) + 12 * config.n_layer * config.n_embd * length
 
     def configure_optimizers(
-        self,
-        weight_decay: float,
-        learning_rate: float,
-        betas: tuple[float, float],
-        device_type: str | None = None,
+        self, weight_decay: float, learning_rate: float, betas: tuple[float, float], device_type: str | None = None
     ) -> AdamW:
         """Make this package's AdamW, with weight decay for the matrices and none for biases and norms.
 
         Args:
-            weight_decay: for the matrices and embeddings.
-            learning_rate: for both groups.
+            weight_decay: the weight decay of matrices and embeddings.
+            learning_rate: the learning rate of both groups.
             betas: the decay of the two moments.
-            device_type: ignored; the kernels are those of the parameters' device.
+            device_type: ignored; the parameters' device decides.
         """
         return AdamW(parameter_groups(self, weight_decay), lr=learning_rate, betas=betas)
 
     @torch.no_grad()
     def crop_block_size(self, block_size: int) -> None:
-        """Keep only the first ``block_size`` positions. Call this before making an optimizer: the parameter is new.
+        """Keep only the first ``block_size`` positions. Make optimizers afterwards, because ``wpe.weight`` is replaced.
 
         Raises:
-            ValueError: ``block_size`` is below 1 or above the present one.
+            ValueError: if ``block_size`` is below 1 or above the present one.
         """
         if not 1 <= block_size <= self.config.block_size:
             raise ValueError(f"GPT2: block_size must be from 1 to {self.config.block_size}, got {block_size}")
@@ -78,40 +74,32 @@ class NanoGPT(torch.nn.Module):
         self.config = dataclasses.replace(self.config, block_size=block_size)
 
     def get_num_params(self, non_embedding: bool = True) -> int:
-        """The number of parameters, without the padding of the vocabulary.
+        """Return the number of parameters, without the padding of the vocabulary.
 
         Args:
-            non_embedding: do not count the position embedding; the token embedding, which is also the head, counts.
+            non_embedding: do not count the position embedding. The token embedding is the LM head too and is counted.
         """
         positions = self.config.block_size * self.config.n_embd if non_embedding else 0
         return self.num_parameters() - positions
 
-    def estimate_mfu(
-        self,
-        fwdbwd_per_iter: float,
-        dt: float,
-        peak_flops: float | None = None,
-    ) -> float:
-        """The model's operations as a share of the device's peak; see :meth:`flops_per_token`.
+    def estimate_mfu(self, fwdbwd_per_iter: float, dt: float, peak_flops: float | None = None) -> float:
+        """Return the model's flops per second, as :meth:`flops_per_token` counts, divided by the device's peak.
 
         Args:
-            fwdbwd_per_iter: sequences of ``block_size`` tokens in a step.
+            fwdbwd_per_iter: the number of sequences of ``block_size`` tokens in a step.
             dt: the duration of the step in seconds.
-            peak_flops: the peak in operations a second; when None, the dense bfloat16 peak of the parameters' device
-                (nanoGPT always assumes the A100's, 312e12).
+            peak_flops: the peak in flops per second. None is the dense bfloat16 peak of the parameters' device;
+                nanoGPT always assumes 312e12, the A100's peak.
 
         Raises:
-            ValueError: the device's peak is unknown, or a number is not above 0.
+            ValueError: if the device's peak is unknown, or a number is not above 0.
         """
         device = self.lm_head.weight.device
         peak = peak_of(device) if peak_flops is None else peak_flops
         if peak is None:
-            raise ValueError(f"GPT2: the peak of {_describe(device)} is not known: give peak_flops")
+            name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type}"
+            raise ValueError(f"GPT2: the peak of {name} is not known: give peak_flops")
         for name, value in (("fwdbwd_per_iter", fwdbwd_per_iter), ("dt", dt), ("peak_flops", peak)):
             if not value > 0:
                 raise ValueError(f"GPT2: {name} must be above 0, got {value}")
         return self.flops_per_token() * self.config.block_size * fwdbwd_per_iter / dt / peak
-
-
-def _describe(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type}"

@@ -1,4 +1,4 @@
-"""Recomputation of layers in the backward pass, with the random state and float8 scales of the first run."""
+"""Recomputation of layers in the backward, with the random numbers and float8 scales of the first forward."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -24,12 +24,11 @@ _NO_DROPOUT = (
 
 
 def uses_dropout(layer: torch.nn.Module, kind: type[torch.nn.Module], *others: torch.nn.Module) -> bool:
-    """Whether running a layer may draw random numbers: a dropout is active, or a submodule is of an unknown class.
+    """Return whether a layer may draw random numbers: a dropout is active, or a submodule is of an unknown class.
 
     Args:
-        layer: the layer. It is checked at each call, because an adapter may be added, or a probability or the mode may
-            change.
-        kind: the layer's class, whose own forward draws nothing.
+        layer: the layer. Its answer may change between calls, with an adapter, a probability or the mode.
+        kind: the layer's expected class, whose ``forward`` itself draws nothing.
         others: modules that run with the layer.
     """
     if not is_unmodified(layer, kind):
@@ -46,25 +45,26 @@ def _draws(part: Any) -> bool:
 
 
 def checkpointed(run: Callable[..., Any], layer: torch.nn.Module, *args: Any, draws: bool) -> Any:
-    """Compute ``run(layer, *args)`` and save only the arguments for the backward pass, which computes it again.
+    """Compute ``run(layer, *args)``, and save only the arguments for the backward, which computes it again.
 
-    ``torch.compile`` does not support the contexts. Compiled, recomputation rounds to float8 with the newer scales.
+    ``torch.compile`` does not support ``context_fn``. In compiled code the recomputation therefore quantises to float8
+    with the current scales, not with those of the first forward.
     """
     options: Any = {} if torch.compiler.is_compiling() else {"context_fn": partial(_contexts, layer)}
     return checkpoint(run, layer, *args, use_reentrant=False, preserve_rng_state=draws, **options)
 
 
 def _contexts(layer: torch.nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the context managers for the first run and for the recomputation."""
+    """Return the context managers of the first forward and of the recomputation."""
     layers = [part for part in layer.modules() if isinstance(part, nn.Linear) and part.multiplies_fp8()]
     return nullcontext(), _Histories(layers) if layers else nullcontext()
 
 
 class _Histories(AbstractContextManager[None]):
-    """While active, layers use copies of the amax histories that their inputs had when this object was made.
+    """A context in which layers use copies of the amax histories that they had when this object was made.
 
-    Then recomputation rounds to the same numbers, and does not record the amax again. It may be entered more than
-    once, because a retained graph can have several backward passes.
+    The recomputation then rounds to the same numbers, and does not change the layers' histories. A retained graph can
+    have several backward passes, each of which enters this context.
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:

@@ -1,4 +1,4 @@
-"""GPT-2's layers (Radford et al., 2019), including the final norm, without the head.
+"""GPT-2 (Radford et al., 2019) without its LM head: embeddings, layers and the final norm.
 
 Shapes: B batch, T tokens, C channels. Parameters have nanoGPT's and Hugging Face's names; matrices are (out, in) as in
 ``torch.nn.Linear``.
@@ -32,7 +32,7 @@ class Block(torch.nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)  # used in both additions
 
     def forward(self, x: Tensor, cache: nn.KeyValueCache | None = None) -> Tensor:
-        """(B, T, C) -> (B, T, C); with a cache, x are the tokens that follow those in it."""
+        """(B, T, C) -> (B, T, C). With a cache, x are the tokens that follow the cached ones."""
         return add(*self.without_last_addition(x, None, cache))
 
     def without_last_addition(
@@ -40,16 +40,16 @@ class Block(torch.nn.Module):
     ) -> tuple[Tensor, Pending]:
         """Compute the layer without its last residual addition, which the next layer makes.
 
-        An addition and the norm that follows it are one kernel. The norm after a layer's last addition belongs to the
-        next layer, so the addition is passed on to it.
+        One kernel computes an addition and the norm that follows it. The norm after a layer's last addition belongs to
+        the next layer.
 
         Args:
             stream: (B, T, C), the residual stream.
-            pending: is added to the stream first, unless None.
-            cache: as in :meth:`forward`.
+            pending: the pending addition to the stream, or None.
+            cache: the keys and values of earlier tokens, or None.
 
         Returns:
-            The stream, and what is to be added to it next.
+            The stream, and the addition that is now pending.
         """
         if cache is None:
             found = fused_block.run(self, stream, pending)
@@ -70,14 +70,14 @@ class Block(torch.nn.Module):
 
 
 def _pending(values: Tensor, bias: Tensor | None, dropout: torch.nn.Module) -> Pending:
-    """Return a sublayer's output, which is pending; a dropout that was replaced or hooked is called here."""
+    """Return a sublayer's output as a pending addition; a dropout that was replaced or hooked is called here."""
     if is_unmodified(dropout, nn.Dropout):
         return Pending(values, bias, draw(cast(nn.Dropout, dropout).p if dropout.training else 0.0, values))
     return Pending(dropout(values if bias is None else values + bias.to(values.dtype)))
 
 
 def _add_and_norm(stream: Tensor, pending: Pending | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """Add ``pending`` to the stream; returns ``norm`` of the sum, and the sum: one kernel unless a module is called."""
+    """Add ``pending`` to the stream; return ``norm`` of the sum, and the sum. One kernel does this if it can."""
     if pending is None or not is_unmodified(norm, nn.LayerNorm) or norm.normalized_shape != stream.shape[-1:]:
         stream = add(stream, pending)
         return norm(stream), stream
@@ -91,21 +91,21 @@ def _add_and_norm(stream: Tensor, pending: Pending | None, norm: nn.LayerNorm) -
 def _run(
     layer: torch.nn.Module, stream: Tensor, pending: Pending | None, cache: nn.KeyValueCache | None = None
 ) -> tuple[Tensor, Pending | None]:
-    """Run a layer, even if it was replaced or wrapped; returns the stream and what is to be added to it."""
+    """Run a layer, even if it was replaced or wrapped; return the stream and its pending addition."""
     if is_unmodified(layer, Block):
         return cast(Block, layer).without_last_addition(stream, pending, cache)
     stream = add(stream, pending)
-    return layer(stream) if cache is None else layer(stream, cache), None  # an adapter need not know of caches
+    return layer(stream) if cache is None else layer(stream, cache), None  # an adapter may have no cache argument
 
 
 class Transformer(torch.nn.Module):
-    """GPT-2 without its head.
+    """GPT-2 without its LM head.
 
-    An addition is fused with the norm that follows it, and the two embeddings with each other, unless one of these
-    modules was replaced, wrapped, hooked or parametrised: then it is called.
+    One kernel computes an addition and the norm that follows it, and one kernel both embeddings. If one of these
+    modules was replaced, wrapped, hooked or parametrised, the modules are called instead.
 
     Attributes:
-        recompute_blocks: save only a layer's inputs for the backward pass, which computes the layer again.
+        recompute_blocks: save only a layer's inputs for the backward, which computes the layer again.
     """
 
     recompute_blocks: bool = False
@@ -141,7 +141,7 @@ class Transformer(torch.nn.Module):
         return _add_and_norm(stream, pending, self.ln_f)[0]
 
     def embeds_in_one(self) -> bool:
-        """Whether the two embeddings can be computed by one operator."""
+        """Return whether one operator can compute both embeddings."""
         return are_unmodified((self.wte, nn.Embedding), (self.wpe, nn.Embedding)) and not is_exporting()
 
     def _embed(self, tokens: Tensor, start: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The operators' Python rules for torch: fake, autograd, vmap, autocast, flops. One file for each operator.
+"""The operators' Python rules for torch: fake, autograd, vmap, autocast, flops. Each operator has a file.
 
 ``from gptkernels.rules import ops`` gives the operators with these rules registered: ``ops.gelu(x)``.
 """

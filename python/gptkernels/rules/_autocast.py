@@ -1,7 +1,7 @@
 """Casts inside ``torch.autocast``, by torch's rules.
 
-Torch caches the low-precision copy of a parameter until the outermost context ends, so that a weight is cast once
-however often it is used. Its cache cannot be called from Python; this one has the same rules and lifetime.
+Torch caches the low-precision copy of a parameter until the outermost context ends, so that a weight that is used
+several times is cast once. Torch's cache cannot be called from Python. The cache here has the same rules and lifetime.
 """
 
 import weakref
@@ -26,6 +26,24 @@ def autocast_dtype(device_type: str) -> torch.dtype | None:
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
     """Return a context without autocast, for any device type."""
     return torch.autocast(device_type, enabled=False) if device_type in KEYS else nullcontext()
+
+
+def _excluded() -> torch._C.DispatchKeySet:
+    """Return the keys that ``torch._C._AutoDispatchBelowAutograd`` excludes, and autocast's for all devices."""
+    before = torch._C._dispatch_tls_local_exclude_set()
+    with torch._C._AutoDispatchBelowAutograd():
+        keys = torch._C._dispatch_tls_local_exclude_set() - before
+    for key in KEYS.values():
+        keys |= torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, key))
+    return keys
+
+
+_BELOW, _guard = _excluded(), torch._C._ExcludeDispatchKeyGuard
+
+
+def below() -> Any:
+    """Return a context manager in which operators are called below autograd and autocast."""
+    return _guard(_BELOW)
 
 
 def kernel(op: Callable[..., Any], device_type: str, policy: str) -> Callable[..., Any]:
@@ -67,9 +85,6 @@ def _eligible(value: Any, device_type: str) -> bool:
     )
 
 
-# ---- one cast for each parameter and context -------------------------------------------------------------------------
-
-
 class _Casts(dict[tuple[int, bool], tuple[Tensor, int, Tensor]]):
     """Maps the id of a parameter, and whether gradients are recorded, to the parameter, its version, and its cast."""
 
@@ -92,7 +107,10 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_cacheable(value: Tensor, dtype: torch.dtype) -> bool:
-    """Torch's conditions: a float32 leaf that requires a gradient, cast to autocast's own dtype; and no tracing."""
+    """Return whether torch's cache would store the cast.
+
+    It stores casts of float32 leaves that require a gradient, to autocast's own dtype, and none while tracing.
+    """
     return (
         value.dtype == torch.float32
         and value.requires_grad
@@ -109,8 +127,8 @@ def _is_cacheable(value: Tensor, dtype: torch.dtype) -> bool:
 def _new_casts() -> _Casts:
     """Make a dictionary that lives until torch clears its own cache.
 
-    Torch has no callback for that. Therefore a product without rows puts a small parameter into torch's cache. The
-    dictionary is an attribute of its cast, to which only torch has a reference.
+    Torch has no callback for that. Therefore a matmul without rows puts the cast of a small weight into torch's cache.
+    The dictionary is an attribute of this cast, to which only torch's cache has a reference.
     """
     global _casts
     casts = _Casts()
@@ -126,7 +144,7 @@ def _new_casts() -> _Casts:
 
 @contextmanager
 def _disable_saved_tensors_hooks() -> Iterator[None]:
-    """Save tensors as they are inside this context. (The hooks of activation checkpointing would replace them.)"""
+    """Return a context in which autograd saves tensors unchanged; activation checkpointing would replace them."""
     hooks = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)

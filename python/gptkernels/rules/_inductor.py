@@ -1,7 +1,7 @@
 """Registration of the ops as fallbacks in Inductor.
 
-Inductor can call ops that it has no rule for. But up to torch 2.12 it first formats such an op's arguments for its log,
-each with all its inputs, which takes time exponential in the depth of a model.
+Inductor can call ops that it has no rule for. But up to torch 2.12 it first formats such an op's arguments, and
+recursively their inputs, for its log. This takes time exponential in the depth of a model.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Forward-mode AD: the tangents of an op's outputs from those of its arguments.
+"""Forward-mode AD: rules that compute the tangents of an op's outputs from the tangents of its arguments.
 
 A rule takes the op's arguments (all of them, by position, without their tangents), their tangents, and the outputs. It
 returns the outputs' tangents: one or, for several outputs, a tuple, with None for an output without a tangent. It is
@@ -19,7 +19,7 @@ def with_jvp(function: type[torch.autograd.Function], rule: Rule) -> type[torch.
     """Return a subclass of the function with the rule as its ``jvp``.
 
     Torch then gives the outputs their tangents before they are saved for the backward, as forward over reverse needs.
-    It is a separate class, so that calls without tangents save nothing more.
+    The subclass saves more than the function, so that calls without tangents do not use it.
     """
 
     class WithJvp(function):  # type: ignore[misc, valid-type]
@@ -51,20 +51,19 @@ def with_jvp(function: type[torch.autograd.Function], rule: Rule) -> type[torch.
 
 
 def active() -> bool:
-    """Whether an argument may have a tangent: in a ``dual_level``, or under a transform of torch.func.
+    """Return whether an argument may have a tangent: in a ``dual_level``, or under a transform of torch.func.
 
-    (A compiled transform does not change the level that Python knows.)
+    Compiled transforms do not set ``forward_ad._current_level``, so torch.func is asked too.
     """
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def unpack(t: Tensor) -> forward_ad.UnpackedDualTensor:
-    """Return the tensor without its tangent, and the tangent or None. Torch has only level 0."""
+    """Return the tensor without its tangent, and the tangent or None. The only level that torch supports is 0."""
     return forward_ad.unpack_dual(t, level=0)
 
 
 def any_tangent(args: Sequence[Any]) -> bool:
-    """Whether an argument has a tangent."""
     return any(isinstance(a, Tensor) and a.is_floating_point() and unpack(a).tangent is not None for a in args)
 
 
@@ -88,7 +87,8 @@ def by_formula(formula: Callable[..., Any]) -> Rule:
 def linear_in(*positions: int) -> Callable[[Callable[..., Any]], Rule]:
     """Make a rule for an op that is linear in each of these arguments, from a function of all the arguments.
 
-    The tangent is a sum over the arguments with a tangent: of the op with the tangent in place of the argument.
+    For each argument with a tangent, the function is called with the tangent in place of the argument. The output's
+    tangent is the sum of the results.
     """
 
     def decorate(function: Callable[..., Any]) -> Rule:

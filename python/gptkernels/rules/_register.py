@@ -1,27 +1,28 @@
 """Registration of an op's Python rules with torch's dispatcher.
 
-An op's file contains its rules and ends with one call for each:
+An op's file imports this module as ``register``, contains the op's rules, and ends with one call for each rule:
 
 | call | what it provides |
 |---|---|
 | ``fake(name, f)`` | shapes and dtypes without data: meta and fake tensors, ``torch.compile``, ``torch.export`` |
 | ``autograd(name, Function, jvp=rule)`` | derivatives, reverse and forward, under ``torch.func``'s transforms too |
-| ``autograd_by_formula(name, f, inputs=n)`` | the same for a ``_backward`` op, from its formula in torch ops |
+| ``autograd_by_formula(name, f, inputs=n)`` | derivatives of a ``_backward`` op, from its formula in torch ops |
 | ``vmap(name, rule)`` | ``torch.vmap``, and with it ``jacrev``, ``jacfwd``, ``hessian`` and per-sample gradients |
 | ``autocast(name, cuda=..., cpu=...)`` | casts inside ``torch.autocast`` |
 | ``flops(name, f)`` | ``torch.utils.flop_counter`` |
-| ``mutates(name)``, ``without_derivative(name)`` | for an op that writes to an argument; for one without derivative |
+| ``mutates(name)`` | version counters, for an op that writes to an argument |
+| ``without_derivative(name)`` | an error, for an op without derivative |
 
 - ``Function`` is a plain ``torch.autograd.Function``: ``forward(ctx, *arguments)`` calls the op by ``below_autograd``,
-  ``backward`` calls the ``_backward`` op. It needs no ``setup_context``: the dispatcher calls it once for each
-  transform, as it calls the autograd kernels of torch's own ops.
+  and ``backward`` calls the ``_backward`` op. A ``Function`` needs no ``setup_context``, because the dispatcher calls
+  the op's autograd kernel once for each transform, as it calls the autograd kernels of torch's own ops.
 - ``jvp`` returns the outputs' tangents (see ``_jvp.py``): by an op that is linear in the argument, or by
-  ``by_formula(f)`` from the op's formula in torch ops. A ``_backward`` op needs one as well, because forward over
+  ``by_formula(f)`` from the op's formula in torch ops. A ``_backward`` op needs a ``jvp`` as well, because forward over
   reverse calls it.
-- A ``_backward`` op is differentiated by ``differentiate(f, ...)`` from its own formula in torch ops. ``present`` makes
-  None of the outputs that its mask excludes.
-- ``vmap`` is a rule from ``_vmap.py``: ``rows(...)`` if the mapped dimension is only one more leading dimension,
-  ``rows_and_sums(...)`` for a backward that also returns gradients of parameters, otherwise ``loop``.
+- A ``_backward`` op is differentiated by ``differentiate(f, ...)`` from its own formula in torch ops. ``present``
+  replaces the outputs that the mask excludes by None.
+- The rule of ``vmap`` comes from ``_vmap.py``: ``rows(...)`` if the mapped dimension is only one more leading
+  dimension, ``rows_and_sums(...)`` for a backward that also returns gradients of parameters, otherwise ``loop``.
 
 The autograd kernel is the leanest that ``torch.compile`` still traces: it calls ``Function`` without the argument
 handling of ``torch.library.register_autograd`` and of ``Function.apply``.
@@ -29,6 +30,7 @@ handling of ``torch.library.register_autograd`` and of ``Function.apply``.
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import filterfalse
 from typing import Any
 
@@ -56,20 +58,22 @@ def fake(name: str, function: Callable[..., Any]) -> None:
 
 
 def like(position: int) -> Callable[..., Tensor]:
-    """Make a function for ``fake``: the output has the shape and dtype of the argument at this position."""
+    """Return a function for ``fake`` whose output has the shape and dtype of the argument at this position."""
     return lambda *args, **kwargs: args[position].new_empty(args[position].shape)
 
 
-# ---- derivatives -----------------------------------------------------------------------------------------------------
+def empty_gradients(like: Tensor, shapes: Sequence[Sequence[int]], mask: Sequence[bool]) -> tuple[Tensor, ...]:
+    """Make empty gradients for ``fake``; a gradient that the mask excludes has no elements."""
+    return tuple(like.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, mask, strict=True))
 
 
 def autograd(name: str, function: type[torch.autograd.Function], *, jvp: _jvp.Rule) -> None:
     """Register the op's derivative.
 
     Args:
-        name: the op.
-        function: takes the op's arguments by position, calls it through ``below_autograd``, and differentiates it.
-        jvp: computes the tangents of its outputs, for forward-mode AD.
+        name: the op's name.
+        function: its ``forward`` takes the op's arguments by position and calls the op through ``below_autograd``.
+        jvp: computes the tangents of the op's outputs, for forward-mode AD.
     """
     op = getattr(ops, name).default
     complete = completer(op)
@@ -93,21 +97,20 @@ def autograd(name: str, function: type[torch.autograd.Function], *, jvp: _jvp.Ru
 
 
 def save(ctx: Any, *values: Any) -> None:
-    """Save tensors and other values for the backward, which gets all of them from ``saved``."""
+    """Save tensors and other values for the backward, which reads all of them by ``saved``."""
     ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in values))
     ctx.constants = [None if isinstance(value, Tensor) else value for value in values]
 
 
 def saved(ctx: Any) -> list[Any]:
-    """Return the values of ``save``."""
     return [constant if t is None else t for t, constant in zip(ctx.saved_tensors, ctx.constants, strict=True)]
 
 
 def autograd_by_formula(name: str, formula: Callable[..., Any], *, inputs: int) -> None:
-    """Register the derivatives of a formula in torch ops as those of an op, usually a ``_backward`` op.
+    """Register an op's derivatives, usually those of a ``_backward`` op, from its formula in torch ops.
 
     Args:
-        name: the op.
+        name: the op's name.
         formula: takes the op's arguments by position; returns its outputs, or None for one that the op's
             ``output_mask`` excludes.
         inputs: the number of leading arguments with a derivative. The formula must not depend on other tensors that
@@ -166,7 +169,10 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def _single_level(function: type[torch.autograd.Function]) -> Any:
-    """Copy the function for a single transform: from torch 2.15 on, ``apply`` handles transforms in C++ too."""
+    """Return a copy of the function for a single transform.
+
+    From torch 2.15 on, the ``apply`` of a ``Function`` handles transforms in C++ too.
+    """
     methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward", "jvp")}
     return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)
 
@@ -174,7 +180,7 @@ def _single_level(function: type[torch.autograd.Function]) -> Any:
 class _Outer(threading.local):
     """The modes of reverse and forward AD when an op was called under a transform of torch.func.
 
-    ``apply`` turns both off inside ``forward``. ``below_autograd`` turns them on again for the outer transforms, which
+    ``apply`` turns both modes off inside ``forward``. ``below_autograd`` turns them on for the outer transforms, which
     otherwise would miss the op.
     """
 
@@ -211,7 +217,7 @@ def completer(op: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[str,
 
 
 def below_autograd(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the op from its own autograd rule: it runs the kernel, or the next transform of torch.func."""
+    """Call the op from its own autograd rule, which runs the kernel or the next transform of torch.func."""
     with torch._C._AutoDispatchBelowAutograd():
         if not torch._C._are_functorch_transforms_active():
             return op(*args, **kwargs)
@@ -221,7 +227,7 @@ def below_autograd(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype of sums and statistics: float32, float64 for float64."""
+    """Return the dtype of sums and statistics: float64 for float64, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -238,12 +244,12 @@ def differentiate(
 ) -> tuple[Tensor | None, ...]:
     """Compute the gradients of ``formula(*inputs)``, which is written in torch ops, by torch's own autograd.
 
-    It makes a backward differentiable if a kernel is not worth it. The result can be differentiated again.
+    This differentiates a backward whose derivative is not worth a kernel. The result can be differentiated again.
 
     Args:
         formula: the op's outputs as a differentiable function of the inputs.
         inputs: the op's tensors; None for an absent one.
-        needs: whether a gradient is needed, for each input.
+        needs: for each input, whether its gradient is needed.
         grad_outputs: the incoming gradients; None for an unused output.
 
     Returns:
@@ -295,9 +301,6 @@ def _differentiate_by_func(
     return tuple(found)
 
 
-# ---- vmap ------------------------------------------------------------------------------------------------------------
-
-
 def vmap(name: str, rule: _vmap.Rule) -> None:
     """Register the op's rule for ``torch.vmap``."""
     op = getattr(ops, name).default
@@ -310,17 +313,14 @@ def vmap(name: str, rule: _vmap.Rule) -> None:
     torch.library.register_vmap(f"gptkernels::{name}", kernel, lib=_registrations)
 
 
-# ---- autocast --------------------------------------------------------------------------------------------------------
-
-
 def autocast(name: str, *, cuda: str | None = None, cpu: str | None = None) -> None:
     """Cast the op's floating tensors inside ``torch.autocast``, as its torch counterpart does on that device type.
 
     Args:
-        name: the op.
-        cuda: ``"float32"``, ``"lower"`` (autocast's own dtype), ``"promote"`` (the widest among the arguments), or None
-            for no rule.
-        cpu: as for ``cuda``.
+        name: the op's name.
+        cuda: the dtype on CUDA: ``"float32"``, ``"lower"`` (autocast's own dtype), ``"promote"`` (the widest among the
+            arguments), or None for no rule.
+        cpu: the dtype on the CPU, from the same choices.
     """
     for device_type, policy in (("cuda", cuda), ("cpu", cpu)):
         if policy is not None:
@@ -338,11 +338,11 @@ def autocast_by(name: str, device_type: str, rule: Callable[..., Any]) -> None:
     _registrations.impl(name, kernel, _autocast.KEYS[device_type])
 
 
-# ---- ops that write into their arguments -----------------------------------------------------------------------------
 def mutates(name: str) -> None:
-    """Increment the versions of the tensors that the op writes to, as torch's own in-place ops do.
+    """Make the op increment the versions of the tensors that it writes to, as torch's in-place ops do.
 
-    Autograd detects by the version that a saved tensor was modified. The schema marks the arguments that are written.
+    Autograd compares versions to detect that a saved tensor was modified. The schema marks the arguments that the op
+    writes to.
     """
     op = getattr(ops, name).default
     count_versions = _version_counter(op)
@@ -358,8 +358,8 @@ def mutates(name: str) -> None:
 def without_derivative(name: str) -> None:
     """Make the op raise an error if autograd would have to differentiate it.
 
-    The same rule does what ``mutates`` does, because a second rule would pass lists of hundreds of tensors through
-    Python again, which takes as long as the op itself.
+    The same rule also increments the versions of the tensors that the op writes to. The rule of ``mutates`` is skipped,
+    because it would pass lists of hundreds of tensors through Python again, which takes as long as the op itself.
     """
     op = getattr(ops, name).default
     count_versions = _version_counter(op)
@@ -402,27 +402,16 @@ def _version_counter(op: torch._ops.OpOverload) -> Callable[[Sequence[Any], dict
     return count_versions
 
 
-# ---- no CUDA library -------------------------------------------------------------------------------------------------
-
-
-def refuse_cuda(name: str, reason: str) -> None:
-    """Make the op raise an error, with the reason, when it is called with CUDA tensors."""
-
-    def kernel(*args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(f"gptkernels::{name}: no CUDA kernels are loaded: {reason}")
-
-    _registrations.impl(name, kernel, "CUDA")
+def _refuse_cuda(name: str, *args: Any, **kwargs: Any) -> Any:
+    raise RuntimeError(f"{name}: no CUDA kernels are loaded: {_library.without_cuda_because}")
 
 
 if _library.without_cuda_because:
     for _name in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
         if _name.startswith("gptkernels::"):
-            refuse_cuda(_name.removeprefix("gptkernels::"), _library.without_cuda_because)
-
-
-# ---- flops -----------------------------------------------------------------------------------------------------------
+            _registrations.impl(_name.removeprefix("gptkernels::"), partial(_refuse_cuda, _name), "CUDA")
 
 
 def flops(name: str, formula: Callable[..., int]) -> None:
-    """Register a flop count for ``torch.utils.flop_counter``; ``formula`` gets the arguments, tensors as shapes."""
+    """Register a count for ``torch.utils.flop_counter``; ``formula`` takes the arguments, with shapes for tensors."""
     register_flop_formula(getattr(ops, name))(formula)

@@ -1,8 +1,8 @@
-"""Rules for ``torch.vmap``: an op on tensors with one more dimension, over which it is mapped.
+"""Rules for ``torch.vmap``: calls of an op on tensors with one more dimension, over which the op is mapped.
 
 A rule takes the op, the size of that dimension, its index in each argument (None if the argument does not have it), and
-the arguments, all by position. It returns the outputs and the index of the dimension in each. The op is called with all
-outer transforms still active, so that derivatives of and by mapped functions follow from the op's own.
+the arguments, all by position. It returns the outputs and the index of the dimension in each output. The op is called
+with all outer transforms still active, so that mapped functions can be differentiated, and derivatives mapped.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,7 +19,7 @@ def loop(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequen
     """Call the op once for each index. This works for any op, but is slow.
 
     Raises:
-        RuntimeError: the dimension has size 0: without a call the outputs' shapes are unknown.
+        RuntimeError: if the dimension has size 0, because without a call the outputs' shapes are unknown.
     """
     if size == 0:
         raise RuntimeError(f"{getattr(op, '__name__', 'vmap')}: vmap over a dimension of size 0 is not supported")
@@ -34,7 +34,7 @@ def loop(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequen
 
 
 def _dims_of(in_dims: Sequence[Any], args: Sequence[Any]) -> list[int | None]:
-    """Return one dimension for each leaf of the arguments."""
+    """Return the mapped dimension, or None, for each leaf of the arguments."""
     flat: list[int | None] = []
     for dim, arg in zip(in_dims, args, strict=True):
         if isinstance(arg, list | tuple):
@@ -47,12 +47,13 @@ def _dims_of(in_dims: Sequence[Any], args: Sequence[Any]) -> list[int | None]:
 def rows(*positions: int, least: int = 1) -> Rule:
     """Make a rule for an op that accepts any leading dimensions in these arguments and returns them in all outputs.
 
-    The mapped dimension becomes the first of them, for one call. If another argument is mapped too, it is a loop.
+    If only these arguments are mapped, the mapped dimension becomes their first dimension and the op is called once.
+    Otherwise the op is called for each index.
 
     Args:
         positions: the positions of those arguments.
-        least: the number of other dimensions that the first of them must have. With fewer, the op is called for each
-            index, and raises its own error.
+        least: the least number of dimensions, besides the mapped one, of the first of those arguments. With fewer, the
+            op is called for each index and raises its own error.
     """
 
     def rule(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
@@ -71,8 +72,8 @@ def rows(*positions: int, least: int = 1) -> Rule:
 def rows_and_sums(*positions: int) -> Rule:
     """Make a rule for a backward whose first output has rows and whose other outputs are sums over all rows.
 
-    Its last argument is the mask of the needed outputs. The first output takes one call. The sums take a loop, because
-    they are separate for each index.
+    The backward's last argument is the mask of the needed outputs. The first output takes one call. The sums take a
+    call for each index, because each index has its own sum.
     """
     over_rows = rows(*positions)
 
@@ -93,21 +94,21 @@ def rows_and_sums(*positions: int) -> Rule:
 
 
 def _only(positions: Sequence[int], in_dims: Sequence[Any]) -> bool:
-    """Whether only these arguments are mapped."""
     return all(i in positions or d is None for i, d in enumerate(in_dims))
 
 
 def leading(t: Any, dim: int | None, size: int) -> Any:
-    """Move the mapped dimension to the front; None stays None."""
+    """Move a tensor's mapped dimension to the front, or add one; return any other value unchanged."""
     if not isinstance(t, Tensor):
         return t
     return t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
 
 
 def batches(*positions: int) -> Rule:
-    """Make a rule for an op with a batch dimension: the first one of these arguments and of all outputs.
+    """Make a rule for an op with a batch dimension, which is the first of these arguments and of all outputs.
 
-    The mapped dimension is folded into it, for one call. If another argument is mapped too, it is a loop.
+    If only these arguments are mapped, the mapped dimension is folded into the batch dimension and the op is called
+    once. Otherwise the op is called for each index.
     """
 
     def rule(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:

@@ -1,14 +1,11 @@
-"""One step of AdamW on lists of tensors, in place (Loshchilov and Hutter, 2019); shaped as torch's _fused_adamw_."""
+"""One step of AdamW on lists of tensors, in place (Loshchilov and Hutter, 2019), with _fused_adamw_'s arguments."""
 
 from typing import Any
 
 import torch
 
-from gptkernels.rules._register import _registrations, _version_counter, fake, mutates, ops, without_derivative
-
-
-def _fake(params, grads, exp_avgs, exp_avg_sqs, steps, **options):
-    return None
+from gptkernels.rules import _register as register
+from gptkernels.rules._register import _registrations, _version_counter, ops
 
 
 def _without_kernel(params, grads, exp_avgs, exp_avg_sqs, steps, **options):
@@ -17,9 +14,9 @@ def _without_kernel(params, grads, exp_avgs, exp_avg_sqs, steps, **options):
         raise RuntimeError(f"gptkernels::adamw_: params[0] is on {params[0].device}, which has no kernel")
 
 
-fake("adamw_", _fake)
-mutates("adamw_")
-without_derivative("adamw_")
+register.fake("adamw_", lambda *lists, **options: None)
+register.mutates("adamw_")
+register.without_derivative("adamw_")
 _registrations.impl("adamw_", _without_kernel, "CompositeExplicitAutograd")
 
 
@@ -29,8 +26,8 @@ _count_versions = _version_counter(ops.adamw_.default)
 def step(*lists: Any, **options: Any) -> None:
     """Call ``adamw_`` when no gradients are recorded.
 
-    Each of the rules above would pass lists of hundreds of tensors through Python again, so this function does their
-    work.
+    Each of the rules above would pass lists of hundreds of tensors through Python again. This function increments the
+    versions of the written tensors instead.
     """
     if torch.compiler.is_compiling():
         ops.adamw_.default(*lists, **options)

@@ -9,21 +9,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from gptkernels.rules import _register as register
 from gptkernels.rules._jvp import by_formula
-from gptkernels.rules._register import (
-    accumulate_dtype,
-    autocast,
-    autograd,
-    autograd_by_formula,
-    below_autograd,
-    fake,
-    flops,
-    like,
-    ops,
-    save,
-    saved,
-    vmap,
-)
+from gptkernels.rules._register import accumulate_dtype, below_autograd, like, ops, save, saved
 from gptkernels.rules._vmap import batches, loop
 
 
@@ -39,9 +27,6 @@ class Options(NamedTuple):
     key_end: Tensor | None = None
     seed: Tensor | None = None
     offset: Tensor | None = None
-
-
-# ---- shapes ----------------------------------------------------------------------------------------------------------
 
 
 def _fake_packed(qkv, num_heads, scale=None, dropout_p=0.0, seed=None, offset=None):
@@ -67,15 +52,8 @@ def _fake_backward(dout, dlogsumexp, query, key, value, *args, **kwargs):
     return _fake_gradient(query), _fake_gradient(key), _fake_gradient(value)
 
 
-def _fake_dropout_mask(batches, heads, queries, keys, dropout_p, seed, offset):
-    return seed.new_empty((batches, heads, queries, keys), dtype=torch.bool)
-
-
-# ---- the formula -----------------------------------------------------------------------------------------------------
-
-
 def visible_keys(query: Tensor, key: Tensor, options: Options) -> Tensor:
-    """Compute which keys each query sees, of a shape that broadcasts to (B, NH, Tq, Tk)."""
+    """Return the mask of the keys that each query sees; its shape broadcasts to (B, NH, Tq, Tk)."""
     rows = torch.arange(query.shape[2], device=query.device)[:, None]
     columns = torch.arange(key.shape[2], device=query.device)
     seen = columns <= rows + options.query_offset if options.is_causal else (columns >= 0).expand(len(rows), -1)
@@ -95,7 +73,7 @@ def _shared(t: Tensor, heads: int) -> Tensor:
 
 
 def _scores(query: Tensor, key: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute the scaled and masked scores, and which queries see any key; the scores of those that see none are 0."""
+    """Compute the scaled and masked scores, and which queries see a key. If a query sees none, its scores are 0."""
     scale = 1 / math.sqrt(query.shape[3]) if options.scale is None else options.scale
     scores = query @ _shared(key, query.shape[1]).mT * scale
     seen = visible_keys(query, key, options)
@@ -113,8 +91,9 @@ def _dropout(p: Tensor, options: Options) -> Tensor | None:
     return kept.to(p.dtype) / ((1 - options.dropout_p) or 1)
 
 
-def forward_formula(query: Tensor, key: Tensor, value: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute out and logsumexp in torch ops."""
+def forward_formula(query, key, value, *args) -> tuple[Tensor, Tensor]:
+    """Compute out and logsumexp in torch ops; ``args`` are those of ``Options``."""
+    options = Options(*args)
     scores, any_seen = _scores(query, key, options)
     p = scores.softmax(-1) * any_seen
     if (dropout := _dropout(p, options)) is not None:
@@ -123,10 +102,9 @@ def forward_formula(query: Tensor, key: Tensor, value: Tensor, options: Options)
     return p @ _shared(value, query.shape[1]), logsumexp
 
 
-def backward_formula(
-    dout: Tensor, dlogsumexp: Tensor | None, query: Tensor, key: Tensor, value: Tensor, options: Options
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dquery, dkey and dvalue in torch ops, with the probabilities as a function of query and key."""
+def backward_formula(dout, dlogsumexp, query, key, value, out, logsumexp, *args) -> tuple[Tensor, Tensor, Tensor]:
+    """Compute dquery, dkey and dvalue in torch ops; out and logsumexp are functions of query, key and value."""
+    options = Options(*args)
     heads, key_heads = query.shape[1], key.shape[1]
     scores, any_seen = _scores(query, key, options)
     p = scores.softmax(-1) * any_seen
@@ -144,15 +122,11 @@ def backward_formula(
     return ds @ _shared(key, heads), dkey, dvalue
 
 
-# ---- query, key and value --------------------------------------------------------------------------------------------
-
-
 class ScaledDotProductAttention(torch.autograd.Function):
-    """query (B, NH, Tq, HS), key and value (B, KH, Tk, HS) -> out as query, logsumexp (B, NH, Tq)."""
+    """query (B, NH, Tq, HS), key and value (B, KH, Tk, HS) -> out (B, NH, Tq, HS), logsumexp (B, NH, Tq)."""
 
     @staticmethod
     def forward(ctx, query, key, value, *options):
-        """Save the inputs, out and the logsumexp."""
         if ctx.needs_input_grad[3]:
             raise RuntimeError(
                 "gptkernels::scaled_dot_product_attention: attn_mask requires grad, but has no derivative here"
@@ -164,7 +138,6 @@ class ScaledDotProductAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dlogsumexp):
-        """Compute the three gradients in one call."""
         if dout is None and dlogsumexp is None:
             return (None,) * 12
         query, key, value, out, logsumexp, *options = saved(ctx)
@@ -177,18 +150,8 @@ class ScaledDotProductAttention(torch.autograd.Function):
         return *wanted, *(None,) * 9
 
 
-def _formula(query, key, value, *options):
-    """Compute the op's outputs in torch ops."""
-    return forward_formula(query, key, value, Options(*options))
-
-
-def _backward_formula(dout, dlogsumexp, query, key, value, out, logsumexp, *options):
-    """Compute the backward's outputs in torch ops; out and logsumexp are functions of the inputs."""
-    return backward_formula(dout, dlogsumexp, query, key, value, Options(*options))
-
-
 def _folded(*positions: int):
-    """Make a rule that folds the mapped dimension into the batch, if no mask or bound depends on the sequence."""
+    """Make a vmap rule that folds the mapped dimension into the batch if there is no mask and no bound of keys."""
 
     def rule(op, size, in_dims, args):
         options = Options(*args[positions[-1] + 1 :])
@@ -199,39 +162,33 @@ def _folded(*positions: int):
 
 
 def sdpa_flops(query_shape, key_shape, value_shape, *args, **kwargs) -> int:
-    """Two products of 2*B*NH*Tq*Tk*HS each. As in torch's count, masked scores are included."""
+    """Count two matmuls of 2*B*NH*Tq*Tk*HS flops each. As in torch's count, masked scores are included."""
     b, heads, queries, size = query_shape
     return 2 * 2 * b * heads * queries * key_shape[2] * size
 
 
 def sdpa_backward_flops(dout_shape, dlogsumexp_shape, query_shape, key_shape, value_shape, *args, **kwargs) -> int:
-    """Five products: the scores again, and four for the gradients."""
+    """Count five matmuls: one for the scores, and four for the gradients."""
     return 5 * sdpa_flops(query_shape, key_shape, value_shape) // 2
 
 
-# ---- packed ----------------------------------------------------------------------------------------------------------
-
-
 def unpack(qkv: Tensor, num_heads: int) -> tuple[Tensor, ...]:
-    """qkv (B, T, 3C) -> query, key and value (B, NH, T, HS), views."""
+    """qkv (B, T, 3C) -> query, key and value (B, NH, T, HS), which are views."""
     return qkv.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
 
 
-def _packed_options(scale: float | None, dropout_p: float, seed: Tensor | None, offset: Tensor | None) -> Options:
-    return Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
-
-
-def _packed_formula(qkv, num_heads, *options):
-    """Compute out in torch ops; the packed op's logsumexp has no derivative."""
-    query, key, value = unpack(qkv, num_heads)
-    out, _ = forward_formula(query, key, value, _packed_options(*options))
+def packed_formula(qkv, num_heads, scale, dropout_p=0.0, seed=None, offset=None):
+    """Compute out in torch ops; the op's second output has no derivative."""
+    options = Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
+    out, _ = forward_formula(*unpack(qkv, num_heads), *options)
     return out.transpose(1, 2).flatten(2), None
 
 
-def _packed_backward_formula(dout, qkv, out, logsumexp, num_heads, *options):
+def packed_backward_formula(dout, qkv, out, logsumexp, num_heads, scale, dropout_p=0.0, seed=None, offset=None):
     """Compute dqkv in torch ops; out and logsumexp are functions of qkv."""
+    options = Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
     dout = dout.unflatten(2, (num_heads, -1)).transpose(1, 2)
-    gradients = backward_formula(dout, None, *unpack(qkv, num_heads), _packed_options(*options))
+    gradients = backward_formula(dout, None, *unpack(qkv, num_heads), out, logsumexp, *options)
     return torch.stack(gradients).permute(1, 3, 0, 2, 4).flatten(2)
 
 
@@ -240,7 +197,6 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, qkv, num_heads, scale, dropout_p, seed, offset):
-        """Save qkv, out and the logsumexp."""
         out, logsumexp = below_autograd(ops.attention, qkv, num_heads, scale, dropout_p, seed, offset)
         ctx.save_for_backward(qkv, out, logsumexp, seed, offset)
         ctx.options = num_heads, scale, dropout_p
@@ -250,7 +206,6 @@ class Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, _dlogsumexp):
-        """Compute dqkv, packed as qkv."""
         if dout is None:
             return (None,) * 6
         qkv, out, logsumexp, seed, offset = ctx.saved_tensors
@@ -258,32 +213,30 @@ class Attention(torch.autograd.Function):
 
 
 def attention_flops(qkv_shape, *args, **kwargs) -> int:
-    """Count as ``sdpa_flops`` does."""
     b, t, c3 = qkv_shape
     return 2 * 2 * b * t * t * (c3 // 3)
 
 
 def attention_backward_flops(dout_shape, qkv_shape, *args, **kwargs) -> int:
-    """Count as ``sdpa_backward_flops`` does."""
     return 5 * attention_flops(qkv_shape) // 2
 
 
-fake("attention", _fake_packed)
-fake("attention_backward", like(1))
-fake("scaled_dot_product_attention", _fake)
-fake("scaled_dot_product_attention_backward", _fake_backward)
-fake("attention_dropout_mask", _fake_dropout_mask)
-autograd("attention", Attention, jvp=by_formula(_packed_formula))
-autograd_by_formula("attention_backward", _packed_backward_formula, inputs=2)
-autograd("scaled_dot_product_attention", ScaledDotProductAttention, jvp=by_formula(_formula))
-autograd_by_formula("scaled_dot_product_attention_backward", _backward_formula, inputs=5)
-vmap("attention", batches(0))
-vmap("attention_backward", batches(0, 1, 2, 3))
-vmap("scaled_dot_product_attention", _folded(0, 1, 2))
-vmap("scaled_dot_product_attention_backward", _folded(0, 1, 2, 3, 4, 5, 6))
+register.fake("attention", _fake_packed)
+register.fake("attention_backward", like(1))
+register.fake("scaled_dot_product_attention", _fake)
+register.fake("scaled_dot_product_attention_backward", _fake_backward)
+register.fake("attention_dropout_mask", lambda *args: args[-1].new_empty(args[:4], dtype=torch.bool))
+register.autograd("attention", Attention, jvp=by_formula(packed_formula))
+register.autograd_by_formula("attention_backward", packed_backward_formula, inputs=2)
+register.autograd("scaled_dot_product_attention", ScaledDotProductAttention, jvp=by_formula(forward_formula))
+register.autograd_by_formula("scaled_dot_product_attention_backward", backward_formula, inputs=5)
+register.vmap("attention", batches(0))
+register.vmap("attention_backward", batches(0, 1, 2, 3))
+register.vmap("scaled_dot_product_attention", _folded(0, 1, 2))
+register.vmap("scaled_dot_product_attention_backward", _folded(0, 1, 2, 3, 4, 5, 6))
 for _name in ("attention", "scaled_dot_product_attention"):
-    autocast(_name, cuda="lower", cpu="lower")
-flops("attention", attention_flops)
-flops("attention_backward", attention_backward_flops)
-flops("scaled_dot_product_attention", sdpa_flops)
-flops("scaled_dot_product_attention_backward", sdpa_backward_flops)
+    register.autocast(_name, cuda="lower", cpu="lower")
+register.flops("attention", attention_flops)
+register.flops("attention_backward", attention_backward_flops)
+register.flops("scaled_dot_product_attention", sdpa_flops)
+register.flops("scaled_dot_product_attention_backward", sdpa_backward_flops)

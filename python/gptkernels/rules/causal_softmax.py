@@ -1,18 +1,10 @@
-"""Causal softmax: row t of softmax(scale * scores) over the columns 0..t, zeros above the diagonal."""
+"""Causal softmax: row t is softmax(scale * scores) over the columns 0..t, and 0 in the later columns."""
 
 import torch
 
-from gptkernels.rules._register import (
-    accumulate_dtype,
-    autocast,
-    autograd,
-    autograd_by_formula,
-    below_autograd,
-    fake,
-    like,
-    ops,
-    vmap,
-)
+from gptkernels.rules import _register as register
+from gptkernels.rules import softmax
+from gptkernels.rules._register import below_autograd, like, ops
 from gptkernels.rules._vmap import rows
 
 
@@ -21,7 +13,6 @@ class CausalSoftmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, scores, scale):
-        """Save the output; the backward needs nothing else."""
         out = below_autograd(ops.causal_softmax.default, scores, scale)
         ctx.save_for_backward(out)
         ctx.scale = scale
@@ -29,27 +20,24 @@ class CausalSoftmax(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout):
-        """Compute dscores = scale * out * (dout - sum(dout * out))."""
         (out,) = ctx.saved_tensors
         return ops.causal_softmax_backward.default(dout, out, ctx.scale), None
 
 
 def tangent(inputs, tangents, outputs):
-    """Apply the backward to the tangent, because the Jacobian of a row is symmetric."""
+    """Apply the backward to the tangent; the Jacobian of a row is symmetric."""
     return ops.causal_softmax_backward.default(tangents[0], outputs[0], inputs[1])
 
 
 def backward_formula(dout, out, scale):
-    """Compute dscores in torch ops."""
-    wide = accumulate_dtype(out.dtype)
-    dout, p = dout.tril().to(wide), out.tril().to(wide)
-    return scale * p * (dout - (dout * p).sum(-1, keepdim=True))
+    """Compute dscores = scale * out * (dout - sum(dout * out)) in torch ops."""
+    return scale * softmax.backward_formula(dout.tril(), out.tril())
 
 
-fake("causal_softmax", like(0))
-fake("causal_softmax_backward", like(1))
-autograd("causal_softmax", CausalSoftmax, jvp=tangent)
-autograd_by_formula("causal_softmax_backward", backward_formula, inputs=2)
-vmap("causal_softmax", rows(0, least=2))
-vmap("causal_softmax_backward", rows(0, 1, least=2))
-autocast("causal_softmax", cuda="float32")
+register.fake("causal_softmax", like(0))
+register.fake("causal_softmax_backward", like(1))
+register.autograd("causal_softmax", CausalSoftmax, jvp=tangent)
+register.autograd_by_formula("causal_softmax_backward", backward_formula, inputs=2)
+register.vmap("causal_softmax", rows(0, least=2))
+register.vmap("causal_softmax_backward", rows(0, 1, least=2))
+register.autocast("causal_softmax", cuda="float32")

@@ -1,12 +1,12 @@
-"""A decoding step: the newest token of each sequence through GPT-2, with a cache of earlier keys and values."""
+"""A decoding step: GPT-2's logits of the newest token of each sequence, with a cache of earlier keys and values."""
 
-from gptkernels.rules._register import fake, mutates, without_derivative
+from gptkernels.rules import _register as register
 
 
-def _fake(sequences, lengths, wte, wpe, layers, norm_weight, norm_bias, head, *_, **__):
+def _fake(sequences, lengths, wte, wpe, layers, norm_weight, norm_bias, head, *_, **__):  # returns logits (B, Vp)
     return wte.new_empty((sequences.shape[0], head.shape[0]))
 
 
-fake("decode", _fake)
-mutates("decode")
-without_derivative("decode")
+register.fake("decode", _fake)
+register.mutates("decode")
+register.without_derivative("decode")

@@ -1,23 +1,15 @@
-"""Token and position embeddings: out[b, t] = wte[tokens[b, t]] + wpe[t]; and an embedding without positions."""
+"""Token and position embeddings, out[b, t] = wte[tokens[b, t]] + wpe[t], and an embedding without positions."""
 
 import torch
 
+from gptkernels.rules import _register as register
 from gptkernels.rules._jvp import linear_in
-from gptkernels.rules._register import (
-    autograd,
-    below_autograd,
-    fake,
-    mutates,
-    ops,
-    recorder,
-    vmap,
-    without_derivative,
-)
+from gptkernels.rules._register import below_autograd, ops, recorder
 from gptkernels.rules._vmap import batches, leading, loop, offset_tokens, rows
 
 
-def _fake(tokens, wte, wpe, vocab_size=-1):
-    return wte.new_empty((*tokens.shape, wte.shape[-1]))
+def _fake(tokens, weight, *_):
+    return weight.new_empty((*tokens.shape, weight.shape[-1]))
 
 
 def _fake_backward(dout, tokens, vocab_size, max_positions):
@@ -25,31 +17,17 @@ def _fake_backward(dout, tokens, vocab_size, max_positions):
     return dout.new_empty((vocab_size, width)), dout.new_empty((max_positions, width))
 
 
-def _fake_backward_in_place(dout, tokens, dwte, max_positions):
-    return dout.new_empty((max_positions, dout.shape[-1]))
-
-
-def _fake_embedding(tokens, weight, vocab_size=-1):
-    return weight.new_empty((*tokens.shape, weight.shape[-1]))
-
-
-def _fake_embedding_backward(dout, tokens, vocab_size):
-    return dout.new_empty((vocab_size, dout.shape[-1]))
-
-
 class Encoder(torch.autograd.Function):
     """tokens (B, T), wte (Vp, C), wpe (P, C) with P >= T -> (B, T, C)."""
 
     @staticmethod
     def forward(ctx, tokens, wte, wpe, vocab_size):
-        """Save the tokens; the gradient does not depend on the weights."""
         ctx.save_for_backward(tokens)
         ctx.sizes = wte.shape[0], wpe.shape[0]
         return below_autograd(ops.encoder.default, tokens, wte, wpe, vocab_size)
 
     @staticmethod
     def backward(ctx, dout):
-        """Compute dwte, sums of dout's rows over the positions of each token, and dwpe, sums over the batch."""
         (tokens,) = ctx.saved_tensors
         return None, *ops.encoder_backward.default(dout, tokens, *ctx.sizes), None
 
@@ -63,7 +41,6 @@ class TiedEncoder(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tokens, wte, wpe, vocab_size):
-        """Save the tokens."""
         ctx.save_for_backward(tokens)
         ctx.sizes = wte.shape[0], wpe.shape[0]
         ctx.set_materialize_grads(False)
@@ -71,7 +48,7 @@ class TiedEncoder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dhead):
-        """Add the tokens' gradient to the tied head's gradient, in place, since nothing else refers to that."""
+        """Add the tokens' gradient to the head's gradient, in place if nothing else refers to the head's gradient."""
         (tokens,) = ctx.saved_tensors
         if dout is None:
             return None, dhead, None, None
@@ -85,17 +62,15 @@ tied_encoder = recorder(TiedEncoder)
 
 
 class EncoderBackward(torch.autograd.Function):
-    """dout (B, T, C) -> dwte (V, C), dwpe (P, C): linear in dout."""
+    """dout (B, T, C) -> dwte (V, C), dwpe (P, C): sums of rows, whose adjoint is a look-up of rows."""
 
     @staticmethod
     def forward(ctx, dout, tokens, vocab_size, max_positions):
-        """Call the kernel."""
         ctx.save_for_backward(tokens)
         return below_autograd(ops.encoder_backward.default, dout, tokens, vocab_size, max_positions)
 
     @staticmethod
     def backward(ctx, ddwte, ddwpe):
-        """Look up the rows of the gradients: this is the adjoint of the sums."""
         (tokens,) = ctx.saved_tensors
         return ops.encoder.default(tokens, ddwte, ddwpe), None, None, None
 
@@ -105,61 +80,57 @@ class Embedding(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, tokens, weight, vocab_size):
-        """Save the tokens."""
         ctx.save_for_backward(tokens)
         ctx.rows = weight.shape[0]
         return below_autograd(ops.embedding.default, tokens, weight, vocab_size)
 
     @staticmethod
     def backward(ctx, dout):
-        """Sum dout's rows over the positions of each token."""
         (tokens,) = ctx.saved_tensors
         return None, ops.embedding_backward.default(dout, tokens, ctx.rows), None
 
 
 class EmbeddingBackward(torch.autograd.Function):
-    """dout (..., C) -> dweight (V, C): linear in dout."""
+    """dout (..., C) -> dweight (V, C): sums of rows, whose adjoint is a look-up of rows."""
 
     @staticmethod
     def forward(ctx, dout, tokens, vocab_size):
-        """Call the kernel."""
         ctx.save_for_backward(tokens)
         return below_autograd(ops.embedding_backward.default, dout, tokens, vocab_size)
 
     @staticmethod
     def backward(ctx, ddweight):
-        """Look up the rows of the gradient."""
         (tokens,) = ctx.saved_tensors
         return ops.embedding.default(tokens, ddweight), None, None
 
 
 def encoder_tangent(inputs, tangents, outputs):
-    """Look up the tangents: the op is linear in both weights together."""
+    """Look up rows of the tangents, because the op is linear in both weights together."""
     tokens, *weights, vocab_size = inputs
     filled = (torch.zeros_like(w) if t is None else t for w, t in zip(weights, tangents[1:3], strict=True))
     return ops.encoder.default(tokens, *filled, vocab_size)
 
 
 def embedding_backward_vmap(op, size, in_dims, args):
-    """Sum over a separate vocabulary for each index, in one call."""
+    """Sum in one call, with a separate vocabulary for each index."""
     dout, tokens, vocab_size = args
     dout, tokens = (leading(t, d, size) for t, d in zip((dout, tokens), in_dims[:2], strict=True))
     dweights = op(dout, offset_tokens(tokens, vocab_size), size * vocab_size)
     return dweights.view(size, vocab_size, -1), 0
 
 
-fake("encoder", _fake)
-fake("encoder_backward", _fake_backward)
-fake("encoder_backward_", _fake_backward_in_place)
-mutates("encoder_backward_")
-without_derivative("encoder_backward_")
-fake("embedding", _fake_embedding)
-fake("embedding_backward", _fake_embedding_backward)
-autograd("encoder", Encoder, jvp=encoder_tangent)
-autograd("encoder_backward", EncoderBackward, jvp=linear_in(0)(ops.encoder_backward))
-autograd("embedding", Embedding, jvp=linear_in(1)(ops.embedding))
-autograd("embedding_backward", EmbeddingBackward, jvp=linear_in(0)(ops.embedding_backward))
-vmap("encoder", batches(0))
-vmap("encoder_backward", loop)
-vmap("embedding", rows(0, least=0))
-vmap("embedding_backward", embedding_backward_vmap)
+register.fake("encoder", _fake)
+register.fake("encoder_backward", _fake_backward)
+register.fake("encoder_backward_", lambda dout, tokens, dwte, positions: dout.new_empty((positions, dout.shape[-1])))
+register.mutates("encoder_backward_")
+register.without_derivative("encoder_backward_")
+register.fake("embedding", _fake)
+register.fake("embedding_backward", lambda dout, tokens, vocab_size: dout.new_empty((vocab_size, dout.shape[-1])))
+register.autograd("encoder", Encoder, jvp=encoder_tangent)
+register.autograd("encoder_backward", EncoderBackward, jvp=linear_in(0)(ops.encoder_backward))
+register.autograd("embedding", Embedding, jvp=linear_in(1)(ops.embedding))
+register.autograd("embedding_backward", EmbeddingBackward, jvp=linear_in(0)(ops.embedding_backward))
+register.vmap("encoder", batches(0))
+register.vmap("encoder_backward", loop)
+register.vmap("embedding", rows(0, least=0))
+register.vmap("embedding_backward", embedding_backward_vmap)

@@ -1,26 +1,27 @@
-"""Quantisation to float8, with a scale from the amax of earlier calls, and products of float8 matrices."""
+"""Quantisation to float8, with a scale from the amax of earlier calls, and matmuls of float8 matrices."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from gptkernels.rules._register import fake, flops, mutates, vmap, without_derivative
+from gptkernels.rules import _register as register
 from gptkernels.rules._vmap import loop
+from gptkernels.rules.linear import linear_flops
 
 CALLS = 16
-"""The number of earlier calls on which a scale depends."""
+"""The number of earlier calls whose amaxes determine a scale."""
 ALIGNMENT = 16
-"""The number of features of a float8 product must be a multiple of this."""
+"""The numbers of input and output features of a float8 matmul must be multiples of this."""
 
 
 def new_history(device=None) -> Tensor:
-    """Make an amax history without calls; the scale of the first call is that of its own values."""
+    """Make an amax history without calls; the first call then takes its scale from its own values."""
     return torch.zeros(CALLS + 2, dtype=torch.int32, device=device)
 
 
 def is_history(tensor: Tensor) -> bool:
-    """Whether a tensor can be a history: the amax of each call is finite, and no call is unfinished."""
+    """Return whether a tensor can be a history: the amax of each call is finite, and no call is unfinished."""
     if tensor.shape != (CALLS + 2,) or tensor.dtype != torch.int32:
         return False
     calls, unfinished = tensor[:CALLS], tensor[CALLS:]
@@ -28,19 +29,18 @@ def is_history(tensor: Tensor) -> bool:
 
 
 def padded(rows):
-    """Round the rows of a transposed copy, which are the terms of a product, up to a multiple of 16."""
+    """Round the number of rows up to a multiple of 16, for a transposed copy whose rows a matmul sums over."""
     return (rows + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 def transposed_like(x: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
-    """Make an empty transposed copy; without elements if it is not needed."""
+    """Make an empty transposed copy, without elements if none is wanted."""
     if not wanted:
         return x.new_empty(0, dtype=dtype)
     return x.new_empty((x.shape[-1], padded(math.prod(x.shape[:-1]))), dtype=dtype)
 
 
 def scale_like(x: Tensor) -> Tensor:
-    """Make an empty scale."""
     return x.new_empty((), dtype=torch.float32)
 
 
@@ -52,16 +52,11 @@ def _fake_matmul(a, b, scale_a, scale_b, bias, dtype, fast_accumulation=False):
     return a.new_empty((*a.shape[:-1], b.shape[0]), dtype=dtype)
 
 
-def matmul_flops(a_shape, b_shape, *args, **kwargs) -> int:
-    """Count a multiplication and an addition for each term."""
-    return 2 * math.prod(a_shape) * b_shape[0]
-
-
-fake("fp8_quantize", _fake_quantize)
-mutates("fp8_quantize")
-without_derivative("fp8_quantize")
-vmap("fp8_quantize", loop)
-fake("fp8_matmul", _fake_matmul)
-without_derivative("fp8_matmul")
-vmap("fp8_matmul", loop)
-flops("fp8_matmul", matmul_flops)
+register.fake("fp8_quantize", _fake_quantize)
+register.mutates("fp8_quantize")
+register.without_derivative("fp8_quantize")
+register.vmap("fp8_quantize", loop)
+register.fake("fp8_matmul", _fake_matmul)
+register.without_derivative("fp8_matmul")
+register.vmap("fp8_matmul", loop)
+register.flops("fp8_matmul", linear_flops)

@@ -1,7 +1,7 @@
-"""A layer of GPT-2 in training with float8 products; see ``layer.py``."""
+"""A layer of GPT-2 in training with float8 matmuls; see ``layer.py``."""
 
 from gptkernels.block.tensors import FP8LayerSaved, Weights
-from gptkernels.rules._register import fake, flops, mutates, without_derivative
+from gptkernels.rules import _register as register
 from gptkernels.rules.fp8 import scale_like, transposed_like
 from gptkernels.rules.fp8_linear import SAVED
 from gptkernels.rules.layer import (
@@ -52,11 +52,11 @@ def _backward_flops(*, saved, **arguments) -> int:
     return layer_backward_flops(**FP8LayerSaved(*saved)._asdict(), **arguments)
 
 
-fake("fp8_layer", by_name("fp8_layer", _fake))
-fake("fp8_layer_backward", by_name("fp8_layer_backward", _fake_backward))
-mutates("fp8_layer")
-mutates("fp8_layer_backward")
-without_derivative("fp8_layer")
-without_derivative("fp8_layer_backward")
-flops("fp8_layer", by_name("fp8_layer", layer_flops))
-flops("fp8_layer_backward", by_name("fp8_layer_backward", _backward_flops))
+register.fake("fp8_layer", by_name("fp8_layer", _fake))
+register.fake("fp8_layer_backward", by_name("fp8_layer_backward", _fake_backward))
+register.mutates("fp8_layer")
+register.mutates("fp8_layer_backward")
+register.without_derivative("fp8_layer")
+register.without_derivative("fp8_layer_backward")
+register.flops("fp8_layer", by_name("fp8_layer", layer_flops))
+register.flops("fp8_layer_backward", by_name("fp8_layer_backward", _backward_flops))

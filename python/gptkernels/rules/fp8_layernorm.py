@@ -1,11 +1,12 @@
-"""Layernorm, optionally of a sum with a residual, whose output is quantised to float8 for the product that follows.
+"""Layernorm, optionally of a sum with a residual, whose output is quantised to float8 for the following matmul.
 
-It has no derivative: the node of autograd's graph that calls it has one (``block/node.py``).
+The op has no derivative, because the node of autograd's graph that calls it has one (``block/node.py``).
 """
 
 import torch
 
-from gptkernels.rules._register import accumulate_dtype, fake, mutates, vmap, without_derivative
+from gptkernels.rules import _register as register
+from gptkernels.rules._register import accumulate_dtype
 from gptkernels.rules._vmap import loop
 from gptkernels.rules.fp8 import scale_like, transposed_like
 
@@ -25,7 +26,7 @@ def _fake(
     )
 
 
-fake("fp8_layernorm", _fake)
-mutates("fp8_layernorm")
-without_derivative("fp8_layernorm")
-vmap("fp8_layernorm", loop)
+register.fake("fp8_layernorm", _fake)
+register.mutates("fp8_layernorm")
+register.without_derivative("fp8_layernorm")
+register.vmap("fp8_layernorm", loop)

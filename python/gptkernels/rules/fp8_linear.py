@@ -1,22 +1,12 @@
 """Linear layers with float8 operands: x and weights in e4m3, gradients in e5m2.
 
-The derivative is that of the layer without quantisation, at the quantised operands.
+The gradients are those of a layer without quantisation, computed from the quantised operands.
 """
 
 import torch
 
-from gptkernels.rules._register import (
-    autocast,
-    autograd,
-    below_autograd,
-    fake,
-    flops,
-    mutates,
-    ops,
-    present,
-    vmap,
-    without_derivative,
-)
+from gptkernels.rules import _register as register
+from gptkernels.rules._register import below_autograd, empty_gradients, ops, present
 from gptkernels.rules._vmap import loop
 from gptkernels.rules.fp8 import scale_like, transposed_like
 from gptkernels.rules.linear import linear_flops
@@ -26,19 +16,16 @@ SAVED = torch.float8_e4m3fn
 
 
 def refuse_tangents(inputs, tangents, outputs):
-    """Raise an error: there is no forward-mode derivative."""
+    """Raise an error, because there is no forward-mode derivative."""
     raise RuntimeError("gptkernels: float8 layers have no forward-mode derivative")
 
 
 def refuse_second_derivatives():
-    """Raise an error if the backward is recorded: its derivative would miss the operands before quantisation."""
+    """Raise an error if the backward is recorded: its derivative would not reach the operands before quantisation."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "gptkernels: float8 layers have no second derivative: not with create_graph=True, not under torch.func"
         )
-
-
-# ---- one layer -------------------------------------------------------------------------------------------------------
 
 
 def _fake_linear(x, weight, bias, history, dout_history, save):
@@ -52,13 +39,8 @@ def _fake_linear(x, weight, bias, history, dout_history, save):
 
 
 def _fake_linear_backward(dout, x_t, weight_t, x_scale, weight_scale, history, output_mask):
-    dx, dweight, dbias = output_mask
-    width = dout.shape[-1]
-    return (
-        dout.new_empty((*dout.shape[:-1], weight_t.shape[0]) if dx else (0,)),
-        dout.new_empty((width, x_t.shape[0]) if dweight else (0,)),
-        dout.new_empty((width,) if dbias else (0,)),
-    )
+    *rows, width = dout.shape
+    return empty_gradients(dout, ((*rows, weight_t.shape[0]), (width, x_t.shape[0]), (width,)), output_mask)
 
 
 class FP8Linear(torch.autograd.Function):
@@ -66,7 +48,6 @@ class FP8Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, history, dout_history, save):
-        """Save the transposed float8 operands."""
         save = ctx.needs_input_grad[:2]
         out, *saved = below_autograd(ops.fp8_linear.default, x, weight, bias, history, dout_history, save)
         ctx.save_for_backward(*saved)
@@ -77,7 +58,6 @@ class FP8Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, *unused):
-        """Quantise dout and compute two products."""
         if dout is None:
             return (None,) * 6
         refuse_second_derivatives()
@@ -87,26 +67,23 @@ class FP8Linear(torch.autograd.Function):
 
 
 def fp8_linear_backward_flops(dout_shape, x_t_shape, weight_t_shape, *args, **kwargs) -> int:
-    """Count as many as in the forward for each of dx and dweight."""
+    """Count the forward's flops for each of dx and dweight that is needed."""
     mask = args[-1]
     inner = weight_t_shape[0] if mask[0] else x_t_shape[0]
     return linear_flops(dout_shape, (inner,)) * (mask[0] + mask[1])
 
 
-fake("fp8_linear", _fake_linear)
-fake("fp8_linear_backward", _fake_linear_backward)
-autograd("fp8_linear", FP8Linear, jvp=refuse_tangents)
-mutates("fp8_linear")
-mutates("fp8_linear_backward")
-without_derivative("fp8_linear_backward")
-vmap("fp8_linear", loop)
-vmap("fp8_linear_backward", loop)
-autocast("fp8_linear", cuda="lower", cpu="lower")
-flops("fp8_linear", linear_flops)
-flops("fp8_linear_backward", fp8_linear_backward_flops)
-
-
-# ---- two layers with GELU between them -------------------------------------------------------------------------------
+register.fake("fp8_linear", _fake_linear)
+register.fake("fp8_linear_backward", _fake_linear_backward)
+register.autograd("fp8_linear", FP8Linear, jvp=refuse_tangents)
+register.mutates("fp8_linear")
+register.mutates("fp8_linear_backward")
+register.without_derivative("fp8_linear_backward")
+register.vmap("fp8_linear", loop)
+register.vmap("fp8_linear_backward", loop)
+register.autocast("fp8_linear", cuda="lower", cpu="lower")
+register.flops("fp8_linear", linear_flops)
+register.flops("fp8_linear_backward", fp8_linear_backward_flops)
 
 
 def _fake_mlp(
@@ -124,65 +101,31 @@ def _fake_mlp(
     )
 
 
-def _fake_mlp_backward(
-    dout,
-    pre_gelu,
-    x_t,
-    fc_weight_t,
-    hidden_t,
-    proj_weight_t,
-    x_scale,
-    fc_scale,
-    hidden_scale,
-    proj_scale,
-    dhidden_history,
-    dout_history,
-    output_mask,
-):
-    dx, dfc_weight, dfc_bias, dproj_weight, dproj_bias = output_mask
-    width, hidden = dout.shape[-1], pre_gelu.shape[-1]
-    return (
-        dout.new_empty((*dout.shape[:-1], fc_weight_t.shape[0]) if dx else (0,)),
-        dout.new_empty((hidden, x_t.shape[0]) if dfc_weight else (0,)),
-        dout.new_empty((hidden,) if dfc_bias else (0,)),
-        dout.new_empty((width, hidden) if dproj_weight else (0,)),
-        dout.new_empty((width,) if dproj_bias else (0,)),
-    )
+def _fake_mlp_backward(dout, pre_gelu, x_t, fc_weight_t, *args):
+    (*rows, width), hidden = dout.shape, pre_gelu.shape[-1]
+    shapes = (*rows, fc_weight_t.shape[0]), (hidden, x_t.shape[0]), (hidden,), (width, hidden), (width,)
+    return empty_gradients(dout, shapes, args[-1])
 
 
 class FP8MLP(torch.autograd.Function):
-    """Both layers as FP8Linear; GELU's output is saved only as float8."""
+    """x (..., C), weights (F, C) and (C', F), biases (F) and (C') -> out (..., C'), and what the backward reads.
+
+    GELU's output is saved only in float8.
+    """
 
     @staticmethod
-    def forward(
-        ctx,
-        x,
-        fc_weight,
-        fc_bias,
-        proj_weight,
-        proj_bias,
-        history,
-        hidden_history,
-        dhidden_history,
-        dout_history,
-        save,
-    ):
-        """Save the transposed float8 operands, and GELU's input."""
+    def forward(ctx, *args):
         needs = ctx.needs_input_grad
         save = needs[0], needs[1], needs[3], any(needs[:3])
-        histories = history, hidden_history, dhidden_history, dout_history
-        out, *saved = below_autograd(
-            ops.fp8_mlp.default, x, fc_weight, fc_bias, proj_weight, proj_bias, *histories, save
-        )
+        out, *saved = below_autograd(ops.fp8_mlp.default, *args[:-1], save)
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
-        ctx.histories = dhidden_history, dout_history
+        ctx.histories = args[7:9]  # dhidden_history and dout_history
         return out, *saved
 
     @staticmethod
     def backward(ctx, dout, *unused):
-        """Quantise dout and the gradient before GELU, and compute four matmuls."""
         if dout is None:
             return (None,) * 10
         refuse_second_derivatives()
@@ -192,21 +135,21 @@ class FP8MLP(torch.autograd.Function):
 
 
 def fp8_mlp_backward_flops(dout_shape, pre_shape, *args, **kwargs) -> int:
-    """Return the FLOPs of `mlp_backward` for the same sizes, which are read from the transposed operands."""
+    """Count the flops of ``mlp_backward`` for the same sizes, which are read from the transposed operands."""
     mask, x_t, fc_t = args[-1], args[0], args[1]
     inner = (fc_t if mask[0] else x_t)[0]
     fc, proj = (pre_shape[-1], inner), (dout_shape[-1], pre_shape[-1])
     return mlp_backward_flops(dout_shape, (*dout_shape[:-1], inner), fc, proj, pre_shape, pre_shape, mask)
 
 
-fake("fp8_mlp", _fake_mlp)
-fake("fp8_mlp_backward", _fake_mlp_backward)
-autograd("fp8_mlp", FP8MLP, jvp=refuse_tangents)
-mutates("fp8_mlp")
-mutates("fp8_mlp_backward")
-without_derivative("fp8_mlp_backward")
-vmap("fp8_mlp", loop)
-vmap("fp8_mlp_backward", loop)
-autocast("fp8_mlp", cuda="lower", cpu="lower")
-flops("fp8_mlp", mlp_flops)
-flops("fp8_mlp_backward", fp8_mlp_backward_flops)
+register.fake("fp8_mlp", _fake_mlp)
+register.fake("fp8_mlp_backward", _fake_mlp_backward)
+register.autograd("fp8_mlp", FP8MLP, jvp=refuse_tangents)
+register.mutates("fp8_mlp")
+register.mutates("fp8_mlp_backward")
+register.without_derivative("fp8_mlp_backward")
+register.vmap("fp8_mlp", loop)
+register.vmap("fp8_mlp_backward", loop)
+register.autocast("fp8_mlp", cuda="lower", cpu="lower")
+register.flops("fp8_mlp", mlp_flops)
+register.flops("fp8_mlp_backward", fp8_mlp_backward_flops)

@@ -1,28 +1,17 @@
 """Softmax, cross-entropy and its gradient in one pass: losses = -log p[target], dlogits = p - onehot(target).
 
 ``dlogits`` is the gradient of the losses, and also a function of the logits with the Jacobian H = diag(p) - p p^T.
-Since p = dlogits + onehot, all higher derivatives follow from the saved dlogits, and the logits need not be saved. In
-place they no longer exist.
+Since p = dlogits + onehot, all higher derivatives follow from the saved dlogits, and the logits need not be saved.
+After the op in place the logits no longer exist.
 """
 
 import torch
 from torch import Tensor
 
 from gptkernels.rules import _jvp
+from gptkernels.rules import _register as register
 from gptkernels.rules._jvp import linear_in
-from gptkernels.rules._register import (
-    _registrations,
-    accumulate_dtype,
-    autograd,
-    below_autograd,
-    fake,
-    like,
-    mutates,
-    ops,
-    recorder,
-    vmap,
-    without_derivative,
-)
+from gptkernels.rules._register import _registrations, accumulate_dtype, below_autograd, like, ops, recorder
 from gptkernels.rules._vmap import leading
 
 
@@ -32,10 +21,6 @@ def _fake_losses(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None
 
 def _fake(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
     return _fake_losses(logits, targets), logits.new_empty(logits.shape)
-
-
-def _fake_backward_in_place(dlosses, dlogits):
-    return None
 
 
 def hessian_product(dlogits: Tensor, targets: Tensor, ignore_index: int, v: Tensor) -> Tensor:
@@ -56,7 +41,7 @@ def hessian_product(dlogits: Tensor, targets: Tensor, ignore_index: int, v: Tens
 
 
 def refuse_scaled() -> None:
-    """Raise an error, because a call with dlosses has no derivative."""
+    """Raise an error: a call with dlosses has no derivative."""
     raise RuntimeError(
         "gptkernels::fused_classifier: a call with dlosses is not differentiable, since its dlogits already is "
         "the gradient, scaled; leave dlosses out, or call it under torch.no_grad()"
@@ -68,7 +53,6 @@ class FusedClassifier(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, logits, targets, vocab_size, ignore_index, dlosses):
-        """Save dlogits."""
         losses, dlogits = below_autograd(
             ops.fused_classifier.default, logits, targets, vocab_size, ignore_index, dlosses
         )
@@ -77,7 +61,6 @@ class FusedClassifier(torch.autograd.Function):
 
     @staticmethod
     def remember(ctx, dlogits, targets, ignore_index, dlosses):
-        """Save the tensors that the backward needs, for both ways to compute dlogits."""
         ctx.save_for_backward(dlogits, targets)
         ctx.ignore_index = ignore_index
         ctx.scaled = dlosses is not None
@@ -85,7 +68,7 @@ class FusedClassifier(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dlosses, ddlogits):
-        """Scale dlogits by the losses' gradient; for the gradient of the output dlogits, use the formula."""
+        """Multiply dlogits by dlosses, and add the Jacobian times ddlogits, the gradient of the output dlogits."""
         if ctx.scaled:
             refuse_scaled()
         dlogits, targets = ctx.saved_tensors
@@ -99,13 +82,12 @@ class FusedClassifier(torch.autograd.Function):
 
 
 class FusedClassifierInPlace(FusedClassifier):
-    """The same in place: the logits become dlogits for autograd too."""
+    """The op in place: the logits become dlogits, for autograd too."""
 
     @staticmethod
     def forward(ctx, logits, targets, vocab_size, ignore_index, dlosses):
-        """Save dlogits, as an alias of the logits that shares their version."""
         losses = below_autograd(ops.fused_classifier_.default, logits, targets, vocab_size, ignore_index, dlosses)
-        dlogits = logits.detach()
+        dlogits = logits.detach()  # an alias, which shares the version of the logits
         FusedClassifier.remember(ctx, dlogits, targets, ignore_index, dlosses)
         return losses, dlogits
 
@@ -114,10 +96,11 @@ _record_in_place = recorder(FusedClassifierInPlace)
 
 
 def _in_place(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
-    """The autograd kernel of fused_classifier_: it gives the logits the history of dlogits.
+    """Call fused_classifier_ and give the logits the autograd history of dlogits.
 
-    ``mark_dirty`` would do that, but not for views if there is a second output. ``copy_`` does it for views too, and
-    copies nothing, since both are the same memory. The version counter is preserved, so that saved tensors stay valid.
+    ``mark_dirty`` does that too, but not for views if there is a second output. ``copy_`` supports views, and copies
+    nothing here, because logits and dlogits are the same memory. The version counter is preserved, so that saved
+    tensors stay valid.
     """
     args = (targets, vocab_size, ignore_index, dlosses)
     if _jvp.active():
@@ -132,14 +115,14 @@ def _in_place(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
 
 
 def _in_place_by_copy(logits, *args):
-    """Use the op that is not in place: ``copy_`` supports tangents, mapped dimensions and transforms."""
+    """Call the op that is not in place, and copy: ``copy_`` supports tangents, mapped dimensions and transforms."""
     losses, dlogits = ops.fused_classifier.default(logits.clone(), *args)  # a copy, which stays valid when saved
     logits.copy_(dlogits)
     return losses
 
 
 def refuse_leaf(logits):
-    """Raise the error of torch's in-place ops before anything is written."""
+    """Raise the error that torch's in-place ops raise for a leaf, before anything is written."""
     view = logits._is_view() and not logits.is_leaf and logits._base.is_leaf and logits._base.requires_grad
     if logits.is_leaf or view:
         raise RuntimeError(
@@ -153,13 +136,11 @@ class FusedClassifierBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, dlosses, dlogits):
-        """Call the kernel."""
         ctx.save_for_backward(dlosses, dlogits)
         return below_autograd(ops.fused_classifier_backward.default, dlosses, dlogits)
 
     @staticmethod
     def backward(ctx, dscaled):
-        """Apply the product rule."""
         dlosses, dlogits = ctx.saved_tensors
         ddlosses = ddlogits = None
         if ctx.needs_input_grad[0]:
@@ -171,7 +152,7 @@ class FusedClassifierBackward(torch.autograd.Function):
 
 
 def tangent(inputs, tangents, outputs):
-    """Compute the tangents: dlogits times the logits' tangent for the losses, the Hessian times it for dlogits."""
+    """Multiply the logits' tangent by dlogits for the losses' tangent, and by the Jacobian for dlogits' tangent."""
     _, targets, _, ignore_index, dlosses = inputs
     if dlosses is not None:
         refuse_scaled()
@@ -181,9 +162,9 @@ def tangent(inputs, tangents, outputs):
 
 
 def vmap_rule(op, size, in_dims, args):
-    """Move the mapped dimension to the front of all tensors; expand a 0-dim dlosses to all rows of its index."""
+    """Move the mapped dimension to the front of all tensors, and expand a dlosses that is 0-dim for each index."""
     mapped = [leading(a, d, size) for a, d in zip(args, in_dims, strict=True)]
-    rows = max(t.dim() for t in mapped if isinstance(t, Tensor)) - 1  # logits' or dlogits', without their columns
+    rows = max(t.dim() for t in mapped if isinstance(t, Tensor)) - 1  # the dimensions of a row's index
     shape = next(t for t in mapped if isinstance(t, Tensor) and t.dim() > rows).shape[:-1]
     mapped = [
         t.view(-1, *(1,) * (rows - 1)).expand(shape) if isinstance(t, Tensor) and t.dim() == 1 < rows else t
@@ -195,16 +176,17 @@ def vmap_rule(op, size, in_dims, args):
 
 # There is no autocast rule: the losses are float32 for all dtypes of logits, as autocast requires of cross_entropy, and
 # the kernels compute in float32 without a float32 copy of the logits.
-fake("fused_classifier", _fake)
-fake("fused_classifier_", _fake_losses)
-fake("fused_classifier_backward", like(1))
-autograd("fused_classifier", FusedClassifier, jvp=tangent)
+register.fake("fused_classifier", _fake)
+register.fake("fused_classifier_", _fake_losses)
+register.fake("fused_classifier_backward", like(1))
+register.autograd("fused_classifier", FusedClassifier, jvp=tangent)
 _registrations.impl("fused_classifier_", _in_place, "Autograd")
-autograd("fused_classifier_backward", FusedClassifierBackward, jvp=linear_in(0, 1)(ops.fused_classifier_backward))
-vmap("fused_classifier", vmap_rule)
+_backward_tangent = linear_in(0, 1)(ops.fused_classifier_backward)
+register.autograd("fused_classifier_backward", FusedClassifierBackward, jvp=_backward_tangent)
+register.vmap("fused_classifier", vmap_rule)
 _registrations.impl("fused_classifier_", _in_place_by_copy, "FuncTorchBatched")
-vmap("fused_classifier_backward", vmap_rule)
-mutates("fused_classifier_")
-fake("fused_classifier_backward_", _fake_backward_in_place)
-mutates("fused_classifier_backward_")
-without_derivative("fused_classifier_backward_")
+register.vmap("fused_classifier_backward", vmap_rule)
+register.mutates("fused_classifier_")
+register.fake("fused_classifier_backward_", lambda dlosses, dlogits: None)
+register.mutates("fused_classifier_backward_")
+register.without_derivative("fused_classifier_backward_")

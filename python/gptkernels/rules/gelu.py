@@ -1,20 +1,12 @@
-"""GELU: x times the normal distribution function of x, or its tanh approximation (Hendrycks and Gimpel, 2016)."""
+"""GELU: x times the normal distribution function at x, or its tanh approximation (Hendrycks and Gimpel, 2016)."""
 
 import math
 
 import torch
 from torch import Tensor
 
-from gptkernels.rules._register import (
-    accumulate_dtype,
-    autograd,
-    autograd_by_formula,
-    below_autograd,
-    fake,
-    like,
-    ops,
-    vmap,
-)
+from gptkernels.rules import _register as register
+from gptkernels.rules._register import accumulate_dtype, below_autograd, like, ops
 from gptkernels.rules._vmap import rows
 
 
@@ -23,20 +15,18 @@ class Gelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, approximate):
-        """Save only x: computing the derivative again is cheaper than reading it."""
-        ctx.save_for_backward(x)
+        ctx.save_for_backward(x)  # the derivative is cheaper to compute from x than to store and read
         ctx.approximate = approximate
         return below_autograd(ops.gelu.default, x, approximate=approximate)
 
     @staticmethod
     def backward(ctx, dout):
-        """Compute dx in one kernel."""
         (x,) = ctx.saved_tensors
         return ops.gelu_backward.default(dout, x, approximate=ctx.approximate), None
 
 
 def backward_formula(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
-    """Compute ``dout`` times the derivative of GELU, in torch ops."""
+    """Compute dout times the derivative of GELU in torch ops."""
     wide = accumulate_dtype(x.dtype)
     dout, x = dout.to(wide), x.to(wide)
     if approximate == "none":
@@ -49,14 +39,14 @@ def backward_formula(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
 
 
 def tangent(inputs, tangents, outputs):
-    """Multiply the derivative of each element by its tangent, as in the backward."""
+    """Apply the backward to the tangent; the Jacobian is diagonal."""
     x, approximate = inputs
     return ops.gelu_backward.default(tangents[0], x, approximate=approximate)
 
 
-fake("gelu", like(0))
-fake("gelu_backward", like(1))
-autograd("gelu", Gelu, jvp=tangent)
-autograd_by_formula("gelu_backward", backward_formula, inputs=2)
-vmap("gelu", rows(0, least=0))
-vmap("gelu_backward", rows(0, 1, least=0))
+register.fake("gelu", like(0))
+register.fake("gelu_backward", like(1))
+register.autograd("gelu", Gelu, jvp=tangent)
+register.autograd_by_formula("gelu_backward", backward_formula, inputs=2)
+register.vmap("gelu", rows(0, least=0))
+register.vmap("gelu_backward", rows(0, 1, least=0))

@@ -1,14 +1,11 @@
-"""The Euclidean norm of a list of tensors, for gradient clipping: sqrt(sum of x^2 over all of them)."""
+"""The Euclidean norm of a list of tensors, for gradient clipping: the square root of the sum of all x^2."""
 
 import torch
 
 from gptkernels.rules import _jvp
-from gptkernels.rules._register import _registrations, below_autograd, fake, ops, recorder, vmap
+from gptkernels.rules import _register as register
+from gptkernels.rules._register import _registrations, below_autograd, ops, recorder
 from gptkernels.rules._vmap import loop
-
-
-def _fake(tensors):
-    return tensors[0].new_empty((), dtype=torch.float32)
 
 
 class GlobalNorm(torch.autograd.Function):
@@ -16,14 +13,13 @@ class GlobalNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, *tensors):
-        """Save the tensors and their norm."""
         norm = below_autograd(ops.global_norm.default, tensors)
         ctx.save_for_backward(norm, *tensors)
         return norm
 
     @staticmethod
     def backward(ctx, dnorm):
-        """Compute dx = dnorm * x / norm in torch ops; 0 if all x are 0, the same subgradient as in torch."""
+        """Compute dx = dnorm * x / norm in torch ops. If all x are 0, dx is 0, the same subgradient as torch's."""
         norm, *tensors = ctx.saved_tensors
         # x / norm is at most 1, while dnorm / norm would overflow for a denormal norm.
         divisor = torch.where(norm == 0, 1.0, norm)
@@ -36,7 +32,7 @@ class GlobalNorm(torch.autograd.Function):
 
 
 def tangent(tensors, tangents, outputs):
-    """Compute sum(x * dx) / norm in torch ops; 0 if all x are 0."""
+    """Compute sum(x * dx) / norm in torch ops, where dx are the tangents; 0 if all x are 0."""
     (norm,) = outputs
     wide = (torch.promote_types(t.dtype, torch.float32) for t in tensors)
     pairs = [(x.to(d), dx.to(d)) for x, dx, d in zip(tensors, tangents, wide, strict=True) if dx is not None]
@@ -62,7 +58,7 @@ def _without_kernel(tensors):
     return torch.zeros(())
 
 
-fake("global_norm", _fake)
+register.fake("global_norm", lambda tensors: tensors[0].new_empty((), dtype=torch.float32))
 _registrations.impl("global_norm", _autograd, "Autograd")
-vmap("global_norm", loop)
+register.vmap("global_norm", loop)
 _registrations.impl("global_norm", _without_kernel, "CompositeExplicitAutograd")

@@ -1,10 +1,12 @@
-"""A layer of GPT-2 in training as one call of its operators, which takes less of the host's time (``block/node.py``).
+"""A layer of GPT-2 in training as one operator, which takes less host time than an operator for each of its parts.
 
-It has no autograd rule: the node of autograd's graph that calls it has one. ``fp8_layer.py`` uses the same formulas.
+The operator has no autograd rule, because the node of autograd's graph that calls it has one (``block/node.py``).
+``fp8_layer.py`` uses the functions of this file.
 """
 
 from gptkernels.block.tensors import BlockParameters, LayerSaved, Weights
-from gptkernels.rules._register import accumulate_dtype, fake, flops, ops, without_derivative
+from gptkernels.rules import _register as register
+from gptkernels.rules._register import accumulate_dtype, ops
 from gptkernels.rules.attention import attention_backward_flops, attention_flops
 from gptkernels.rules.linear import fake_weight_gradient, linear_flops
 
@@ -18,7 +20,7 @@ def by_name(name, function):
 
 
 def fake_tensors(stream, qkv_weight, fc_weight, num_heads):
-    """Make the tensors that both number formats save, by the names of ``LayerSaved``."""
+    """Make the tensors that the layer saves with and without float8, by the names of ``LayerSaved``."""
     rows, channels = stream.shape[:-1], stream.shape[-1]
 
     def statistic():
@@ -34,7 +36,6 @@ def fake_tensors(stream, qkv_weight, fc_weight, num_heads):
 
 
 def fake_residuals(stream, values):
-    """Make residual_1 and residual_2."""
     return stream.new_empty((0,) if values is None else stream.shape), stream.new_empty(stream.shape)
 
 
@@ -53,9 +54,10 @@ def _fake(*, stream, values, qkv_weight, fc_weight, mlp_proj_weight, num_heads, 
 
 
 def fake_gradients(dout, residual_1, qkv, pre_gelu, weights, output_mask, apart, adds_past):
-    """Make all gradients, without elements where none is needed.
+    """Make all gradients; a gradient that is not needed has no elements.
 
-    ``weights`` holds the gradients of the weights. ``apart`` is whether that of the values differs from the stream's.
+    ``weights`` has the empty gradients of the weights. ``apart`` is True if the gradient of the values differs from the
+    gradient of the stream.
     """
     need_stream, need_values, *needs = output_mask
 
@@ -96,14 +98,13 @@ def _fake_backward(
 
 
 def layer_flops(*, stream, qkv_weight, attn_proj_weight, fc_weight, mlp_proj_weight, num_heads, **_) -> int:
-    """Add the flops of the layer's operators."""
     qkv, hidden = (*stream[:-1], qkv_weight[0]), (*stream[:-1], fc_weight[0])
     products = sum(linear_flops(stream, weight) for weight in (qkv_weight, attn_proj_weight, fc_weight))
     return products + linear_flops(hidden, mlp_proj_weight) + attention_flops(qkv, num_heads)
 
 
 def layer_backward_flops(*, dout, qkv, attended, logsumexp, pre_gelu, num_heads, output_mask, **_) -> int:
-    """Add the flops of the layer's operators; of a product's two gradients only those that are needed."""
+    """Add the flops of the layer's operators. Only the needed gradients of each matmul are counted."""
     need_stream, need_values, need_values_bias, *rest = output_mask
     needs = BlockParameters(*rest)
     through_norm_1 = any((need_stream, need_values, need_values_bias, needs.norm_1_weight, needs.norm_1_bias))
@@ -117,9 +118,9 @@ def layer_backward_flops(*, dout, qkv, attended, logsumexp, pre_gelu, num_heads,
     )
 
 
-fake("layer", by_name("layer", _fake))
-fake("layer_backward", by_name("layer_backward", _fake_backward))
-without_derivative("layer")
-without_derivative("layer_backward")
-flops("layer", by_name("layer", layer_flops))
-flops("layer_backward", by_name("layer_backward", layer_backward_flops))
+register.fake("layer", by_name("layer", _fake))
+register.fake("layer_backward", by_name("layer_backward", _fake_backward))
+register.without_derivative("layer")
+register.without_derivative("layer_backward")
+register.flops("layer", by_name("layer", layer_flops))
+register.flops("layer_backward", by_name("layer_backward", layer_backward_flops))

@@ -3,18 +3,9 @@
 import torch
 from torch import Tensor
 
+from gptkernels.rules import _register as register
 from gptkernels.rules._jvp import by_formula
-from gptkernels.rules._register import (
-    accumulate_dtype,
-    autocast,
-    autograd,
-    autograd_by_formula,
-    below_autograd,
-    fake,
-    ops,
-    present,
-    vmap,
-)
+from gptkernels.rules._register import accumulate_dtype, below_autograd, empty_gradients, ops, present
 from gptkernels.rules._vmap import rows, rows_and_sums
 
 
@@ -24,8 +15,7 @@ def _fake(x, weight, bias, eps=1e-5):
 
 
 def _fake_backward(dout, x, weight, mean, rstd, output_mask):
-    shapes = (x.shape, x.shape[-1:], x.shape[-1:])
-    return tuple(x.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, output_mask, strict=True))
+    return empty_gradients(x, (x.shape, x.shape[-1:], x.shape[-1:]), output_mask)
 
 
 class LayerNorm(torch.autograd.Function):
@@ -33,7 +23,6 @@ class LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, eps):
-        """Save x and the statistics."""
         out, mean, rstd = below_autograd(ops.layernorm.default, x, weight, bias, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.mark_non_differentiable(mean, rstd)
@@ -42,7 +31,6 @@ class LayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, _dmean, _drstd):
-        """Compute all needed gradients in one kernel."""
         if dout is None:
             return None, None, None, None
         x, weight, mean, rstd = ctx.saved_tensors
@@ -53,7 +41,7 @@ class LayerNorm(torch.autograd.Function):
 def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
     """Compute out in torch ops; the statistics have no derivative.
 
-    (Torch's own layer_norm treats the statistics as constants in the second derivative of forward mode.)
+    Torch's layer_norm is not used, because it treats the statistics as constants in forward mode's second derivative.
     """
     wide = accumulate_dtype(x.dtype)
     x = x.to(wide)
@@ -64,9 +52,9 @@ def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
 
 
 def backward_formula(dout: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, ...]:
-    """Compute dx, dweight and dbias in torch ops, with mean and rstd as functions of x.
+    """Compute dx, dweight and dbias in torch ops, with the mean and 1 / sqrt(variance + eps) as functions of x.
 
-    eps is computed from ``rstd``, which is (var(x) + eps)^-1/2.
+    ``rstd`` only determines eps.
     """
     wide = rstd.dtype
     x, dout, rstd = x.to(wide), dout.to(wide), rstd.unsqueeze(-1)
@@ -82,14 +70,14 @@ def backward_formula(dout: Tensor, x: Tensor, weight: Tensor | None, rstd: Tenso
 
 
 def masked_backward_formula(dout, x, weight, mean, rstd, output_mask):
-    """Return all of the backward's outputs; None for those that are not needed."""
+    """Compute the backward's outputs in torch ops; None for an output that is not needed."""
     return present(backward_formula(dout, x, weight, rstd), output_mask)
 
 
-fake("layernorm", _fake)
-fake("layernorm_backward", _fake_backward)
-autograd("layernorm", LayerNorm, jvp=by_formula(formula))
-autograd_by_formula("layernorm_backward", masked_backward_formula, inputs=3)
-vmap("layernorm", rows(0))
-vmap("layernorm_backward", rows_and_sums(0, 1, 3, 4))
-autocast("layernorm", cuda="float32", cpu="promote")
+register.fake("layernorm", _fake)
+register.fake("layernorm_backward", _fake_backward)
+register.autograd("layernorm", LayerNorm, jvp=by_formula(formula))
+register.autograd_by_formula("layernorm_backward", masked_backward_formula, inputs=3)
+register.vmap("layernorm", rows(0))
+register.vmap("layernorm_backward", rows_and_sums(0, 1, 3, 4))
+register.autocast("layernorm", cuda="float32", cpu="promote")

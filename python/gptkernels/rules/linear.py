@@ -5,17 +5,8 @@ import math
 import torch
 from torch import Tensor
 
-from gptkernels.rules._register import (
-    autocast,
-    autograd,
-    autograd_by_formula,
-    below_autograd,
-    fake,
-    flops,
-    ops,
-    present,
-    vmap,
-)
+from gptkernels.rules import _register as register
+from gptkernels.rules._register import below_autograd, ops, present
 from gptkernels.rules._vmap import rows, rows_and_sums
 
 
@@ -44,20 +35,18 @@ class Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias):
-        """Save x and weight."""
         ctx.save_for_backward(x, weight)
         return below_autograd(ops.linear.default, x, weight, bias)
 
     @staticmethod
     def backward(ctx, dout):
-        """Compute two products; the second one also gives the bias gradient."""
         x, weight = ctx.saved_tensors
         mask = ctx.needs_input_grad
         return present(ops.linear_backward.default(dout, x, weight, mask), mask)
 
 
 def backward_formula(dout: Tensor, x: Tensor, weight: Tensor, output_mask) -> tuple[Tensor | None, ...]:
-    """Compute dx, dweight and dbias in differentiable ops; None for one that is not needed."""
+    """Compute dx, dweight and dbias in differentiable ops; None for a gradient that is not needed."""
     rows, dout_rows = x.reshape(-1, x.shape[-1]), dout.reshape(-1, dout.shape[-1])
     dx, dweight = ops.linear.default(dout, weight.T), ops.linear.default(dout_rows.T, rows.T)
     return present((dx, dweight, dout_rows.sum(0)), output_mask)
@@ -78,16 +67,16 @@ def linear_flops(x_shape, weight_shape, *args, **kwargs) -> int:
 
 
 def linear_backward_flops(dout_shape, x_shape, weight_shape, output_mask, **kwargs) -> int:
-    """Count as many as in the forward for each of dx and dweight."""
+    """Count the forward's flops for each of dx and dweight that is needed."""
     return linear_flops(x_shape, weight_shape) * (output_mask[0] + output_mask[1])
 
 
-fake("linear", _fake)
-fake("linear_backward", _fake_backward)
-autograd("linear", Linear, jvp=tangent)
-autograd_by_formula("linear_backward", backward_formula, inputs=3)
-vmap("linear", rows(0))
-vmap("linear_backward", rows_and_sums(0, 1))
-autocast("linear", cuda="lower", cpu="lower")
-flops("linear", linear_flops)
-flops("linear_backward", linear_backward_flops)
+register.fake("linear", _fake)
+register.fake("linear_backward", _fake_backward)
+register.autograd("linear", Linear, jvp=tangent)
+register.autograd_by_formula("linear_backward", backward_formula, inputs=3)
+register.vmap("linear", rows(0))
+register.vmap("linear_backward", rows_and_sums(0, 1))
+register.autocast("linear", cuda="lower", cpu="lower")
+register.flops("linear", linear_flops)
+register.flops("linear_backward", linear_backward_flops)

@@ -1,46 +1,35 @@
-"""Linear layer and cross-entropy in chunks of rows: loss = cross_entropy(x @ weight^T, targets) without all the logits.
+"""loss = cross_entropy(x @ weight^T, targets) in chunks of rows, so that only one chunk's logits are stored.
 
 For "mean" and "sum" the incoming gradient dloss is one number, and dx and dweight are proportional to it. The forward
-therefore computes them for dloss = 1 from each chunk's logits, and the backward multiplies them by dloss. For "none"
-each row has its own dloss, and float16 gradients must be multiplied by the loss scale before they are rounded; then
-the backward computes the logits a second time.
+therefore computes them for dloss = 1 from each chunk's logits, and the backward multiplies them by dloss. In two cases
+the backward computes the logits a second time: for "none", because each row has its own dloss, and for float16,
+because gradients must be multiplied by the loss scale before they are rounded.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptkernels.rules import _register as register
 from gptkernels.rules._jvp import by_formula
-from gptkernels.rules._register import (
-    accumulate_dtype,
-    autocast,
-    autograd,
-    autograd_by_formula,
-    below_autograd,
-    fake,
-    flops,
-    ops,
-    present,
-    vmap,
-    without_derivative,
-)
+from gptkernels.rules._register import accumulate_dtype, below_autograd, empty_gradients, ops, present
 from gptkernels.rules._vmap import loop
 from gptkernels.rules.linear import linear_flops
 
 
-def fake_loss(x, weight, targets, vocab_size=-1, ignore_index=-100, reduction="mean", chunk_size=-1):
-    """Make an empty loss."""
+def fake_loss(x, weight, targets, vocab_size=-1, ignore_index=-100, reduction="mean", *_):
     shape = targets.shape if reduction == "none" else ()
     return x.new_empty(shape, dtype=accumulate_dtype(x.dtype))
 
 
 def _fake_gradients(x, weight, output_mask):
-    return tuple(x.new_empty(t.shape if wanted else (0,)) for t, wanted in zip((x, weight), output_mask, strict=True))
+    return empty_gradients(x, (x.shape, weight.shape), output_mask)
 
 
-def fake_with_gradients(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, output_mask):
-    """Make an empty loss and empty gradients."""
-    return fake_loss(x, weight, targets, reduction=reduction), *_fake_gradients(x, weight, output_mask)
+def fake_with_gradients(x, weight, targets, vocab_size, ignore_index, reduction, *options):
+    """Make an empty loss and empty gradients; the last of the options is the mask of the needed gradients."""
+    loss = fake_loss(x, weight, targets, vocab_size, ignore_index, reduction)
+    return loss, *_fake_gradients(x, weight, options[-1])
 
 
 def _fake_with_logits(x, weight, targets, scale, vocab_size, ignore_index, chunk_size, output_mask):
@@ -49,16 +38,11 @@ def _fake_with_logits(x, weight, targets, scale, vocab_size, ignore_index, chunk
     return x.new_empty((*x.shape[:-1], weight.shape[0])), loss, dx, dweight.to(loss.dtype)
 
 
-def _fake_backward(dloss, x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, output_mask):
-    return _fake_gradients(x, weight, output_mask)
-
-
 class LinearCrossEntropy(torch.autograd.Function):
     """x (..., C), weight (Vp, C), targets (...) -> loss, 0-dim or (...)."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, *options):
-        """Save the inputs, and for "mean" and "sum" the gradients for dloss = 1."""
         ctx.options = options
         reduction = options[2]
         if reduction == "none" or x.dtype == torch.float16:
@@ -72,7 +56,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):
-        """Scale the saved gradients; compute the logits again if there are none, or they are differentiated again."""
+        """Scale the saved gradients. If there are none, or the backward is recorded, compute the logits again."""
         x, weight, targets, *saved = ctx.saved_tensors
         mask = ctx.needs_input_grad[:2]
         if saved and not torch.is_grad_enabled():
@@ -82,13 +66,13 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def scale_saved(dloss, saved, mask) -> tuple[Tensor | None, ...]:
-    """Multiply the saved gradients for dloss = 1 by dloss; None for one that is not needed."""
+    """Multiply the saved gradients for dloss = 1 by dloss; None for a gradient that is not needed."""
     scale = scale_in_place if is_last_backward(saved) else ops.fused_classifier_backward.default
     return tuple(scale(dloss, gradient) if wanted else None for gradient, wanted in zip(saved, mask, strict=True))
 
 
 def is_last_backward(saved) -> bool:
-    """Whether the saved tensors may be overwritten, because the engine keeps no graph that needs them again."""
+    """Return whether the saved tensors may be overwritten, because autograd does not keep the graph."""
     return (
         all(type(t) is Tensor for t in saved)  # no tracing
         and not torch._C._are_functorch_transforms_active()
@@ -97,7 +81,7 @@ def is_last_backward(saved) -> bool:
 
 
 def scale_in_place(dloss, gradient) -> Tensor:
-    """Compute ``gradient * dloss`` in place. A dloss of 1, as in ``loss.backward()``, costs next to nothing."""
+    """Compute ``gradient * dloss`` in place. The kernel returns at once if dloss is 1, as in ``loss.backward()``."""
     ops.fused_classifier_backward_.default(dloss, gradient)
     return gradient
 
@@ -113,7 +97,7 @@ def formula(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size)
 def backward_formula(
     dloss, x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, output_mask
 ) -> tuple[Tensor | None, ...]:
-    """Compute dx and dweight in torch ops, with all the logits; None for one that is not needed."""
+    """Compute dx and dweight in torch ops, with all the logits; None for a gradient that is not needed."""
     wide = accumulate_dtype(x.dtype)
     columns = weight.shape[0]
     vocab_size = columns if vocab_size == -1 else vocab_size
@@ -129,59 +113,47 @@ def backward_formula(
 
 
 class LinearCrossEntropyWithGradients(torch.autograd.Function):
-    """Has no derivative, since its gradients are outputs already."""
+    """An op whose outputs are gradients already, and which therefore has no derivative."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, *options):
-        """Call the kernels."""
         return below_autograd(ops.linear_cross_entropy_with_gradients.default, x, weight, targets, *options)
 
     @staticmethod
     def backward(ctx, *grads):
-        """Raise an error that names the differentiable operator."""
         raise RuntimeError(
             "gptkernels::linear_cross_entropy_with_gradients is not differentiable: call linear_cross_entropy, or "
             "this under torch.no_grad()"
         )
 
 
-def forward_flops(x_shape, weight_shape, *args, **kwargs) -> int:
-    """Count the product of the logits."""
-    return linear_flops(x_shape, weight_shape)
-
-
-def with_logits_flops(x_shape, weight_shape, *args, **kwargs) -> int:
-    """Count as ``with_gradients_flops`` does."""
-    return with_gradients_flops(x_shape, weight_shape, args[-1])
-
-
 def with_gradients_flops(x_shape, weight_shape, *args, **kwargs) -> int:
-    """Count the product of the logits, and as much for each gradient."""
+    """Count the flops of the logits, and as many for each gradient."""
     return linear_flops(x_shape, weight_shape) * (1 + sum(args[-1]))
 
 
 def _refuse(*_):
-    """Raise the error of ``LinearCrossEntropyWithGradients.backward``, because there are no tangents."""
+    """Raise the error of ``LinearCrossEntropyWithGradients.backward``: there are no tangents."""
     LinearCrossEntropyWithGradients.backward(None)
 
 
 def backward_flops(dloss_shape, x_shape, weight_shape, *args, **kwargs) -> int:
-    """Count the product of the logits once more, and as much for each gradient."""
+    """Count the flops of the logits, which are computed again, and as many for each gradient."""
     return with_gradients_flops(x_shape, weight_shape, *args)
 
 
-fake("linear_cross_entropy", fake_loss)
-fake("linear_cross_entropy_with_gradients", fake_with_gradients)
-fake("linear_cross_entropy_with_logits", _fake_with_logits)
-fake("linear_cross_entropy_backward", _fake_backward)
-autograd("linear_cross_entropy", LinearCrossEntropy, jvp=by_formula(formula))
-autograd("linear_cross_entropy_with_gradients", LinearCrossEntropyWithGradients, jvp=_refuse)
-without_derivative("linear_cross_entropy_with_logits")
-autograd_by_formula("linear_cross_entropy_backward", backward_formula, inputs=3)
+register.fake("linear_cross_entropy", fake_loss)
+register.fake("linear_cross_entropy_with_gradients", fake_with_gradients)
+register.fake("linear_cross_entropy_with_logits", _fake_with_logits)
+register.fake("linear_cross_entropy_backward", lambda dloss, x, weight, *args: _fake_gradients(x, weight, args[-1]))
+register.autograd("linear_cross_entropy", LinearCrossEntropy, jvp=by_formula(formula))
+register.autograd("linear_cross_entropy_with_gradients", LinearCrossEntropyWithGradients, jvp=_refuse)
+register.without_derivative("linear_cross_entropy_with_logits")
+register.autograd_by_formula("linear_cross_entropy_backward", backward_formula, inputs=3)
 for _name in ("linear_cross_entropy", "linear_cross_entropy_with_gradients", "linear_cross_entropy_backward"):
-    vmap(_name, loop)
-autocast("linear_cross_entropy", cuda="lower", cpu="lower")
-flops("linear_cross_entropy", forward_flops)
-flops("linear_cross_entropy_with_gradients", with_gradients_flops)
-flops("linear_cross_entropy_with_logits", with_logits_flops)
-flops("linear_cross_entropy_backward", backward_flops)
+    register.vmap(_name, loop)
+register.autocast("linear_cross_entropy", cuda="lower", cpu="lower")
+register.flops("linear_cross_entropy", linear_flops)
+register.flops("linear_cross_entropy_with_gradients", with_gradients_flops)
+register.flops("linear_cross_entropy_with_logits", with_gradients_flops)
+register.flops("linear_cross_entropy_backward", backward_flops)

@@ -4,19 +4,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gptkernels.rules import _register as register
 from gptkernels.rules._jvp import by_formula
-from gptkernels.rules._register import (
-    autocast,
-    autograd,
-    autograd_by_formula,
-    below_autograd,
-    differentiate,
-    fake,
-    flops,
-    ops,
-    present,
-    vmap,
-)
+from gptkernels.rules._register import below_autograd, differentiate, ops, present
 from gptkernels.rules._vmap import rows, rows_and_sums
 from gptkernels.rules.linear import fake_weight_gradient, linear_flops
 
@@ -62,7 +52,6 @@ class MLP(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, fc_weight, fc_bias, proj_weight, proj_bias, keep_post_gelu):
-        """Save input and output of the GELU, or only its input."""
         tensors = x, fc_weight, fc_bias, proj_weight, proj_bias
         out, pre_gelu, post_gelu = below_autograd(ops.mlp.default, *tensors, keep_post_gelu)
         if not keep_post_gelu:
@@ -73,7 +62,7 @@ class MLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dpre_gelu, dpost_gelu):
-        """Compute gradients from dout by kernels; if pre_gelu or post_gelu were used as well, by the formula."""
+        """Compute gradients by kernels, or by the formula if pre_gelu or post_gelu has an incoming gradient too."""
         *inputs, pre_gelu, post_gelu = ctx.saved_tensors
         mask = ctx.needs_input_grad[:5]
         if dout is None or dpre_gelu is not None or dpost_gelu is not None:
@@ -84,7 +73,7 @@ class MLP(torch.autograd.Function):
 
 
 def backward_formula(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, output_mask):
-    """Compute dx, dfc_weight, dfc_bias, dproj_weight and dproj_bias in torch ops; None for one that is not needed."""
+    """Compute the backward's outputs in differentiable ops; None for an output that is not needed."""
     if post_gelu.shape[-1] != pre_gelu.shape[-1]:  # post_gelu was not saved
         post_gelu = F.gelu(pre_gelu, approximate="tanh")
     linear = ops.linear.default
@@ -95,28 +84,27 @@ def backward_formula(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, outpu
 
 
 def mlp_flops(x_shape, fc_shape, fc_bias_shape, proj_shape, *args, **kwargs) -> int:
-    """Count two linear layers."""
     hidden_shape = (*x_shape[:-1], fc_shape[0])
     return linear_flops(x_shape, fc_shape) + linear_flops(hidden_shape, proj_shape)
 
 
 def mlp_backward_flops(dout_shape, x_shape, fc_shape, proj_shape, pre_shape, post_shape, output_mask, **kwargs) -> int:
-    """Count the needed products of each layer."""
+    """Count the needed matmuls of each linear layer."""
     fc, proj = linear_flops(x_shape, fc_shape), linear_flops(pre_shape, proj_shape)
     return fc * (output_mask[0] + output_mask[1]) + proj * (any(output_mask[:3]) + output_mask[3])
 
 
 def _mapped(op, size, in_dims, args):
-    """Map over rows and always return post_gelu: an output without elements would not have the mapped dimension."""
+    """Map over rows with post_gelu, because an output without elements would not have the mapped dimension."""
     return rows(0)(op, size, in_dims[:5], args[:5])
 
 
-fake("mlp", _fake)
-fake("mlp_backward", _fake_backward)
-autograd("mlp", MLP, jvp=by_formula(formula))
-autograd_by_formula("mlp_backward", backward_formula, inputs=6)
-vmap("mlp", _mapped)
-vmap("mlp_backward", rows_and_sums(0, 1, 4, 5))
-autocast("mlp", cuda="lower", cpu="lower")
-flops("mlp", mlp_flops)
-flops("mlp_backward", mlp_backward_flops)
+register.fake("mlp", _fake)
+register.fake("mlp_backward", _fake_backward)
+register.autograd("mlp", MLP, jvp=by_formula(formula))
+register.autograd_by_formula("mlp_backward", backward_formula, inputs=6)
+register.vmap("mlp", _mapped)
+register.vmap("mlp_backward", rows_and_sums(0, 1, 4, 5))
+register.autocast("mlp", cuda="lower", cpu="lower")
+register.flops("mlp", mlp_flops)
+register.flops("mlp_backward", mlp_backward_flops)

@@ -1,25 +1,24 @@
-"""The addition to the residual stream and the norm: sum = dropout(x + x_bias) + residual, out = layernorm(sum).
+"""Addition to the residual stream, and layernorm: sum = dropout(x + x_bias) + residual, out = layernorm(sum).
 
-x_bias is the bias of the linear layer that computed x. Adding it here, and summing its gradient here, costs nothing.
-With a float32 residual x may have 16 bits. Then x and ``out``, which matrix products write and read, have 16 bits, and
-everything else, including the residual stream, is float32.
+x_bias is the bias of the linear layer that computed x. Adding it here, and summing its gradient here, reads and writes
+no further memory. With a float32 residual x may have 16 bits. Then x and ``out``, which matmuls write and read, have 16
+bits, and everything else, including the residual stream, is float32.
 """
 
 import torch
 
+from gptkernels.rules import _register as register
 from gptkernels.rules import layernorm
 from gptkernels.rules._jvp import by_formula
 from gptkernels.rules._register import (
     accumulate_dtype,
-    autocast,
-    autocast_by,
-    autograd,
     below_autograd,
     differentiate,
-    fake,
+    empty_gradients,
     ops,
     present,
-    vmap,
+    save,
+    saved,
 )
 from gptkernels.rules._vmap import loop, rows, rows_and_sums
 from gptkernels.rules.dropout import drop
@@ -32,8 +31,7 @@ def _fake(x, residual, weight, bias, eps=1e-5, x_bias=None, dropout_p=0.0, seed=
 
 
 def _fake_backward(dout, dsum, sum, weight, mean, rstd, output_mask):
-    shapes = (sum.shape, *(sum.shape[-1:],) * (len(output_mask) - 1))
-    return tuple(sum.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, output_mask, strict=True))
+    return empty_gradients(sum, (sum.shape, *(sum.shape[-1:],) * (len(output_mask) - 1)), output_mask)
 
 
 def _fake_dropout_backward(dout, dsum, sum, weight, mean, rstd, dropout_p, seed, offset, output_mask):
@@ -47,10 +45,8 @@ class ResidualLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, residual, weight, bias, eps, x_bias, dropout_p, seed, offset):
-        """Save the sum, which is also an output, and the statistics; not x, residual or a mask."""
-        out, sum, mean, rstd = below_autograd(
-            *(ops.residual_layernorm.default, x, residual, weight, bias, eps, x_bias), *(dropout_p, seed, offset)
-        )
+        args = x, residual, weight, bias, eps, x_bias, dropout_p, seed, offset
+        out, sum, mean, rstd = below_autograd(ops.residual_layernorm.default, *args)
         ctx.save_for_backward(sum, weight, mean, rstd, seed, offset)
         ctx.dropout_p, ctx.x_dtype = dropout_p, x.dtype
         ctx.mark_non_differentiable(mean, rstd)
@@ -59,7 +55,7 @@ class ResidualLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dsum, _dmean, _drstd):
-        """Compute all needed gradients in one kernel; x and residual share theirs if they are equal."""
+        """Compute all needed gradients in one kernel. Without dropout and casts, residual's gradient is x's."""
         sum, weight, mean, rstd, seed, offset = ctx.saved_tensors
         needs_x, needs_residual, needs_weight, needs_bias, _, needs_x_bias = ctx.needs_input_grad[:6]
         dropout = ctx.dropout_p, seed, offset
@@ -89,7 +85,7 @@ class ResidualLayerNorm(torch.autograd.Function):
 
 
 def _sum_of_rows(t):
-    """Sum over all dimensions but the last: (..., C) -> (C)."""
+    """Sum over all dimensions except the last: (..., C) -> (C)."""
     return t.sum(tuple(range(t.dim() - 1))) if t.dim() > 1 else t
 
 
@@ -101,100 +97,69 @@ def formula(x, residual, weight, bias, eps, x_bias, dropout_p, seed, offset):
     return layernorm.formula(sum, weight, bias, eps)[0], sum, None, None
 
 
-def masked_backward_formula(dout, dsum, sum, weight, mean, rstd, output_mask):
-    """Return all of the backward's outputs; None for those that are not needed."""
-    dx, dweight, dbias = backward_formula(dout, sum, weight, rstd)
-    dx = dx if dsum is None else dx + dsum
-    return present((dx, dweight, dbias, _sum_of_rows(dx))[: len(output_mask)], output_mask)
+_BACKWARD = {  # by the number of outputs
+    3: "residual_layernorm_backward",
+    4: "residual_layernorm_bias_backward",
+    5: "residual_layernorm_dropout_backward",
+}
 
 
-def dropout_backward_formula(dout, dsum, sum, weight, mean, rstd, dropout_p, seed, offset, output_mask):
-    """Return all of the backward's outputs; None for those that are not needed."""
+def masked_backward_formula(dout, dsum, sum, weight, mean, rstd, *args):
+    """Compute the outputs of each of the three backward ops in torch ops; None for an output that is not needed."""
+    *dropout, mask = args
     dresidual, dweight, dbias = backward_formula(dout, sum, weight, rstd)
     dresidual = dresidual if dsum is None else dresidual + dsum
-    dx = drop(dresidual, dropout_p, seed, offset)
-    return present((dx, dweight, dbias, _sum_of_rows(dx), dresidual), output_mask)
+    dx = drop(dresidual, *dropout) if dropout else dresidual
+    return present((dx, dweight, dbias, _sum_of_rows(dx), dresidual)[: len(mask)], mask)
 
 
 class ResidualLayerNormBackward(torch.autograd.Function):
-    """The gradients of residual_layernorm as differentiable functions of dout, dsum, sum and weight."""
+    """Each of the three backward ops as a differentiable function of dout, dsum, sum and weight."""
 
     @staticmethod
-    def forward(ctx, dout, dsum, sum, weight, mean, rstd, output_mask):
-        """Call the kernel."""
-        ctx.save_for_backward(dout, sum, weight, rstd)
-        ctx.output_mask = output_mask
+    def forward(ctx, dout, dsum, sum, weight, mean, rstd, *args):
+        *dropout, ctx.output_mask = args
+        save(ctx, dout, sum, weight, rstd, *dropout)
         ctx.set_materialize_grads(False)
-        op = getattr(ops, _BACKWARD[len(output_mask)]).default
-        return below_autograd(op, dout, dsum, sum, weight, mean, rstd, output_mask)
+        op = getattr(ops, _BACKWARD[len(ctx.output_mask)]).default
+        return below_autograd(op, dout, dsum, sum, weight, mean, rstd, *args)
 
     @staticmethod
     def backward(ctx, *grads):
-        """Differentiate the norm's formula. dsum is only added to dx, so its gradient is dx's; dx_bias sums dx."""
-        ddx, *rest = present(grads, ctx.output_mask)
-        if len(rest) > 2 and (ddx_bias := rest.pop()) is not None:
-            ddx = _with_sums(ddx, ddx_bias, ctx.saved_tensors[1])
-        return *_second_derivatives(ctx.saved_tensors, ctx.needs_input_grad, (ddx, *rest)), None, None, None
+        """Differentiate the norm's formula.
 
-
-class ResidualLayerNormDropoutBackward(torch.autograd.Function):
-    """ResidualLayerNormBackward with dropout: dx is the dropout of dresidual, in dout's dtype; dx_bias is its sums."""
-
-    @staticmethod
-    def forward(ctx, dout, dsum, sum, weight, mean, rstd, dropout_p, seed, offset, output_mask):
-        """Call the kernel."""
-        ctx.save_for_backward(dout, sum, weight, rstd, seed, offset)
-        ctx.dropout_p, ctx.output_mask = dropout_p, output_mask
-        ctx.set_materialize_grads(False)
-        args = dout, dsum, sum, weight, mean, rstd, dropout_p, seed, offset, output_mask
-        return below_autograd(ops.residual_layernorm_dropout_backward.default, *args)
-
-    @staticmethod
-    def backward(ctx, *grads):
-        """Apply dropout, which is its own derivative, and continue as without it."""
-        *saved, seed, offset = ctx.saved_tensors
-        ddx, ddweight, ddbias, ddx_bias, ddresidual = present(grads, ctx.output_mask)
-        ddx = ddx if ddx is None else ddx.to(saved[1].dtype)
+        dsum is only added to dresidual, so that both have the same gradient. dx is dresidual after dropout, in dout's
+        dtype, and dx_bias is the sum of dx over the rows.
+        """
+        dout, sum, weight, rstd, *dropout = saved(ctx)
+        ddx, ddweight, ddbias, ddx_bias, ddresidual = (*present(grads, ctx.output_mask), None, None)[:5]
+        ddx = ddx if ddx is None else ddx.to(sum.dtype)
         if ddx_bias is not None:
-            ddx = _with_sums(ddx, ddx_bias, saved[1])
+            ddx = ddx_bias.expand_as(sum) if ddx is None else ddx + ddx_bias
         if ddx is not None:
-            ddx = drop(ddx, ctx.dropout_p, seed, offset)
+            ddx = drop(ddx, *dropout) if dropout else ddx
             ddresidual = ddx if ddresidual is None else ddx + ddresidual
-        found = _second_derivatives(saved, ctx.needs_input_grad, (ddresidual, ddweight, ddbias))
-        return *found, None, None, None, None, None, None
-
-
-def _with_sums(ddx, ddx_bias, sum):
-    """Add the gradient of dx_bias, the sums of dx over the rows, to the gradient of dx."""
-    return ddx_bias.expand_as(sum) if ddx is None else ddx + ddx_bias
-
-
-def _second_derivatives(saved, needs, grads):
-    """Compute the gradients of dout, dsum, sum and weight from those of dresidual, dweight and dbias."""
-    dout, sum, weight, rstd = saved
-    needs_dout, needs_dsum, needs_sum, needs_weight = needs[:4]
-    ddout, dsum, dweight, _ = differentiate(
-        lambda *inputs: tuple(t.to(sum.dtype) for t in backward_formula(*inputs)),
-        (dout, sum, weight, rstd),
-        (needs_dout, needs_sum, needs_weight, False),
-        grads,
-    )
-    return ddout, grads[0] if needs_dsum else None, dsum, dweight
-
-
-_BACKWARD = {3: "residual_layernorm_backward", 4: "residual_layernorm_bias_backward"}
+        needs_dout, needs_dsum, needs_sum, needs_weight = ctx.needs_input_grad[:4]
+        found_dout, found_sum, found_weight, _ = differentiate(
+            lambda *inputs: tuple(t.to(sum.dtype) for t in backward_formula(*inputs)),
+            (dout, sum, weight, rstd),
+            (needs_dout, needs_sum, needs_weight, False),
+            (ddresidual, ddweight, ddbias),
+        )
+        found_dsum = ddresidual if needs_dsum else None
+        return found_dout, found_dsum, found_sum, found_weight, *(None,) * (3 + len(dropout))
 
 
 def _vmap(op, size, in_dims, args):
-    """Map over rows; with dropout the mask depends on an element's position, so each index is a separate call."""
+    """Map over rows. With dropout the mask depends on an element's position, so that each index is a separate call."""
     return (rows(0, 1) if args[6] == 0 else loop)(op, size, in_dims, args)
 
 
 def as_torchs_steps(op, cast, x, residual, weight, bias, eps=1e-5, x_bias=None, dropout_p=0.0, seed=None, offset=None):
     """Cast as torch's separate ops do under CUDA's autocast.
 
-    It leaves an addition and dropout in their operands' dtype and makes layer_norm float32. The fused op computes a
-    float32 sum; a narrower one is added first.
+    Autocast leaves an addition and dropout in their operands' dtype, and computes layer_norm in float32. The fused op
+    computes a sum in float32 or float64. A narrower sum is computed before the norm, by separate ops.
     """
     if torch.promote_types(x.dtype, residual.dtype) in (torch.float32, torch.float64):
         args = (cast(t, torch.float32) for t in (x, residual, weight, bias))
@@ -205,17 +170,14 @@ def as_torchs_steps(op, cast, x, residual, weight, bias, eps=1e-5, x_bias=None, 
     return out, sum, mean, rstd
 
 
-fake("residual_layernorm", _fake)
-fake("residual_layernorm_backward", _fake_backward)
-fake("residual_layernorm_bias_backward", _fake_backward)
-fake("residual_layernorm_dropout_backward", _fake_dropout_backward)
-autograd("residual_layernorm", ResidualLayerNorm, jvp=by_formula(formula))
-for _name in _BACKWARD.values():
-    autograd(_name, ResidualLayerNormBackward, jvp=by_formula(masked_backward_formula))
-    vmap(_name, rows_and_sums(0, 1, 2, 4, 5))
-_name = "residual_layernorm_dropout_backward"
-autograd(_name, ResidualLayerNormDropoutBackward, jvp=by_formula(dropout_backward_formula))
-vmap(_name, loop)
-vmap("residual_layernorm", _vmap)
-autocast("residual_layernorm", cpu="promote")
-autocast_by("residual_layernorm", "cuda", as_torchs_steps)
+register.fake("residual_layernorm", _fake)
+register.fake("residual_layernorm_backward", _fake_backward)
+register.fake("residual_layernorm_bias_backward", _fake_backward)
+register.fake("residual_layernorm_dropout_backward", _fake_dropout_backward)
+register.autograd("residual_layernorm", ResidualLayerNorm, jvp=by_formula(formula))
+for _outputs, _name in _BACKWARD.items():
+    register.autograd(_name, ResidualLayerNormBackward, jvp=by_formula(masked_backward_formula))
+    register.vmap(_name, loop if _outputs == 5 else rows_and_sums(0, 1, 2, 4, 5))
+register.vmap("residual_layernorm", _vmap)
+register.autocast("residual_layernorm", cpu="promote")
+register.autocast_by("residual_layernorm", "cuda", as_torchs_steps)

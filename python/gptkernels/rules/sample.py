@@ -1,12 +1,7 @@
-"""The next token of each sequence: drawn from logits by temperature, top-k and top-p, and appended to the sequence."""
+"""Sampling: draws each sequence's next token from logits, by temperature, top-k and top-p, and appends it."""
 
-from gptkernels.rules._register import fake, mutates, without_derivative
+from gptkernels.rules import _register as register
 
-
-def _fake(*_, **__):
-    return None
-
-
-fake("sample_", _fake)
-mutates("sample_")
-without_derivative("sample_")
+register.fake("sample_", lambda *_, **__: None)
+register.mutates("sample_")
+register.without_derivative("sample_")

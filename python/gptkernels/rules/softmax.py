@@ -2,17 +2,8 @@
 
 import torch
 
-from gptkernels.rules._register import (
-    accumulate_dtype,
-    autocast,
-    autograd,
-    autograd_by_formula,
-    below_autograd,
-    fake,
-    like,
-    ops,
-    vmap,
-)
+from gptkernels.rules import _register as register
+from gptkernels.rules._register import accumulate_dtype, below_autograd, like, ops
 from gptkernels.rules._vmap import rows
 
 
@@ -21,34 +12,32 @@ class Softmax(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        """Save the output; the backward needs nothing else."""
         out = below_autograd(ops.softmax.default, x)
         ctx.save_for_backward(out)
         return out
 
     @staticmethod
     def backward(ctx, dout):
-        """Compute dx = out * (dout - sum(dout * out))."""
         (out,) = ctx.saved_tensors
         return ops.softmax_backward.default(dout, out)
 
 
 def tangent(inputs, tangents, outputs):
-    """Apply the backward to the tangent, because the Jacobian of a row is symmetric."""
+    """Apply the backward to the tangent; the Jacobian of a row is symmetric."""
     return ops.softmax_backward.default(tangents[0], outputs[0])
 
 
 def backward_formula(dout, out):
-    """Compute dx in torch ops."""
+    """Compute dx = out * (dout - sum(dout * out)) in torch ops."""
     wide = accumulate_dtype(out.dtype)
     dout, p = dout.to(wide), out.to(wide)
     return p * (dout - (dout * p).sum(-1, keepdim=True))
 
 
-fake("softmax", like(0))
-fake("softmax_backward", like(1))
-autograd("softmax", Softmax, jvp=tangent)
-autograd_by_formula("softmax_backward", backward_formula, inputs=2)
-vmap("softmax", rows(0))
-vmap("softmax_backward", rows(0, 1))
-autocast("softmax", cuda="float32")
+register.fake("softmax", like(0))
+register.fake("softmax_backward", like(1))
+register.autograd("softmax", Softmax, jvp=tangent)
+register.autograd_by_formula("softmax_backward", backward_formula, inputs=2)
+register.vmap("softmax", rows(0))
+register.vmap("softmax_backward", rows(0, 1))
+register.autocast("softmax", cuda="float32")

@@ -1,4 +1,4 @@
-"""``gptkernels.swap`` and ``unswap``."""
+"""``gptkernels.swap`` and ``gptkernels.unswap``: which modules of a model are replaced, and by what."""
 
 import contextlib
 import copy
@@ -23,29 +23,32 @@ __all__ = ["Entry", "Report", "register_attention", "swap", "unswap"]
 
 logger = logging.getLogger("gptkernels")
 Model = TypeVar("Model", bound=torch.nn.Module)
-Decision = tuple[Any, ...] | str | None  # a replacement and its options, a reason to leave the module, or neither
+Decision = tuple[Any, ...] | str | None  # a replacement's name and options; a reason to leave the module; or neither
 
 
 def swap(model: Model, *, leave: str | Iterable[str] = (), return_logits: bool | Literal["detached"] = True) -> Model:
     """Replace the modules of a model that this package's kernels support, in place.
 
-    These are Hugging Face's GPT-2, models built like nanoGPT's and llm.c's, torch.nn's layers and calls of
+    The kernels support Hugging Face's GPT-2, models built like nanoGPT's and llm.c's, torch.nn's layers and calls of
     ``F.scaled_dot_product_attention``. A replaced module keeps its parameters, buffers, hooks and names; its class
-    becomes a subclass that has the same name. ``model.gptkernels_report`` lists what was left alone, and why.
+    becomes a subclass that has the same name. ``model.gptkernels_report`` lists the modules that were not replaced,
+    each with the reason.
 
     Args:
         model: any module.
-        leave: names of modules to leave alone, as in ``named_modules``, with ``*`` and ``?``. The modules inside them
-            are replaced unless they are named too.
-        return_logits: the logits that a language model returns in training when it is given labels or targets. True:
-            as before. False: None; the loss is then computed in chunks, and the logits never exist as a whole.
-            "detached": the logits without a gradient, for inspection; a compiled graph then gets no gradient for them.
+        leave: names of modules that are not replaced, as in ``named_modules``, with ``*`` and ``?``. The modules inside
+            them are replaced unless they are named too.
+        return_logits: which logits a language model returns in training when it is given labels or targets. True
+            returns them as before. False returns None, and the loss is computed in chunks of rows, so that the logits
+            are never stored as a whole. "detached" returns logits without a gradient, for inspection; a compiled graph
+            then has no gradient of the logits.
 
     Returns:
         The same model.
 
     Raises:
-        ValueError: the model is swapped already, a pattern in ``leave`` names no module, or return_logits is invalid.
+        ValueError: if the model is already swapped, a pattern in ``leave`` names no module, or return_logits is
+            invalid.
     """
     if return_logits not in (True, False, "detached"):
         raise ValueError(f"gptkernels.swap: return_logits is True, False or 'detached', not {return_logits!r}")
@@ -81,8 +84,8 @@ def unswap(model: Model) -> Model:
     """Give every module of the model the class that it had before :func:`swap`, in place.
 
     Raises:
-        ValueError: a swapped module has been given another class since, for example by FSDP2 or a parametrisation;
-            undo that first.
+        ValueError: if a swapped module's class was changed since, for example by FSDP2 or a parametrisation, which must
+            be undone first.
     """
     for name, module in model.named_modules():
         if original_of(module) is None and any("_gptkernels_original" in vars(kind) for kind in type(module).__mro__):
@@ -111,7 +114,7 @@ def _describe(decision: tuple[Any, ...]) -> str:
 
 
 def _decide_all(model: torch.nn.Module, leave: set[torch.nn.Module]) -> dict[torch.nn.Module, tuple[str, Decision]]:
-    """Decide for each module; the modules inside it are decided first."""
+    """Decide for each module. The modules inside a module are decided before it."""
     tried: dict[Any, Any] = {}
     longest = min(1024, max(128, min(_tables(model), default=0)))
     decisions: dict[torch.nn.Module, tuple[str, Decision]] = {}
@@ -142,7 +145,7 @@ def _decide(module: torch.nn.Module, decisions: Any, tried: dict[Any, Any], long
 
 def _why_not_class(module: torch.nn.Module) -> str | None:
     """Return the reason why the class of a module cannot be changed; None if it can."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing it takes seconds; before that no module is FSDP's
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing takes seconds; if it is not imported, nothing uses it
     if fsdp is not None and isinstance(module, fsdp.FSDPModule):
         return "its class is FSDP's: swap before fully_shard"
     if torch.nn.utils.parametrize.is_parametrized(module):
@@ -157,7 +160,7 @@ def _why_not_class(module: torch.nn.Module) -> str | None:
 
 
 def _by_trial(module: Any, decisions: Any, tried: dict[Any, Any], longest: int) -> Decision:
-    """Recognise a module of the user's own by its attributes and test a replacement; equal modules are tested once."""
+    """Recognise a user's module by its attributes, and test a replacement. Equal modules are tested once."""
     found = next((maker for looks_like, maker in _TRIALS if looks_like(module)), None)
     if found is None:
         return None
@@ -172,7 +175,7 @@ def _by_trial(module: Any, decisions: Any, tried: dict[Any, Any], longest: int) 
 
 
 def _difference_of_models(model: Any, decisions: Any) -> str | None:
-    """Compare the whole model before and after; a reason to leave all of it alone, or None.
+    """Compare the whole model with a replaced copy; return a reason to replace no module, or None.
 
     The comparison is made only if modules of the user's own classes are to be replaced.
     """
@@ -193,7 +196,7 @@ def _difference_of_models(model: Any, decisions: Any) -> str | None:
 
 
 def _tables(model: torch.nn.Module) -> list[int]:
-    """Return the number of rows of each embedding, of tokens or positions."""
+    """Return the number of rows of each embedding, whether of tokens or of positions."""
     return [one.num_embeddings for one in model.modules() if isinstance(one, torch.nn.Embedding)]
 
 
@@ -209,7 +212,7 @@ def _replace_parts(made: Any, module: Any, decisions: Any, own: tuple[Any, ...] 
 
 
 def _pair(module: Any, decisions: Any, own: tuple[Any, ...], instead: Any = None) -> tuple[Any, Any]:
-    """Make two equal copies that share parameters: one as the module is, one replaced, with its submodules."""
+    """Make two copies of a module that share parameters, and apply the decisions to the second copy."""
     first = equivalence.copy_with_random_parameters(module, instead)
     second = copy.deepcopy(first, {id(p): p for p in first.parameters()})
     _replace_parts(second, module, decisions, own)
@@ -225,7 +228,7 @@ def _norm(module: Any, decisions: Any, longest: int) -> Decision:
     guesses = [value for value in vars(module).values() if isinstance(value, float)]
     for eps in dict.fromkeys([*guesses, 1e-5, 1e-6, 1e-8, 1e-12]):
         pair = _pair(module, decisions, ("LayerNorm", eps))
-        # With small numbers the result depends on eps.
+        # The result depends on eps only if x is small.
         if equivalence.difference(*pair, lambda m: m(1e-3 * _random(3, width)), lambda m: m(_random(3, width))) is None:
             return "LayerNorm", eps
     return "its forward is not layer_norm"
@@ -242,8 +245,8 @@ def _width(linear: Any) -> int:
     return int(linear.weight.shape[1])
 
 
-# Batch size, length and scale of the inputs in evaluation. They detect attention to a window, and code that branches on
-# large values.
+# Batch size, length and scale of the inputs in evaluation. The lengths detect attention to a window, and the scales
+# code that branches on large values.
 _INPUTS = ((1, 1, 1.0), (3, 17, 1e-3), (2, 9, 1e3), (1, 128, 1.0))
 
 
@@ -280,7 +283,7 @@ _STATES = ("training", True), ("evaluation", False)  # the state, and whether ta
 
 
 def _model(module: Any, decisions: Any, longest: int) -> Decision:
-    """Try a GPT with all its blocks and positions, but with a small vocabulary and stand-ins for attention and MLPs."""
+    """Test a GPT with all its blocks and positions, but a small vocabulary and stand-ins for attention and MLPs."""
     trunk = module.transformer
     if any(type(one) is not torch.nn.Embedding for one in (trunk.wte, trunk.wpe)):
         return "its embeddings are not torch.nn.Embedding"
@@ -305,7 +308,7 @@ def _model(module: Any, decisions: Any, longest: int) -> Decision:
         ignore_index = -1
         try:
             call(3, 2, ignore_index)(first)
-        except IndexError:  # the model does not ignore this target
+        except IndexError:  # the model does not ignore targets of -1
             ignore_index = -100
     own = "gpt model", ignore_index, last_only
     pair = _pair(module, decisions, own, instead)
@@ -317,7 +320,7 @@ def _model(module: Any, decisions: Any, longest: int) -> Decision:
     for scale in (1e3, 1e-6) if reason is None else ():
         with torch.no_grad():
             for weight in {wte.weight, head.weight}:
-                weight *= scale  # the model may branch on how certain a prediction is
+                weight *= scale  # the model may branch on the size of the logits
         for state, targets in _STATES:
             reason = reason or equivalence.difference_in(state, *pair, call(1, 5, None, targets))
     if reason is None:

@@ -1,4 +1,4 @@
-"""Registration of this package's attention with transformers and torch, which have an interface for that."""
+"""Registration of this package's attention with transformers and with torch, by their interfaces for that."""
 
 import inspect
 import sys
@@ -16,16 +16,18 @@ NAME = "gptkernels"
 def register_attention(library: str) -> None:
     """Make a library call this package's attention, without a change of the user's code.
 
+    With "transformers", models made or loaded with ``attn_implementation="gptkernels"`` call it, if they use
+    transformers' attention interface. With "torch", ``F.scaled_dot_product_attention`` calls it in place of torch's
+    flash kernel, until ``torch.nn.attention.restore_flash_attention_impl()`` is called. Torch 2.10 has no such
+    function; there the change lasts until the process ends.
+
     Args:
-        library: "transformers": models made or loaded with ``attn_implementation="gptkernels"`` use it, if they use
-            transformers' attention interface. "torch": ``F.scaled_dot_product_attention`` uses it in place of its flash
-            kernel, until ``torch.nn.attention.restore_flash_attention_impl()`` (torch 2.10 has no such function: there
-            it stays for the rest of the process).
+        library: "transformers" or "torch".
 
     Raises:
-        ValueError: the name is another one.
-        RuntimeError: this version of torch has no interface to register attention.
-        ImportError: transformers is not installed.
+        ValueError: if the library is another one.
+        RuntimeError: if this version of torch has no interface to register attention.
+        ImportError: if transformers is not installed.
     """
     if library == "transformers":
         _register_with_transformers()
@@ -33,9 +35,6 @@ def register_attention(library: str) -> None:
         _register_with_torch()
     else:
         raise ValueError(f"register_attention: the library must be 'transformers' or 'torch', got {library!r}")
-
-
-# ---- transformers ----------------------------------------------------------------------------------------------------
 
 
 def _register_with_transformers() -> None:
@@ -46,8 +45,8 @@ def _register_with_transformers() -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-# Models' keywords that change the result and that no kernel supports: soft capping of the scores, sinks, keys chosen by
-# an indexer, masks of heads, and the probabilities as an output. Transformers' sdpa ignores most of them.
+# Keywords of models that change the result and that no kernel supports: soft capping of the scores, sinks, keys chosen
+# by an indexer, masks of heads, and the probabilities as an output. Transformers' sdpa ignores most of them.
 _UNSUPPORTED = ("softcap", "s_aux", "sinks", "indices", "block_indices", "head_mask", "output_attentions")
 
 
@@ -65,22 +64,23 @@ def transformers_attention(
     """Compute attention with the signature of transformers' ``sdpa_attention_forward``.
 
     Args:
-        module: the attention layer; ``is_causal`` is read from it unless given.
+        module: the attention layer.
         query: (B, NH, Tq, HS).
         key: (B, KH, Tk, HS), KH a divisor of NH.
-        value: of the same shape as key.
-        attention_mask: (B, 1 or NH, Tq, at least Tk), bool or added to the scores; None for at most the causal mask.
+        value: (B, KH, Tk, HS).
+        attention_mask: (B, 1 or NH, Tq, at least Tk), bool or added to the scores; None if ``is_causal`` decides.
         dropout: the probability with which an attention weight is dropped.
-        scaling: the factor of the scores; 1/sqrt(HS) when None.
-        is_causal: whether, without a mask, each of several queries sees only the keys up to its own position.
-        kwargs: the model's other keywords. ``position_bias`` and a paged ``cache`` are passed on to transformers'
-            function if it has them. ``sliding_window`` and ``cu_seq_lens_q`` are already part of the mask.
+        scaling: the factor of the scores; None is 1/sqrt(HS).
+        is_causal: whether, without a mask, each of several queries sees only the keys up to its own position; None
+            reads the module's ``is_causal``.
+        kwargs: the model's other keywords. With ``position_bias`` or a paged ``cache``, transformers' function is
+            called, if it has them. ``sliding_window`` and ``cu_seq_lens_q`` must be part of the mask.
 
     Returns:
-        (B, Tq, NH, HS), and None for the probabilities.
+        The output (B, Tq, NH, HS), and None for the probabilities.
 
     Raises:
-        ValueError: a keyword that changes the result is not supported.
+        ValueError: if a keyword that changes the result is not supported.
     """
     name = "transformers_attention"
     functional.refuse(name, **{option: kwargs.get(option) for option in _UNSUPPORTED})
@@ -95,7 +95,7 @@ def transformers_attention(
         is_causal = getattr(module, "is_causal", True)
     queries = query.shape[2]
     causal = attention_mask is None and queries > 1 and bool(is_causal)
-    if causal and key.shape[2] > queries:  # the prefill of an empty static cache: later keys are not written yet
+    if causal and key.shape[2] > queries:  # the first call with a static cache, whose later keys are not yet written
         key, value = key[:, :, :queries], value[:, :, :queries]
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]
@@ -111,9 +111,6 @@ def transformers_attention(
     return out.transpose(1, 2).contiguous(), None
 
 
-# ---- torch -----------------------------------------------------------------------------------------------------------
-
-
 def _register_with_torch() -> None:
     attention = torch.nn.attention
     if not hasattr(attention, "register_flash_attention_impl"):
@@ -126,7 +123,7 @@ def _register_with_torch() -> None:
 
 
 class _Kernels:
-    """Overrides torch's flash attention operators by this package's kernels until ``remove`` is called."""
+    """An override of torch's flash attention operators by this package's kernels, until ``remove`` is called."""
 
     def __init__(self) -> None:
         self.library: Any = torch.library.Library("aten", "IMPL")
@@ -134,93 +131,46 @@ class _Kernels:
         self.library.impl(
             "_scaled_dot_product_flash_attention_for_cpu_backward", _cpu_backward, "CPU", allow_override=True
         )
-        if _library.without_cuda_because:  # torch's CUDA kernels stay
+        if _library.without_cuda_because:  # torch's CUDA kernels are not replaced
             return
         self.library.impl("_scaled_dot_product_flash_attention", _cuda, "CUDA", allow_override=True)
         self.library.impl("_scaled_dot_product_flash_attention_backward", _cuda_backward, "CUDA", allow_override=True)
 
     def remove(self) -> None:
-        """Restore torch's operators."""
         self.library._destroy()
 
 
-def _cpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor]:
-    return ops.scaled_dot_product_attention(  # type: ignore[no-any-return]
-        query, key, value, attn_mask, 0.0, is_causal, scale
-    )
+# The functions have the signatures of torch's operators.
 
 
-def _cpu_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    dropout_p: float,
-    is_causal: bool,
-    *,
-    attn_mask: Tensor | None = None,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    return ops.scaled_dot_product_attention_backward(  # type: ignore[no-any-return]
+def _cpu(query, key, value, dropout_p=0.0, is_causal=False, *, attn_mask=None, scale=None):  # type: ignore[no-untyped-def]
+    return ops.scaled_dot_product_attention(query, key, value, attn_mask, 0.0, is_causal, scale)
+
+
+def _cpu_backward(  # type: ignore[no-untyped-def]
+    grad_out, query, key, value, out, logsumexp, dropout_p, is_causal, *, attn_mask=None, scale=None
+):
+    return ops.scaled_dot_product_attention_backward(
         grad_out, None, query, key, value, out, logsumexp, attn_mask, 0.0, is_causal, scale
     )
 
 
-def _cuda(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    return_debug_mask: bool = False,
-    *,
-    scale: float | None = None,
-) -> tuple[Any, ...]:
-    seed = offset = None
-    if dropout_p:
-        seed, offset = torch.randint(2**63 - 1, (2,), device=query.device).unbind()
+def _cuda(query, key, value, dropout_p=0.0, is_causal=False, return_debug_mask=False, *, scale=None):  # type: ignore[no-untyped-def]
+    numbers = torch.randint(2**63 - 1, (2,), device=query.device) if dropout_p else None
+    seed, offset = (None, None) if numbers is None else numbers.unbind()
     out, logsumexp = ops.scaled_dot_product_attention(
-        *(query, key, value, None, dropout_p, is_causal, scale, 0, None, None, seed, offset)
+        query, key, value, None, dropout_p, is_causal, scale, 0, None, None, seed, offset
     )
-    none = torch.zeros((), dtype=torch.int64, device=query.device) if seed is None else None
-    return (
-        *(out, logsumexp, None, None, query.shape[2], key.shape[2]),
-        seed if none is None else none,
-        offset if none is None else none.clone(),
-        query.new_empty(0),
-    )
+    if numbers is None:
+        seed, offset = (torch.zeros((), dtype=torch.int64, device=query.device) for _ in range(2))
+    return out, logsumexp, None, None, query.shape[2], key.shape[2], seed, offset, query.new_empty(0)
 
 
-def _cuda_backward(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cum_seq_q: Tensor | None,
-    cum_seq_k: Tensor | None,
-    max_q: int,
-    max_k: int,
-    dropout_p: float,
-    is_causal: bool,
-    philox_seed: Tensor,
-    philox_offset: Tensor,
-    *,
-    scale: float | None = None,
-) -> tuple[Tensor, Tensor, Tensor]:
+def _cuda_backward(  # type: ignore[no-untyped-def]
+    grad_out, query, key, value, out, logsumexp, cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal,
+    philox_seed, philox_offset, *, scale=None,
+):  # fmt: skip
     numbers = (philox_seed, philox_offset) if dropout_p else (None, None)
-    return ops.scaled_dot_product_attention_backward(  # type: ignore[no-any-return]
-        *(grad_out, None, query, key, value, out, logsumexp, None, dropout_p, is_causal, scale, 0, None, None, *numbers)
+    return ops.scaled_dot_product_attention_backward(
+        grad_out, None, query, key, value, out, logsumexp, None, dropout_p, is_causal, scale, 0, None, None, *numbers
     )

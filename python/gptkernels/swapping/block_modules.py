@@ -1,30 +1,34 @@
-"""The modules of a block that has not changed since ``swap``: found once, compared at each call.
+"""The modules of a block that has not changed since ``swap``, and its description as one node of autograd's graph.
 
-For a small batch the time of a step is the host's. Checking each of a block's modules with ``untouched`` takes longer
-than comparing all of them with the modules found before.
+The modules are found once, and compared at each call. For a small batch, host time determines the time of a training
+step, and checking each of a block's modules with ``untouched`` takes longer than comparing all modules with those found
+before.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
+from torch import Tensor
 from torch.nn.modules.module import _has_any_global_hook
 
+from gptkernels import functional
 from gptkernels._unmodified import is_bare
+from gptkernels.block.fused import FusedBlock, parameters_of
+from gptkernels.block.node import Dtypes, Plan
 from gptkernels.swapping.checks import bare, untouched
 from gptkernels.swapping.classes import is_patched, kind_of, original_of
+from gptkernels.swapping.layers import eps_of, gelu_form
 
 KINDS = ("LayerNorm", "Linear", "Linear", "LayerNorm", "Linear", "GELU", "Linear")
 
 
+@dataclasses.dataclass(eq=False)
 class Parts:
-    """The modules of a block. It has no reference to the block itself."""
+    """The modules of a block. There is no reference to the block itself."""
 
-    __slots__ = (
-        *("ln_1", "c_attn", "attn_proj", "ln_2", "c_fc", "act", "mlp_proj"),
-        *("attn", "attn_dropout", "resid_dropout", "mlp_dropout", "classes", "links"),
-    )
     ln_1: Any
     c_attn: Any
     attn_proj: Any
@@ -36,16 +40,16 @@ class Parts:
     attn_dropout: Any
     resid_dropout: Any
     mlp_dropout: Any
-    classes: tuple[tuple[torch.nn.Module, type, dict[str, Any]], ...]
-    links: tuple[tuple[dict[str, Any], dict[str, Any]], ...]  # each module's children, and a copy of them as found
+    classes: tuple[tuple[torch.nn.Module, type, dict[str, Any]], ...] = ()
+    links: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = ()  # each module's dictionary of children, and a copy
 
     def are_as_found(self) -> bool:
-        """Whether all modules still have the class and the children they had, and no new hooks or forward."""
+        """Return whether no module has another class, other children, or new hooks, and no forward was patched."""
         for children, found in self.links:
-            if children != found:  # two modules are equal only if they are the same object
+            if children != found:  # modules compare by identity
                 return False
         for module, kind, attributes in self.classes:
-            # `bare` is slower, but allows hooks that only observe
+            # `bare` takes longer, but allows hooks that only observe
             if type(module) is not kind or not (is_bare(attributes) or bare(module)):
                 return False
             if original_of(module) is not None and is_patched(kind):
@@ -61,7 +65,7 @@ def parts_of(block: Any, kinds: Sequence[str]) -> Parts | None:
 
     Args:
         block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``, whose submodules are named as in nanoGPT.
-        kinds: the replacements that ``swap`` chose for the block, its attention and its MLP.
+        kinds: the names of the replacements of the block, its attention and its MLP.
     """
     if kind_of(block) != kinds[0] or _has_any_global_hook():
         return None
@@ -94,10 +98,7 @@ def _find(block: Any, kinds: Sequence[str]) -> Parts | None:
     ]  # fmt: skip
     if not all(one is None or (type(one) is torch.nn.Dropout and bare(one)) for one in dropouts):
         return None
-    parts = Parts()
-    parts.attn = attn
-    parts.ln_1, parts.c_attn, parts.attn_proj, parts.ln_2, parts.c_fc, parts.act, parts.mlp_proj = computing
-    parts.attn_dropout, parts.resid_dropout, parts.mlp_dropout = dropouts
+    parts = Parts(*computing, attn, *dropouts)
     if torch.compiler.is_compiling():
         return parts
     given = [one for one in (attn, mlp, *computing, *dropouts) if one is not None]
@@ -107,5 +108,33 @@ def _find(block: Any, kinds: Sequence[str]) -> Parts | None:
 
 
 def probability(dropout: Any) -> float:
-    """The probability of a dropout now; 0 for None."""
+    """Return the current probability of a dropout; 0 for None."""
     return dropout.p if dropout is not None and dropout.training else 0.0
+
+
+def fused_block(
+    parts: Parts, dtypes: Dtypes, stream: Tensor, heads: int, scale: float | None, p: float
+) -> FusedBlock | None:
+    """Describe a block with its current parameters and settings; None if the node does not support it.
+
+    ``scale`` is the factor of the scores, or None for 1/sqrt(HS), and ``p`` the probability of attention's dropout.
+    """
+    if stream.shape[-1] > functional.MAX_HEAD_SIZE * heads:
+        return None
+    parameters, mlp_proj_bias = parameters_of(
+        parts.ln_1, parts.c_attn, parts.attn_proj, parts.ln_2, parts.c_fc, parts.mlp_proj
+    )
+    wide = dtypes.wide
+    for t in (*parameters, mlp_proj_bias):
+        if t is not None and t.dtype != wide:
+            return None
+    plan = Plan(
+        (eps_of(parts.ln_1), eps_of(parts.ln_2)),
+        heads,
+        scale,
+        gelu_form(parts.act) == "tanh",
+        parts.c_attn._gptkernels_transposed,
+        dtypes.low,
+    )
+    probabilities = p, probability(parts.resid_dropout), probability(parts.mlp_dropout)
+    return FusedBlock(plan, parameters, mlp_proj_bias, probabilities)

@@ -1,4 +1,4 @@
-"""Checks made at each call: whether kernels support it, and whether a submodule is still as ``swap`` left it."""
+"""Checks at each call: whether the kernels support its tensors, and whether a submodule has changed since ``swap``."""
 
 import os
 import sys
@@ -36,7 +36,7 @@ def why_not(*tensors: Tensor | None) -> str | None:
 
 
 def has_librarys_forward(kind: Any) -> bool:
-    """Whether the forward of a class of torch or transformers is the library's own, without a patch."""
+    """Return whether the forward of a class of torch or transformers is the library's own, without a patch."""
     code = getattr(kind.forward, "__code__", None)
     library = sys.modules[kind.__module__.partition(".")[0]].__file__
     inside = code is not None and library is not None and code.co_filename.startswith(os.path.dirname(library))
@@ -44,7 +44,7 @@ def has_librarys_forward(kind: Any) -> bool:
 
 
 def count(module: torch.nn.Module, reason: str) -> None:
-    """Count in the model's report that a call of the module runs the original code."""
+    """Record in the model's report that a call of the module runs the original code, and why."""
     if not torch.compiler.is_compiling():
         report = module.__dict__.get("gptkernels_report")
         if report is not None:
@@ -52,20 +52,20 @@ def count(module: torch.nn.Module, reason: str) -> None:
 
 
 def bare(module: torch.nn.Module) -> bool:
-    """Whether calling the module runs its class's forward and nothing else.
+    """Return whether a call of the module runs its class's forward and nothing else.
 
-    Transformers leaves hooks that record outputs on request; they are ignored.
+    Hooks of transformers that record outputs on request are ignored.
     """
     return runs_only_its_forward(module, passive="transformers.utils.output_capturing")
 
 
 def untouched(module: torch.nn.Module, kind: str) -> bool:
-    """Whether a parent may compute the module without calling it: it is this kind of replacement, and bare."""
+    """Return whether a parent may compute the module without calling it: it is this replacement, and bare."""
     return kind_of(module) == kind and bare(module)
 
 
 def dropout_of(module: Any) -> float | None:
-    """The probability of a ``torch.nn.Dropout`` now; None for a module that must be called."""
+    """Return the current probability of a ``torch.nn.Dropout``; None for a module that must be called."""
     if type(module) is not torch.nn.Dropout or not bare(module):
         return None
     return module.p if module.training else 0.0

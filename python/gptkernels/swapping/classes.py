@@ -1,9 +1,9 @@
-"""How a module is replaced: its class becomes a subclass of the class it had.
+"""The replacement of a module: its class becomes a subclass of the class that it had.
 
-Everything that a module holds stays where it is: parameters, buffers, hooks, the training flag. ``isinstance`` still
-holds. The subclass keeps the names of the class, by which other libraries choose modules to wrap, shard or save, and
-the only method it visibly overrides is ``forward``. ``copy.deepcopy`` and pickling store the original class and the
-name of the replacement, so that a copy or a loaded module is replaced too.
+The module keeps its parameters, buffers, hooks and training flag, and ``isinstance`` still holds. The subclass has the
+name of the original class, by which other libraries choose modules to wrap, shard or save. ``forward`` is the only
+method that it visibly overrides. ``copy.deepcopy`` and pickling store the original class and the name of the
+replacement, so that a copy or a loaded module is replaced too.
 """
 
 import functools
@@ -28,7 +28,7 @@ _namespaces: dict[str, Callable[..., Namespace]] = {}
 
 
 def replacement(name: str) -> Callable[[Callable[..., Namespace]], Callable[..., Namespace]]:
-    """Register a function that makes the namespace of a kind of replacement from the original class and options."""
+    """Register a function that makes a replacement's attributes from the original class and options."""
 
     def register(function: Callable[..., Namespace]) -> Callable[..., Namespace]:
         _namespaces[name] = function
@@ -39,11 +39,11 @@ def replacement(name: str) -> Callable[[Callable[..., Namespace]], Callable[...,
 
 @functools.cache
 def derive(original: type, name: str, *options: Any) -> type:
-    """Return the subclass of ``original`` for the replacement ``name``; always the same one."""
+    """Return the subclass of ``original`` for the replacement ``name``; equal calls return the same class."""
     namespace = _namespaces[name](original, *options)
     own: Any = original.forward  # type: ignore[attr-defined]
     replaced = namespace["forward"]
-    if not hasattr(replaced, "__wrapped__"):  # `attention calls` has the user's own code
+    if not hasattr(replaced, "__wrapped__"):  # the forward of "attention calls" may be the user's own code
         known = inspect.signature(replaced).parameters
         takes_all = any(one.kind is one.VAR_POSITIONAL for one in known.values())
 
@@ -83,17 +83,17 @@ def derive(original: type, name: str, *options: Any) -> type:
 
 
 def is_patched(derived: Any) -> bool:
-    """Whether the forward of the original class was replaced after the swap.
+    """Return whether the forward of the original class was replaced after the swap.
 
-    False while compiling, because torch guards the code it has traced.
+    Returns False while compiling, because torch itself checks that traced code has not changed.
     """
     return not torch.compiler.is_compiling() and getattr(derived, MARK).forward is not getattr(derived, FORWARD)
 
 
 def _setattr(self: Any, name: str, value: Any) -> None:
-    """Set an attribute, and mark the module as changed if the user's code may read it: its original forward then runs.
+    """Set an attribute. If the user's code may read it, mark the module as changed, so that its original forward runs.
 
-    Names with an underscore do not count: torch and other libraries mark modules with them.
+    Names with an underscore do not count, because torch and other libraries mark modules with them.
     """
     plain = not isinstance(value, torch.nn.Module | torch.nn.Parameter)
     if plain and name not in READ and not name.startswith("_"):
@@ -109,15 +109,15 @@ def _rebuild(original: type, name: str, *options: Any) -> Any:
 
 
 def original_of(module: torch.nn.Module) -> type | None:
-    """The class that the module had before it was replaced; None if its class is not a replacement."""
+    """Return the class that the module had before it was replaced; None if it was not replaced."""
     return type(module).__dict__.get(MARK)
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
-    """The name of the replacement that the module's class is; None for other classes, even subclasses of a replacement.
+    """Return the name of the module's replacement; None for other classes, even for subclasses of a replacement.
 
-    This reads attributes of the class, not its ``__dict__``, which ``torch.compile`` does not trace after the changes
-    that ``torch.func.functional_call`` makes to a module.
+    This reads attributes of the class, and not its ``__dict__``, because ``torch.compile`` cannot trace the
+    ``__dict__`` inside ``torch.func.functional_call``.
     """
     kind = type(module)
     return getattr(kind, KIND, None) if getattr(kind, OWN, None) is kind and not is_patched(kind) else None

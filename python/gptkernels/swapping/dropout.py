@@ -1,8 +1,7 @@
-"""The random numbers of the dropouts of a forward pass. Masks are generated from them and never stored.
+"""The seeds and offsets of the dropouts in a forward pass. Kernels generate masks from them, and store none.
 
-A model of L layers has 3L + 1 dropouts. One launch draws the numbers of all of them: one seed, and an offset for each.
-They come from torch's generator for the device, which CUDA graphs, ``torch.compile`` and activation checkpointing
-support.
+A model of L layers has 3L + 1 dropouts. One launch draws a seed, and an offset for each dropout. They come from torch's
+generator for the device, which CUDA graphs, ``torch.compile`` and activation checkpointing support.
 """
 
 from typing import Any
@@ -16,10 +15,10 @@ from gptkernels.swapping.checks import dropout_of
 
 
 class Draws:
-    """The random numbers of a forward's dropouts, in the order of the calls.
+    """A function that returns the next dropout of a forward pass, with its seed and offset.
 
     Args:
-        dropouts: how many there are at most; after that many, new numbers are drawn.
+        dropouts: the number of dropouts for which one launch draws.
         like: a tensor on the device.
     """
 

@@ -1,9 +1,10 @@
-"""Test by trial runs that a replacement computes what a user's own module computes.
+"""Trial runs that test whether a replacement computes the same as a user's own module.
 
-A copy of the module with random float64 parameters on the CPU and a replaced copy of it are run on the same inputs: in
-evaluation, in training without dropout, and with one dropout at a time dropping everything, which shows where it acts.
-Outputs and gradients must agree. One trial counts for all modules with equal classes, attributes and buffers. At the
-end a copy of the whole model that shares its parameters is compared with a replaced copy.
+Two copies of the module, one of them replaced, have the same random float64 parameters on the CPU and run on the same
+inputs: in evaluation mode, in training mode without dropout, and in training mode with one dropout of probability 1 at
+a time, which shows where each dropout is applied. Outputs and gradients must agree. One trial counts for all modules
+with equal classes, attributes and buffers. At the end, two copies of the whole model that share its parameters are
+compared.
 """
 
 import contextlib
@@ -31,7 +32,7 @@ _FLOAT64_TOLERANCE, _FLOAT32_TOLERANCE, _LOW_TOLERANCE = 1e-10, 1e-4, 0.05  # re
 
 @contextlib.contextmanager
 def random_generators_kept(device: torch.device) -> Iterator[None]:
-    """On exit, restore the state of the random generators of Python, NumPy and torch (CPU and this device)."""
+    """Return a context that restores, on exit, the random generators of Python, NumPy and torch (CPU and device)."""
     python, numpys = random.getstate(), _numpys_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
@@ -47,7 +48,7 @@ def _numpys_state() -> Any:
 
 
 def _seed(device: torch.device) -> None:
-    """Seed the generators that `random_generators_kept` restores, and no other."""
+    """Seed the generators that ``random_generators_kept`` restores."""
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
@@ -58,7 +59,7 @@ def _seed(device: torch.device) -> None:
 
 
 def _has_drawn() -> bool:
-    """Whether the CPU's generators were used since they were seeded; seeds them again."""
+    """Return whether the CPU's generators were used since they were seeded, and seed them again."""
     states = []
     for _ in range(2):
         numpys = _numpys_state()
@@ -68,7 +69,7 @@ def _has_drawn() -> bool:
 
 
 class StandIn(torch.nn.Module):
-    """A sublayer that is cheap and a different function in each layer: (B, T, C) -> (B, T, C)."""
+    """A fast sublayer that computes a different function in each layer: (B, T, C) -> (B, T, C)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -82,9 +83,11 @@ class StandIn(torch.nn.Module):
 def copy_with_random_parameters(module: torch.nn.Module, instead: dict[int, Any] | None = None) -> torch.nn.Module:
     """Copy a module to the CPU in float64, without hooks.
 
+    The parameters' values are not copied, because parameters may be large, sharded, or without data. The matrices of
+    the copy are overlapping views of one tensor, so that few random numbers are drawn and read.
+
     Args:
-        module: the module. Its parameters are not copied, since they may be large, sharded, or without data. The
-            matrices of the copy are overlapping views of one tensor, so that few numbers are drawn and read.
+        module: the module.
         instead: modules to use in place of submodules, by the ``id`` of the submodule.
     """
     memo: dict[int, Any] = dict(instead or {})
@@ -109,7 +112,7 @@ def copy_with_random_parameters(module: torch.nn.Module, instead: dict[int, Any]
 
 
 def _parameters(module: torch.nn.Module, without: dict[int, Any]) -> Iterator[Tensor]:
-    """The parameters of the module and its submodules, except for modules whose id is in ``without``."""
+    """Iterate over the parameters of the module and its submodules, except modules whose id is in ``without``."""
     if id(module) not in without:
         yield from (p for p in module._parameters.values() if p is not None)
         for child in module._modules.values():
@@ -131,23 +134,24 @@ def copy_sharing_parameters(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def difference(original: torch.nn.Module, replaced: torch.nn.Module, *trials: Trial) -> str | None:
-    """Compare two modules in every state and trial; a description of the first difference, or None."""
+    """Compare two modules in every state and trial; return a description of the first difference, or None."""
     calls = _calls_of_dropouts(original)
     before = _stored(original)
-    for state, first, second in zip(_states(original), _states(original), _states(replaced), strict=True):
+    first, second = _states(original), _states(replaced)
+    for state in first:
         for trial in trials:
-            first[1]()
+            first[state]()
             calls.clear()
             expected = _run(trial, original)
-            if state[0] == "training" and (twice := next((n for n in calls if calls.count(n) > 1), None)) is not None:
-                # the trials in which it drops everything cannot show that
+            if state == "training" and (twice := next((n for n in calls if calls.count(n) > 1), None)) is not None:
+                # A trial with its probability at 1 would not show this.
                 return f"its forward is another one: it applies {twice} more than once"
-            if state[0] in ("evaluation", "training") and _has_drawn():
-                return f"its forward draws random numbers in {state[0]}, without dropout"
-            second[1]()
+            if state in ("evaluation", "training") and _has_drawn():
+                return f"its forward draws random numbers in {state}, without dropout"
+            second[state]()
             found = _run(trial, replaced)
             if (reason := _unequal(expected, found)) is not None:
-                return f"its forward is another one: {reason} in {state[0]}"
+                return f"its forward is another one: {reason} in {state}"
     return _stores_something(original, before)
 
 
@@ -157,7 +161,7 @@ def difference_of_gradients(
     """Compare the gradients of vectors, embeddings and these inputs, in training without dropout."""
     found = []
     for module in (original, replaced):
-        _put(module, "training")
+        _states(module)["training"]()
         tables = [one.weight for one in module.modules() if isinstance(one, torch.nn.Embedding)]
         wanted = [*(p for p in module.parameters() if p.dim() == 1), *tables, *inputs]
         for t in wanted:
@@ -176,34 +180,31 @@ def _gradients(trial: Trial, wanted: list[Tensor], module: Any) -> list[Tensor]:
     return list(torch.autograd.grad(outputs, wanted, directions, materialize_grads=True))
 
 
-def _put(module: torch.nn.Module, state: str) -> None:
-    next(put for name, put in _states(module) if name == state)()
-
-
 def difference_in(state: str, original: torch.nn.Module, replaced: torch.nn.Module, trial: Trial) -> str | None:
-    """Compare as `difference` does, but in one state only, for trials that take long."""
+    """Compare two modules in one state, for a trial that takes long; return the difference, or None."""
     for module in (original, replaced):
-        _put(module, state)
+        _states(module)[state]()
     reason = _unequal(_run(trial, original), _run(trial, replaced))
     return None if reason is None else f"its forward is another one: {reason} for other lengths or values"
 
 
-# Training or not, with targets or not, batch size and length (0 is the longest) of the runs of a whole model with its
-# own parameters. The first two are made for models of all sizes.
+# The runs of a whole model: training mode or not, with targets or not, batch size, and length (0 is the longest). The
+# first two runs are made for models of all sizes.
 _RUNS = (
     (True, True, 1, 9), (False, False, 3, 2), (False, True, 1, 1), (True, False, 3, 1), (False, False, 1, 0),
     (True, True, 3, 0), (False, True, 1, 0), (True, False, 1, 0),
 )  # fmt: skip
-_MULTIPLICATIONS = 6e9  # budget of all runs; reading the parameters takes as long as 16 tokens
+_MULTIPLICATIONS = 6e9  # the budget of all runs
 
 
 def difference_of_models(
     original: torch.nn.Module, replaced: torch.nn.Module, vocabulary: int, longest: int
 ) -> str | None:
-    """Compare the outputs of two models for tokens, with their own parameters and on their device.
+    """Compare the outputs of two models for tokens, with the models' own parameters and on their device.
 
-    Returns a description of the first difference beyond rounding, or None: also for models that cannot be run like
-    this, or do not take tokens.
+    Returns:
+        A description of the first difference beyond rounding. None if there is no difference, or if the model cannot
+        be compared, for example because it does not take tokens.
     """
     parameters = list(original.parameters())
     if not parameters or any(
@@ -215,7 +216,7 @@ def difference_of_models(
     budget = _MULTIPLICATIONS
     for i, (training, with_targets, batch, length) in enumerate(_RUNS):
         length = min(length or longest, longest)
-        cost = size * (batch * length + 16)
+        cost = size * (batch * length + 16)  # reading the parameters takes as long as 16 tokens
         if i >= 2 and cost > budget:
             continue
         budget -= cost
@@ -227,10 +228,10 @@ def difference_of_models(
             return [t for t in tree_leaves(module(tokens, **options)) if isinstance(t, Tensor)]
 
         for module in (original, replaced):
-            _put(module, "training" if training else "evaluation")
+            _states(module)["training" if training else "evaluation"]()
         try:
             expected = _run(trial, original, device)
-        except Exception:  # the model takes other inputs, or refuses these
+        except Exception:  # the model does not support these inputs
             continue
         if not all(bool(t.isfinite().all()) for t in expected):  # for example, the parameters are not loaded yet
             continue
@@ -244,7 +245,7 @@ def difference_of_models(
 
 
 def _calls_of_dropouts(module: torch.nn.Module) -> list[str]:
-    """Return a list to which the name of a dropout is appended each time that the module calls it."""
+    """Return a list to which a dropout's name is appended each time that the module calls the dropout."""
     calls: list[str] = []
     for name, one in module.named_modules():
         if isinstance(one, torch.nn.Dropout):
@@ -263,7 +264,7 @@ def _stored(module: torch.nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def _stores_something(module: torch.nn.Module, before: dict[tuple[str, str], Any]) -> str | None:
-    """Return which attribute, buffer or parameter the forward has changed; None if it has changed nothing."""
+    """Return which attribute, buffer or parameter the forward has changed, or None."""
     now = _stored(module)
     for key in before.keys() | now.keys():
         old, new = before.get(key), now.get(key)
@@ -282,8 +283,8 @@ def _run(trial: Trial, module: torch.nn.Module, device: torch.device = _CPU, gra
         return trial(module)
 
 
-def _states(module: torch.nn.Module) -> Iterator[tuple[str, Callable[[], None]]]:
-    """Yield the states of a module: a name, and a function that puts the module into it."""
+def _states(module: torch.nn.Module) -> dict[str, Callable[[], None]]:
+    """Return the states of a module: for each name a function that puts the module into this state."""
     dropouts = [(name, one) for name, one in module.named_modules() if isinstance(one, torch.nn.Dropout)]
     numbers = [(name, one) for name, one in module.named_modules() if isinstance(one.__dict__.get("dropout"), float)]
 
@@ -291,13 +292,14 @@ def _states(module: torch.nn.Module) -> Iterator[tuple[str, Callable[[], None]]]
         module.train(training)
         for name, one in dropouts:
             one.p = p.get(name, 0.0)
-        for name, number in numbers:  # nanoGPT's attention stores its probability twice
+        for name, number in numbers:  # nanoGPT's attention stores the probability in a dropout and as a number
             number.dropout = p.get(f"{name}.attn_dropout".lstrip("."), p.get(f"{name}.dropout".lstrip("."), 0.0))
 
-    yield "evaluation", lambda: put(False, {})
-    yield "training", lambda: put(True, {})
-    for name, _ in dropouts:
-        yield f"training with the dropout {name}", functools.partial(put, True, {name: 1.0})
+    return {
+        "evaluation": functools.partial(put, False, {}),
+        "training": functools.partial(put, True, {}),
+        **{f"training with the dropout {name}": functools.partial(put, True, {name: 1.0}) for name, _ in dropouts},
+    }
 
 
 def _unequal(expected: Any, found: Any) -> str | None:
@@ -315,16 +317,16 @@ def _unequal(expected: Any, found: Any) -> str | None:
         return None if torch.equal(expected, found) else "integers differ"
     scale = expected.abs().max().clamp(min=1e-3)
     error = (expected.double() - found.double()).abs().max() / scale
-    precise = expected.device.type == "cpu" and expected.dtype == torch.float32  # CUDA's products may be in TF32
+    precise = expected.device.type == "cpu" and expected.dtype == torch.float32  # matmuls on CUDA may use TF32
     low = _FLOAT32_TOLERANCE if precise else _LOW_TOLERANCE
     tolerance = _FLOAT64_TOLERANCE if expected.dtype == torch.float64 else low
     return None if error <= tolerance else f"the results differ by {error:.1e}"
 
 
 def signature(module: torch.nn.Module) -> tuple[Any, ...]:
-    """A key that is equal for modules of the same classes, attributes, shapes of parameters, and buffers.
+    """Return a key that is equal for modules with equal classes, attributes, shapes of parameters, and buffers.
 
-    A trial of one of them counts for all.
+    A trial of one module counts for all modules with the same key.
     """
     parts: list[Any] = []
     for name, one in module.named_modules():
@@ -336,7 +338,7 @@ def signature(module: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def _content(buffer: Tensor) -> Any:
-    """The shape, dtype and hash of a buffer; its id if it has no data."""
+    """Return the shape, dtype and hash of a buffer; its id if it has no data."""
     if buffer.is_meta:
         return id(buffer)
     data = buffer.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

@@ -1,7 +1,7 @@
 """Replacements of the modules of nanoGPT's ``model.py``, of llm.c's ``train_gpt2.py``, and of files derived from them.
 
-These classes are in the user's own code, so they are recognised by their attributes and tested (``equivalence.py``): a
-replacement is used only if it computes the same as the original.
+These classes are in the user's own code. They are therefore recognised by their attributes and tested: a replacement is
+used only if it computes the same as the original (``equivalence.py``).
 """
 
 import inspect
@@ -14,34 +14,23 @@ from gptkernels._unmodified import is_exporting
 from gptkernels.block.fused import FusedBlock, Pending, add, cast_all
 from gptkernels.block.node import Dtypes, dtypes_of
 from gptkernels.rules._autocast import autocast_dtype
-from gptkernels.swapping.block_modules import parts_of
+from gptkernels.swapping.block_modules import fused_block, parts_of
 from gptkernels.swapping.checks import bare, count, dropout_of, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 from gptkernels.swapping.dropout import Draws, drop
-from gptkernels.swapping.fused_block import fused_block
 from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
-from gptkernels.swapping.transformer import (
-    add_and_norm,
-    attend,
-    called,
-    layer,
-    mlp,
-    pending_of,
-    project,
-)
+from gptkernels.swapping.transformer import add_and_norm, attend, called, feed_forward, layer, mlp, pending_of, project
+
+KINDS = BLOCK, ATTENTION, MLP = "gpt block", "gpt attention", "gpt mlp"
 
 
 def children(module: torch.nn.Module) -> set[str]:
-    """The names of the submodules."""
     return {name for name, child in module._modules.items() if child is not None}
 
 
-# ---- attention -------------------------------------------------------------------------------------------------------
-
-
 def looks_like_attention(module: Any) -> bool:
-    """Whether a module has c_attn, c_proj and n_head, and at most two dropouts besides."""
+    """Return whether a module has c_attn, c_proj and n_head, and no other submodules than two dropouts."""
     return (
         {"c_attn", "c_proj"} <= children(module) <= {"c_attn", "c_proj", "attn_dropout", "resid_dropout"}
         and isinstance(getattr(module, "n_head", None), int)
@@ -49,7 +38,7 @@ def looks_like_attention(module: Any) -> bool:
 
 
 def attention_dropout(module: Any) -> float | None:
-    """The probability of attention's dropout now; None if it is unknown.
+    """Return the current probability of attention's dropout; None if it is unknown.
 
     It is unknown if ``attn_dropout`` is not a plain dropout, or differs from the attribute ``dropout``.
     """
@@ -67,9 +56,9 @@ def attention_dropout(module: Any) -> float | None:
     return p
 
 
-@replacement("gpt attention")
+@replacement(ATTENTION)
 def attention(original: Any) -> Namespace:
-    """Attention that keeps queries, keys and values packed between the linear layer and the kernel."""
+    """Causal self-attention; the kernel reads the packed output of ``c_attn``."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         p = attention_dropout(self)
@@ -87,23 +76,20 @@ def _attended(self: Any, x: Tensor, p: float, draws: Draws) -> Tensor:
     return attend(project(x, self.c_attn), self.n_head, None, draws(p))
 
 
-# ---- feed-forward ----------------------------------------------------------------------------------------------------
-
-
 def looks_like_mlp(module: Any) -> bool:
-    """Whether a module has c_fc, c_proj, a third submodule (the activation) and at most a dropout besides."""
+    """Return whether a module has c_fc, c_proj, an activation, and no other submodule than a dropout."""
     rest = children(module) - {"c_fc", "c_proj", "dropout"}
     return {"c_fc", "c_proj"} <= children(module) and len(rest) == 1
 
 
 def activation(module: Any) -> Any:
-    """The submodule between the two linear layers."""
+    """Return the submodule between the two linear layers."""
     (name,) = children(module) - {"c_fc", "c_proj", "dropout"}
     return module._modules[name]
 
 
-@replacement("gpt mlp")
-def feed_forward(original: Any) -> Namespace:
+@replacement(MLP)
+def mlp_module(original: Any) -> Namespace:
     """An MLP: both linear layers and the GELU between them."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
@@ -115,11 +101,8 @@ def feed_forward(original: Any) -> Namespace:
     return {"forward": forward}
 
 
-# ---- a block ---------------------------------------------------------------------------------------------------------
-
-
 def looks_like_block(module: Any) -> bool:
-    """Whether a module has two norms, an attention and an MLP."""
+    """Return whether a module has two norms, an attention and an MLP."""
     return (
         children(module) == {"ln_1", "attn", "ln_2", "mlp"}
         and looks_like_attention(module.attn)
@@ -127,27 +110,23 @@ def looks_like_block(module: Any) -> bool:
     )
 
 
-KINDS = "gpt block", "gpt attention", "gpt mlp"
-
-
 def _fused(block: Any, dtypes: Dtypes | None, stream: Tensor) -> FusedBlock | None:
-    """The block where it can be one node of autograd's graph."""
-    if dtypes is None or not untouched(block, "gpt block"):
+    """Describe the block as one node of autograd's graph; return None if it cannot be one."""
+    if dtypes is None or not untouched(block, BLOCK):
         return None
-    attn = block.attn
-    p = attention_dropout(attn) if untouched(attn, "gpt attention") else None
+    p = attention_dropout(block.attn) if untouched(block.attn, ATTENTION) else None
     parts = None if p is None else parts_of(block, KINDS)
-    return None if p is None or parts is None else fused_block(parts, dtypes, stream, attn.n_head, None, p)
+    return None if p is None or parts is None else fused_block(parts, dtypes, stream, parts.attn.n_head, None, p)
 
 
 def _layer(
     block: Any, fused: FusedBlock | None, stream: Tensor, pending: Pending | None, draws: Draws
 ) -> tuple[Tensor, Pending]:
-    """A block without its last addition; as one node where that is possible."""
+    """Compute a block without its last addition, as one node if ``fused`` supports that."""
     if fused is not None and fused.supports(stream, pending):
         return fused.run(stream, pending, draws)[:2]
     attn = block.attn
-    p = attention_dropout(attn) if untouched(attn, "gpt attention") else None
+    p = attention_dropout(attn) if untouched(attn, ATTENTION) else None
 
     def attend(attn: Any, x: Tensor) -> Pending:
         if p is None or why_not(x) is not None:
@@ -155,22 +134,16 @@ def _layer(
         values = project(_attended(attn, x, p, draws), attn.c_proj, bias=False)
         return pending_of(values, attn.c_proj, attn._modules.get("resid_dropout"), draws)
 
-    def feed_forward(one: Any, x: Tensor) -> Pending:
-        if not untouched(one, "gpt mlp") or why_not(x) is not None:
-            return called(one, x)
-        values = mlp(x, one.c_fc, activation(one), one.c_proj, bias=False)
-        return pending_of(values, one.c_proj, one._modules.get("dropout"), draws)
-
     narrow = (
         p is not None and untouched(attn.c_attn, "Linear"),
-        untouched(block.mlp, "gpt mlp") and untouched(block.mlp.c_fc, "Linear"),
+        untouched(block.mlp, MLP) and untouched(block.mlp.c_fc, "Linear"),
     )
-    return layer(stream, pending, block, attend, feed_forward, narrow)
+    return layer(stream, pending, block, attend, lambda m, x: feed_forward(m, x, MLP, activation, draws), narrow)
 
 
-@replacement("gpt block")
+@replacement(BLOCK)
 def block(original: Any) -> Namespace:
-    """A block, in which each residual addition is fused with the norm that follows it."""
+    """A block, in which one kernel computes a residual addition and the norm that follows it."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if (reason := why_not(x)) is not None:
@@ -181,13 +154,10 @@ def block(original: Any) -> Namespace:
     return {"forward": forward}
 
 
-# ---- the model -------------------------------------------------------------------------------------------------------
-
-
 def looks_like_gpt(module: Any) -> bool:
-    """Whether a model is built like nanoGPT's and llm.c's.
+    """Return whether a model is built like nanoGPT's and llm.c's.
 
-    It has ``lm_head`` and ``transformer``, with wte, wpe, h, ln_f and perhaps drop.
+    Such a model has ``lm_head`` and ``transformer``, with wte, wpe, h, ln_f and perhaps drop.
     """
     trunk = module._modules.get("transformer")
     return (
@@ -202,12 +172,12 @@ def looks_like_gpt(module: Any) -> bool:
 
 @replacement("gpt model")
 def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
-    """The whole model; residual additions are fused across blocks.
+    """The whole model. One kernel computes a block's last addition and the next block's first norm.
 
     Args:
         original: the class of the model.
         ignore_index: targets of this value are ignored.
-        last_only: whether the model returns logits for the last position only when it is given no targets.
+        last_only: whether, without targets, the model returns only the last position's logits.
     """
 
     known = {"return_logits"} & set(inspect.signature(original.forward).parameters)
@@ -227,7 +197,7 @@ def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
         blocks = cast_all([_fused(one, dtypes, hidden) for one in trunk.h], hidden)
         pending: Pending | None = None
         for one, fused in zip(trunk.h, blocks, strict=True):
-            if untouched(one, "gpt block"):
+            if untouched(one, BLOCK):
                 hidden, pending = _layer(one, fused, hidden, pending, draws)
             else:
                 hidden, pending = one(add(hidden, pending)), None
@@ -244,7 +214,7 @@ def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
 
 
 def like_torchs(loss: Tensor, x: Tensor) -> Tensor:
-    """Cast the loss to the dtype of F.cross_entropy: float32 in autocast, else that of the logits."""
+    """Cast the loss to F.cross_entropy's dtype: float32 in autocast, otherwise the logits' dtype."""
     return loss if autocast_dtype(x.device.type) else loss.to(x.dtype)
 
 

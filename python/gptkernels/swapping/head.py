@@ -12,13 +12,12 @@ from torch import Tensor
 
 from gptkernels import functional
 from gptkernels.rules import _jvp, ops
-from gptkernels.rules._autocast import autocast_dtype, without_autocast
-from gptkernels.rules._below_autograd import below
+from gptkernels.rules._autocast import autocast_dtype, below, without_autocast
 from gptkernels.rules._register import differentiate
 from gptkernels.rules.linear_cross_entropy import is_last_backward, scale_in_place
 from gptkernels.swapping.layers import products_dtype
 
-CHUNK = -1  # rows of the gradient of the logits that exist at a time, in eager training; -1: the operator chooses
+CHUNK = -1  # rows of the logits' gradient that are stored at a time in eager training; with -1 the operator chooses
 
 
 def head_and_loss(
@@ -29,18 +28,18 @@ def head_and_loss(
     divisor: Any = None,
     return_logits: bool | Literal["detached"] = True,
 ) -> tuple[Tensor | None, Tensor]:
-    """Compute logits (..., V), a view of padded ones, and their cross-entropy with targets (...).
+    """Compute logits (..., V), a view of (..., Vp), and their cross-entropy with targets (...).
 
     Args:
         hidden: (..., C).
         weight: (V, C).
         targets: (...), int64 or int32.
         ignore_index: rows with this target are ignored.
-        divisor: the sum of the losses is divided by it; None for the number of targets that are not ignored.
-        return_logits: as in ``swap``.
+        divisor: the divisor of the sum of the losses; None for the number of targets that are not ignored.
+        return_logits: False for no logits, "detached" for logits without a gradient.
 
     Returns:
-        logits or None; loss, 0-dim, float32 (float64 for float64).
+        The logits or None, and the loss, 0-dim float32 (float64 for float64).
     """
     V = weight.shape[0]
     if not return_logits:
@@ -61,10 +60,9 @@ def head_and_loss(
 
 
 def padded_weight(weight: Tensor) -> Tensor:
-    """Pad the head's weight (V, C) to a multiple of 64 rows with zeros, in autocast's dtype.
+    """Pad the LM head's weight (V, C) with zeros to a multiple of 64 rows, in autocast's dtype.
 
-    Then rows of logits are aligned to 128 bytes, as matrix products on tensor cores need; 50257 columns of 16 bits are
-    not.
+    Matmuls on tensor cores need rows of logits that are aligned to 128 bytes. Rows of 50257 16-bit logits are not.
     """
     weight = weight.to(products_dtype(weight))
     padding = -weight.shape[0] % 64
@@ -86,28 +84,25 @@ def _by_operators(
 
 
 def _counted(targets: Tensor, ignore_index: int) -> Tensor:
-    """The number of targets that are not ignored, 0-dim."""
+    """Return the number of targets that are not ignored, 0-dim."""
     return (targets != ignore_index).sum()
-
-
-# ---- one node of autograd's graph ------------------------------------------------------------------------------------
 
 
 @torch.compiler.allow_in_graph
 def _compiled(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any, low: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Called by ``torch.compile`` as it is, with tensors that record the operators of both passes."""
+    """Compute padded logits and the loss. ``torch.compile`` does not trace this function, but records its operators."""
     if _jvp.active():  # under a transform of torch.func
         return _by_operators(hidden, weight, targets, ignore_index, divisor)
     return _CompiledHeadAndLoss.apply(hidden, weight, targets, ignore_index, divisor, low)  # type: ignore[no-any-return]
 
 
 def _dtype_of_one_node(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
-    """The dtype of matrix products if head and loss can be one node in training; None if they must be operators.
+    """Return the matmuls' dtype if LM head and loss can be one node of autograd's graph; None if they cannot.
 
-    The node computes the gradient of the mean loss with respect to the logits. float16 would round it to 0; float64
-    would need a float64 scale.
+    The node computes the gradient of the mean loss with respect to the logits. float16 would round this gradient to 0,
+    and float64 would need a float64 scale.
     """
     if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and _jvp.active()):
         return None
@@ -119,10 +114,10 @@ def _dtype_of_one_node(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
 
 
 class _HeadAndLoss(torch.autograd.Function):
-    """Eager training: the forward also computes the gradients of hidden and weight, for dloss = 1.
+    """LM head and loss in eager training. The forward also computes the gradients of hidden and weight for dloss = 1.
 
-    The operator works in chunks of rows, so that the gradient of the logits never exists as a whole. It would be as
-    large as the logits, at the moment when most memory is in use.
+    The operator works in chunks of rows, so that the gradient of the logits is never stored as a whole. It would be as
+    large as the logits, at the time when most memory is in use.
     """
 
     @staticmethod
@@ -143,7 +138,7 @@ class _HeadAndLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dlogits: Tensor | None, dloss: Tensor | None):  # type: ignore[no-untyped-def]
-        """Compute the gradients that are needed; dlogits comes from other uses of the logits."""
+        """Compute the needed gradients. ``dlogits`` comes from other uses of the logits than the loss."""
         hidden, weight, targets, dx, dweight = ctx.saved_tensors
         if torch.is_grad_enabled():
             return _differentiably(ctx, hidden, weight, targets, (dlogits, dloss))
@@ -151,7 +146,7 @@ class _HeadAndLoss(torch.autograd.Function):
         dhidden = dvocabulary = None
         with below():
             if dloss is not None:
-                dloss = dloss.clone()  # otherwise torch warns if cuBLAS's is the first CUDA call of autograd's thread
+                dloss = dloss.clone()  # torch warns if the first CUDA call in autograd's thread is a call of cuBLAS
                 dhidden = _scaled(dx, dloss, hidden.dtype) if needs[0] else None
                 if needs[1]:
                     in_place = dweight.dtype == weight.dtype and is_last_backward((dweight,))
@@ -165,23 +160,23 @@ class _HeadAndLoss(torch.autograd.Function):
         return dhidden, dvocabulary, None, None, None, None
 
 
-# Function.apply without its Python part for torch.func, which is not active here (`_dtype_of_one_node`).
+# The C++ part of Function.apply. Its Python part supports torch.func, under which there is no node.
 apply_head_and_loss = super(torch.autograd.Function, _HeadAndLoss).apply  # type: ignore[misc]
 
 
 class _CompiledHeadAndLoss(torch.autograd.Function):
-    """For ``torch.compile``: the classifier's kernel writes the gradient of the mean loss, dlogits, which is saved.
+    """LM head and loss for ``torch.compile``. The forward saves dlogits, the mean loss's gradient of the logits.
 
-    The backward of a compiled graph that returns the logits always gets a gradient for them, zeros if there is none.
-    Adding it to dlogits is faster than products of it. If the logits are not returned, the factor of the loss is
-    applied to the gradients of hidden and weight, which are smaller than dlogits.
+    If a compiled graph returns the logits, its backward always gets a gradient for them, which may be zeros. Adding
+    this gradient to dlogits is faster than separate matmuls. If the logits are not returned, dloss multiplies the
+    gradients of hidden and weight, which are smaller than dlogits.
     """
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any, low: torch.dtype
     ):
-        """Take and return the same as ``_HeadAndLoss.forward``."""
+        """hidden (..., C), weight (V, C), targets (...) -> logits (..., Vp), loss."""
         with below():
             x, padded = hidden.to(low), _padded(weight, low)
             logits = ops.linear.default(x, padded, None)
@@ -200,7 +195,6 @@ class _CompiledHeadAndLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dlogits_outside: Tensor | None, dloss: Tensor | None):  # type: ignore[no-untyped-def]
-        """Compute the gradients that are needed."""
         hidden, weight, targets, x, padded, dlogits = ctx.saved_tensors
         if torch.is_grad_enabled():
             return _differentiably(ctx, hidden, weight, targets, (dlogits_outside, dloss))
@@ -218,7 +212,7 @@ class _CompiledHeadAndLoss(torch.autograd.Function):
 
 
 def _padded(weight: Tensor, low: torch.dtype) -> Tensor:
-    """Pad and cast as ``padded_weight`` does, in one pass over the weight."""
+    """Return ``padded_weight`` in the dtype ``low``, in one pass over the weight."""
     V, C = weight.shape
     padded = weight.new_empty((V + -V % 64, C), dtype=low)
     padded[:V].copy_(weight)
@@ -227,7 +221,7 @@ def _padded(weight: Tensor, low: torch.dtype) -> Tensor:
 
 
 def _scale(divisor: Any, like: Tensor) -> Tensor:
-    """Return the factor that turns each row's gradient into the gradient of the mean loss, 0-dim float32."""
+    """Return 1 / divisor, 0-dim float32, by which each row's gradient is multiplied."""
     if isinstance(divisor, Tensor):
         return (1 / divisor).float()
     return like.new_full((), 1 / divisor, dtype=torch.float32)
@@ -238,14 +232,14 @@ def _sum(gradient: Tensor | None, more: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Multiply and cast. A scale of one dimension is not rounded to the gradient's dtype."""
+    """Multiply by a scale, or nothing if it is None, and cast. A 1-dim scale is not rounded to the gradient's dtype."""
     return (gradient if scale is None else gradient * scale.view(1)).to(dtype)
 
 
 def _differentiably(
     ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, grads: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
-    """The backward as a differentiable function, by the autograd of single operators."""
+    """Compute the backward by the autograd of single operators, which can be differentiated again."""
 
     def formula(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         with without_autocast(hidden.device.type):

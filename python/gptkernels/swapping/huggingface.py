@@ -1,10 +1,11 @@
 """Replacements of the modules of Hugging Face's GPT-2 (transformers 4.57 and 5.x).
 
-Whether kernels support a call is decided at each level: ``GPT2Model`` as a whole, otherwise each block, each attention
-and each MLP separately. A call that they do not support runs the original code, which calls the submodules.
-Nothing here imports transformers before one of its models is swapped.
+Each replacement decides for each call whether the kernels support it: ``GPT2Model`` as a whole, otherwise each block,
+each attention and each MLP. A call that they do not support runs the original code, which calls the submodules.
+This file does not import transformers; it uses the modules that a swapped model has imported.
 """
 
+import functools
 import inspect
 import sys
 from collections.abc import Callable
@@ -19,25 +20,17 @@ from gptkernels._unmodified import is_exporting
 from gptkernels.block.fused import FusedBlock, Pending, add, cast_all
 from gptkernels.block.node import Dtypes, dtypes_of
 from gptkernels.rules.attention import unpack
-from gptkernels.swapping.block_modules import Parts, parts_of, probability
+from gptkernels.swapping.block_modules import Parts, fused_block, parts_of, probability
 from gptkernels.swapping.checks import count, dropout_of, has_librarys_forward, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 from gptkernels.swapping.dropout import Draws, drop
-from gptkernels.swapping.fused_block import fused_block
 from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
-from gptkernels.swapping.transformer import (
-    add_and_norm,
-    attend,
-    called,
-    layer,
-    mlp,
-    pending_of,
-    project,
-)
+from gptkernels.swapping.transformer import add_and_norm, attend, feed_forward, layer, mlp, pending_of, project
 
 IGNORED = ("return_dict", "num_items_in_batch", "cache_position")  # options that the model's own layers do not read
 SUPPORTED = ("sdpa", "gptkernels")  # implementations of attention that return no probabilities
+KINDS = BLOCK, ATTENTION, MLP = "Hugging Face GPT2Block", "Hugging Face GPT2Attention", "Hugging Face GPT2MLP"
 
 
 def library() -> Any:
@@ -46,7 +39,7 @@ def library() -> Any:
 
 
 def decide(module: torch.nn.Module) -> tuple[Any, ...] | None:
-    """Choose the replacement of one of transformers' modules, with its options; None for another module."""
+    """Choose the replacement, with its options, of a module of transformers; None for any other module."""
     theirs = library()
     if theirs is None:
         return None
@@ -66,12 +59,12 @@ def decide(module: torch.nn.Module) -> tuple[Any, ...] | None:
 
 
 def _has_forward_of(module: torch.nn.Module, kind: Any) -> bool:
-    """Whether a module has the forward of this class of transformers, unpatched."""
+    """Return whether a module has the unpatched forward of this class of transformers."""
     return isinstance(module, kind) and type(module).forward is kind.forward and has_librarys_forward(kind)
 
 
 def _sdpa_is_theirs() -> bool:
-    """Whether transformers' "sdpa" is still its own function."""
+    """Return whether transformers' "sdpa" is still its own function."""
     functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
     theirs = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
     return torch.compiler.is_compiling() or functions["sdpa"] is theirs
@@ -80,9 +73,9 @@ def _sdpa_is_theirs() -> bool:
 # ---- the MLP ---------------------------------------------------------------------------------------------------------
 
 
-@replacement("Hugging Face GPT2MLP")
-def feed_forward(original: Any) -> Namespace:
-    """An MLP: both Conv1D and the activation between them."""
+@replacement(MLP)
+def mlp_module(original: Any) -> Namespace:
+    """An MLP: two Conv1D with the activation between them."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if (reason := why_not(hidden_states)) is not None:
@@ -93,22 +86,20 @@ def feed_forward(original: Any) -> Namespace:
     return {"forward": forward}
 
 
-def _feed_forward(self: Any, x: Tensor, draws: Draws) -> Pending:
-    """Compute a block's MLP; it is called as a module if it was replaced, hooked or wrapped."""
-    if not untouched(self, "Hugging Face GPT2MLP") or why_not(x) is not None:
-        return called(self, x)
-    return pending_of(mlp(x, self.c_fc, self.act, self.c_proj, bias=False), self.c_proj, self.dropout, draws)
+def _mlp(draws: Draws) -> Callable[[Any, Tensor], Pending]:
+    """Return the argument ``feed_forward`` of ``layer``."""
+    return lambda module, x: feed_forward(module, x, MLP, lambda m: m.act, draws)
 
 
-def _reads_by_products(mlp: Any) -> bool:
-    """Whether only a matrix product reads the input of an MLP."""
-    return untouched(mlp, "Hugging Face GPT2MLP") and untouched(mlp.c_fc, "Linear")
+def _only_matmul_reads(mlp: Any) -> bool:
+    """Return whether only a matmul reads the input of an MLP."""
+    return untouched(mlp, MLP) and untouched(mlp.c_fc, "Linear")
 
 
 # ---- attention -------------------------------------------------------------------------------------------------------
 
 
-@replacement("Hugging Face GPT2Attention")
+@replacement(ATTENTION)
 def attention(original: Any) -> Namespace:
     """Self-attention with any mask and any cache, if no probabilities are requested."""
     complete = _completer(original)
@@ -130,7 +121,7 @@ def attention(original: Any) -> Namespace:
                 position = options.get("cache_position")  # transformers 4.57: where a static cache writes
                 told = () if position is None else ({"cache_position": position},)
                 key, value = cache.update(key, value, self.layer_idx, *told)
-            # As in transformers: without a mask a single query sees all keys, several see those up to their own index.
+            # As in transformers, without a mask a single query sees all keys, and query i of several sees keys 0..i.
             causal = mask is None and query.shape[2] > 1
             mask = mask if mask is None else mask[..., : key.shape[2]]
             out = functional.scaled_dot_product_attention(
@@ -163,9 +154,9 @@ def _why_not_attention(self: Any, hidden: Tensor, options: dict[str, Any]) -> st
 
 
 def scale_of(attention: Any) -> float | None:
-    """The factor of the scores; None for 1/sqrt(HS).
+    """Return the factor of the scores; None for 1/sqrt(HS).
 
-    Transformers 4.57 applies its layer-wise scaling only in its eager attention.
+    Transformers 4.57 divides by the layer's number only in its eager attention.
     """
     if hasattr(attention, "scaling"):
         return float(attention.scaling)
@@ -176,7 +167,7 @@ def scale_of(attention: Any) -> float | None:
 
 
 def _is_plain_cache(cache: Any) -> bool:
-    """Whether a cache is a DynamicCache whose layers only grow."""
+    """Return whether a cache is a DynamicCache whose layers only grow."""
     utils = sys.modules["transformers.cache_utils"]
     return type(cache) is utils.DynamicCache and all(type(one) is utils.DynamicLayer for one in cache.layers)
 
@@ -184,9 +175,9 @@ def _is_plain_cache(cache: Any) -> bool:
 # ---- a block ---------------------------------------------------------------------------------------------------------
 
 
-@replacement("Hugging Face GPT2Block")
+@replacement(BLOCK)
 def block(original: Any) -> Namespace:
-    """A block, in which the addition of attention's output is fused with the norm that follows it."""
+    """A block, in which one kernel adds attention's output and computes the norm that follows."""
     complete = _completer(original)
     gives_a_tuple = "output_attentions" in inspect.signature(original.forward).parameters  # 4.57
 
@@ -207,8 +198,8 @@ def block(original: Any) -> Namespace:
             out, weights = attention(normed, **options)
             return Pending(out)
 
-        narrow = False, _reads_by_products(self.mlp)
-        hidden = add(*layer(hidden, None, self, attend, lambda m, x: _feed_forward(m, x, draws), narrow))
+        narrow = False, _only_matmul_reads(self.mlp)
+        hidden = add(*layer(hidden, None, self, attend, _mlp(draws), narrow))
         if not gives_a_tuple:
             return hidden
         return (hidden, weights) if options.get("output_attentions") else (hidden,)
@@ -221,7 +212,7 @@ def block(original: Any) -> Namespace:
 
 @replacement("Hugging Face GPT2Model")
 def model(original: Any) -> Namespace:
-    """Embeddings, all blocks and the last norm in one loop; residual additions are fused across blocks."""
+    """Embeddings, all blocks and the last norm. One kernel computes a block's last addition and the next norm."""
     complete = _completer(original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -241,19 +232,17 @@ def model(original: Any) -> Namespace:
         draws = Draws(3 * len(self.h) + 1, hidden)
         hidden = drop(hidden, self.drop, draws)
         masks = _masks(options.get("attention_mask"), start, start + hidden.shape[1])
-        # A compiled graph that returns a cache has gradients of it, often of zeros: a node would run its layer again.
+        # In a compiled graph that returns a cache, keys and values have gradients, often zeros. With a gradient of qkv
+        # the node's backward would run its layer again.
         supported = start == 0 and all(mask is None for mask in masks)
         dtypes = dtypes_of(hidden, compiled=cache is None) if supported else None
         blocks = cast_all([_fused(parts, dtypes, hidden) for _, parts in found], hidden)
         pending: Pending | None = None
         for i, ((one, _), fused) in enumerate(zip(found, blocks, strict=True)):
             if fused is None or not fused.supports(hidden, pending):
-                hidden, pending = layer(
-                    *(hidden, pending, one),
-                    lambda m, x, i=i: _attend(m, x, masks, cache, i, draws),  # type: ignore[misc]
-                    lambda m, x: _feed_forward(m, x, draws),
-                    (untouched(one.attn.c_attn, "Linear"), _reads_by_products(one.mlp)),
-                )
+                narrow = untouched(one.attn.c_attn, "Linear"), _only_matmul_reads(one.mlp)
+                attention = functools.partial(_attend, masks, cache, i, draws)
+                hidden, pending = layer(hidden, pending, one, attention, _mlp(draws), narrow)
             else:
                 hidden, pending, qkv = fused.run(hidden, pending, draws)
                 if cache is not None:
@@ -308,19 +297,19 @@ def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
         start = 0 if cache is None else cache.get_seq_length()
         if mask.dim() != 2 or mask.shape[0] != shape[0] or mask.shape[1] != start + shape[1]:
             return "attention_mask is not (B, T)"
-        # In transformers a query that sees no key sees all of them, future ones too.
+        # In transformers' eager attention a query whose keys are all masked sees all keys, future ones too.
         if implementation == "eager" and (torch.compiler.is_compiling() or not bool(mask.all())):
             return "attention_mask with attn_implementation='eager'"
     return why_not(self.wpe.weight if embeds is None else embeds)
 
 
 def _blocks(self: Any) -> list[tuple[Any, Parts | None]] | str:
-    """Return each block, with its modules if unchanged; or the reason why one loop cannot compute the model."""
+    """Return each block, with its modules if they are unchanged; or a reason why one loop cannot compute the model."""
     found: list[tuple[Any, Parts | None]] = []
     for one in self.h:
         parts = parts_of(one, KINDS)
         if parts is None:
-            if not untouched(one, KINDS[0]) or not untouched(one.attn, KINDS[1]):
+            if not untouched(one, BLOCK) or not untouched(one.attn, ATTENTION):
                 return "a block or its attention was replaced, hooked or wrapped"
             if dropout_of(one.attn.attn_dropout) is None:
                 return "attn_dropout was replaced or hooked"
@@ -331,14 +320,11 @@ def _blocks(self: Any) -> list[tuple[Any, Parts | None]] | str:
 
 
 def _fused(parts: Parts | None, dtypes: Dtypes | None, hidden: Tensor) -> FusedBlock | None:
-    """A block that can be one node."""
+    """Describe a block as one node of autograd's graph; return None if it cannot be one."""
     if parts is None or dtypes is None:
         return None
     attn = parts.attn
     return fused_block(parts, dtypes, hidden, attn.num_heads, scale_of(attn), probability(parts.attn_dropout))
-
-
-KINDS = "Hugging Face GPT2Block", "Hugging Face GPT2Attention", "Hugging Face GPT2MLP"
 
 
 _KNOWN = (
@@ -349,7 +335,7 @@ _KNOWN = (
 
 
 def _embed(self: Any, options: dict[str, Any], start: int) -> Tensor:
-    """Add both embeddings: (B, T, C)."""
+    """Return the sum of both embeddings, (B, T, C)."""
     tokens: Any = options.get("input_ids")
     embeds: Any = options.get("inputs_embeds")
     positions: Any = options.get("position_ids")
@@ -372,9 +358,9 @@ Masks = tuple[Tensor | None, Tensor | None, Tensor | None]  # attn_mask, key_beg
 def _masks(attention_mask: Tensor | None, start: int, keys: int) -> Masks:
     """Convert a mask (B, Tk) of the keys, 0 for padding, to the attention op's arguments.
 
-    Outside of ``torch.compile`` the mask is read, as transformers reads it: a mask of ones is dropped. With
-    ``start`` cached keys, padding on the left or right becomes a range of keys: decoding does not read the others.
-    Without a cache it stays a mask, because the kernels for sm_90a support masks, but not ranges.
+    Outside of ``torch.compile`` the mask's values are read, as in transformers, and a mask of ones is dropped. If there
+    are ``start`` > 0 cached keys, padding on the left or right becomes a range of keys, and decoding does not read the
+    keys outside it. Without a cache the mask stays a mask, because the kernels for sm_90a support masks but not ranges.
     """
     if attention_mask is None:
         return None, None, None
@@ -390,8 +376,8 @@ def _masks(attention_mask: Tensor | None, start: int, keys: int) -> Masks:
     return seen[:, None, None], None, None
 
 
-def _attend(self: Any, x: Tensor, masks: Masks, cache: Any, index: int, draws: Draws) -> Pending:
-    """Compute a GPT2Attention with the masks and the cache of the model's loop."""
+def _attend(masks: Masks, cache: Any, index: int, draws: Draws, self: Any, x: Tensor) -> Pending:
+    """Compute the GPT2Attention of layer ``index`` with the masks and the cache of the whole model."""
     qkv = project(x, self.c_attn)
     dropout_p = dropout_of(self.attn_dropout) or 0.0
     scale = scale_of(self)
@@ -407,7 +393,7 @@ def _attend(self: Any, x: Tensor, masks: Masks, cache: Any, index: int, draws: D
     else:
         if query is None:
             query, key, value = unpack(qkv, self.num_heads)
-        causal = query.shape[2] > 1  # a single query is the newest and sees every key
+        causal = query.shape[2] > 1  # a single query is the newest token, which sees every key
         out = functional.scaled_dot_product_attention(
             *(query, key, value, attn_mask, dropout_p, causal),  # type: ignore[arg-type]
             scale=scale,
@@ -420,7 +406,7 @@ def _attend(self: Any, x: Tensor, masks: Masks, cache: Any, index: int, draws: D
 
 
 def _cached(cache: Any, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:
-    """Append to a layer of the cache; returns all its keys and values. An empty layer keeps views of qkv: no copy."""
+    """Append to a layer of the cache; return all its keys and values. An empty layer stores the views of qkv."""
     if index < len(cache.layers) and not cache.layers[index].is_initialized:
         one = cache.layers[index]
         one.dtype, one.device, one.is_initialized = key.dtype, key.device, True
@@ -445,11 +431,11 @@ def causal_lm_loss(
 
     Args:
         logits: (B, T, V).
-        labels: (B, T), compared with the logits one position earlier; not read where shift_labels is given.
+        labels: (B, T), the target of each position's previous position; not read if shift_labels is given.
         vocab_size: V.
-        num_items_in_batch: the sum of the losses is divided by it; None for the number of targets that are not ignored.
+        num_items_in_batch: the divisor of the sum of the losses; None for the number of targets that are not ignored.
         ignore_index: targets of this value are ignored.
-        shift_labels: (B, T), targets that are shifted already.
+        shift_labels: (B, T), targets that are already shifted.
         kwargs: ignored, as in transformers.
 
     Returns:
@@ -469,13 +455,13 @@ def _on(number: Any, like: Tensor) -> Any:
 
 
 def shifted(labels: Any, ignore_index: int) -> Tensor:
-    """Shift labels to the previous position; the last one is ignored."""
+    """Shift labels to the previous position; the last position gets ``ignore_index``."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 
 @replacement("Hugging Face GPT2LMHeadModel")
 def language_model(original: Any) -> Namespace:
-    """Head and loss fused if labels are given; the fused loss if ``loss_function`` is transformers' own."""
+    """The LM head and the loss, fused if labels are given; ``loss_function`` is ours unless the user replaced it."""
     complete = _completer(original)
     theirs = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
     mapping = sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING
@@ -551,7 +537,7 @@ def _wants_dict(self: Any, options: dict[str, Any]) -> bool:
 
 
 def _completer(original: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
-    """Return a function that gives all arguments of a call of the forward by name."""
+    """Return a function that maps the arguments of a call of the forward to their names."""
     names = [*inspect.signature(original.forward).parameters][1:]
 
     def complete(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Replacements of single layers: torch.nn's, Hugging Face's Conv1D and GELUs, and the user's norms and GELUs."""
+"""Replacements of single layers: torch.nn's layers, Hugging Face's Conv1D and GELUs, and a user's norms and GELUs."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from gptkernels.swapping.classes import Namespace, replacement
 
 @replacement("LayerNorm")
 def layer_norm(original: Any, eps: float | None = None) -> Namespace:
-    """``torch.nn.LayerNorm``, or a user's class that computes the same, with this eps, over its weight's shape."""
+    """``torch.nn.LayerNorm``, or a user's class that normalises over its weight's shape with this eps."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         weight, bias, epsilon = norm_of(self)
@@ -27,12 +27,10 @@ def layer_norm(original: Any, eps: float | None = None) -> Namespace:
 
 
 def norm_of(module: Any) -> tuple[Tensor, Tensor | None, float]:
-    """Weight, bias and epsilon of a replaced norm."""
     return module.weight, getattr(module, "bias", None), eps_of(module)
 
 
 def eps_of(module: Any) -> float:
-    """Epsilon of a replaced norm."""
     eps: float | None = module._gptkernels_eps
     return module.eps if eps is None else eps  # type: ignore[no-any-return]
 
@@ -51,14 +49,14 @@ def gelu(original: Any, form: str | None = None) -> Namespace:
 
 
 def gelu_form(module: Any) -> str:
-    """The form of a replaced GELU: "tanh" or "none"."""
+    """Return the form of a replaced GELU: "tanh" or "none"."""
     form: str | None = module._gptkernels_gelu
     return module.approximate if form is None else form
 
 
 @replacement("Linear")
 def linear(original: Any, transposed: bool = False) -> Namespace:
-    """``torch.nn.Linear``; if transposed, Hugging Face's Conv1D, whose weight (in, out) is used without a copy."""
+    """``torch.nn.Linear``, or, if transposed, Hugging Face's Conv1D, whose weight (in, out) is not copied."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         if (reason := why_not(input, self.weight, self.bias)) is not None:
@@ -70,7 +68,7 @@ def linear(original: Any, transposed: bool = False) -> Namespace:
 
 
 def weight_of(module: Any) -> Tensor:
-    """The weight (out, in) of a replaced linear layer; a view of a Conv1D's."""
+    """Return the weight (out, in) of a replaced linear layer; for a Conv1D, a view."""
     weight = module.weight
     if not module._gptkernels_transposed:
         return weight  # type: ignore[no-any-return]
@@ -79,13 +77,12 @@ def weight_of(module: Any) -> Tensor:
 
 
 def products_dtype(t: Tensor) -> torch.dtype:
-    """The dtype in which matrix products read a tensor: autocast's, but float64 stays."""
+    """Return the dtype in which matmuls read a tensor: float64 for float64, otherwise autocast's."""
     return t.dtype if t.dtype == torch.float64 else autocast_dtype(t.device.type) or t.dtype
 
 
 @replacement("Embedding")
 def embedding(original: Any) -> Namespace:
-    """``torch.nn.Embedding``."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         reason = why_not(self.weight)
@@ -101,7 +98,6 @@ def embedding(original: Any) -> Namespace:
 
 @replacement("Softmax")
 def softmax(original: Any) -> Namespace:
-    """``torch.nn.Softmax``."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         reason = why_not(input)
@@ -132,7 +128,7 @@ def cross_entropy(original: Any) -> Namespace:
 
 
 def torch_layer(module: torch.nn.Module) -> tuple[Any, ...] | str | None:
-    """Choose the replacement of a layer of torch.nn, with its options; a reason to leave it; None for another module.
+    """Choose the replacement of a layer of torch.nn, or a reason to leave it; None for any other module.
 
     A subclass that does not override ``forward`` is replaced too.
     """
@@ -147,7 +143,7 @@ def torch_layer(module: torch.nn.Module) -> tuple[Any, ...] | str | None:
 
 
 def _without(**defaults: Any) -> Any:
-    """Return a check that an option of a module has its default; it returns the reason if there is no kernel for it."""
+    """Return a function that returns the reason why no kernel supports a module: an option without its default."""
 
     def unless(module: Any) -> str | None:
         for name, default in defaults.items():

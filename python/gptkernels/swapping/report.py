@@ -1,4 +1,4 @@
-"""The report of ``swap``: what was replaced, what was left and why, and which calls run the original code."""
+"""The report of ``swap``: which modules were replaced, which were not, and which calls ran the original code."""
 
 import collections
 import dataclasses
@@ -12,9 +12,9 @@ class Entry:
     """One module.
 
     Attributes:
-        name: as in ``named_modules``; empty for the model itself.
-        kind: the name of its class.
-        note: the replacement, or the reason why the module was left.
+        name: the name in ``named_modules``; empty for the model itself.
+        kind: the name of the class.
+        note: the replacement, or the reason why the module was not replaced.
     """
 
     name: str
@@ -28,9 +28,9 @@ class Report:
 
     Attributes:
         replaced: the modules that kernels compute.
-        left: the modules that were left alone, with the reason. Containers, which compute nothing, are not listed.
+        left: the modules that were not replaced, with the reasons. Containers, which compute nothing, are not listed.
         calls: how many calls of a replaced module ran its original code, by class and reason. Calls inside
-            ``torch.compile`` are not counted: the choice is made once, when the graph is traced.
+            ``torch.compile`` are not counted, because the choice is made once, when the graph is traced.
         return_logits: the argument of ``swap``.
     """
 
@@ -40,7 +40,7 @@ class Report:
     return_logits: bool | Literal["detached"] = True
 
     def line(self) -> str:
-        """The report in one line."""
+        """Return the report in one line."""
         kinds = collections.Counter(entry.kind for entry in self.replaced)
         counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         return f"gptkernels.swap: {len(self.replaced)} modules replaced ({counted or 'none'}), {len(self.left)} left"

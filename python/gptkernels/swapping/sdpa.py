@@ -1,8 +1,8 @@
 """Replacement of ``F.scaled_dot_product_attention`` in a user's own methods.
 
-All code shares torch's function, so it is not patched. A method that calls it is copied, with one name in its code
-changed to that of our function, which is set as another attribute of ``torch.nn.functional``. The rest of the method
-(globals, closure, source lines) stays the same, and ``torch.compile`` sees an ordinary call.
+All code in the process shares torch's function, so the function is not patched. A method that calls it is copied, and
+the function's name in the copied code is changed to a new attribute of ``torch.nn.functional``, which is our function.
+The rest of the method (globals, closure, source lines) stays the same, and ``torch.compile`` sees an ordinary call.
 """
 
 import dis
@@ -21,7 +21,7 @@ _FOREIGN = ("torch.", "torch", "transformers.", "gptkernels.")
 
 
 def methods_that_call_it(kind: type) -> dict[str, Any]:
-    """Return the methods of a class, its own or inherited, that call torch's function by its name."""
+    """Return the methods of a class, own and inherited, that call torch's function by its name."""
     return {
         name: method
         for owner in kind.__mro__
@@ -42,7 +42,7 @@ def _names(method: Any) -> list[str]:
 
 
 def _always_of_functional(method: Any) -> bool:
-    """Whether every use of the name is ``F.`` or ``torch.nn.functional.`` followed by it."""
+    """Return whether ``F.`` or ``torch.nn.functional.`` precedes every use of the name."""
     value: Any = None  # what the chain of globals and attributes up to the previous instruction refers to
     for instruction in dis.get_instructions(method):
         name = instruction.argval
@@ -73,7 +73,7 @@ def _redirected(method: Any) -> Any:
 
 @replacement("attention calls")
 def attention_calls(original: Any) -> Namespace:
-    """The class's methods with our function in place of torch's."""
+    """The class's methods, which call our function in place of torch's."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return original.forward(self, *args, **kwargs)

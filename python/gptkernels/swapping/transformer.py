@@ -1,7 +1,7 @@
 """GPT-2's layer, computed with the parameters of a user's own modules.
 
-Every function reads the modules when it is called: a module that was replaced, hooked or wrapped since the swap is
-called instead of the kernel. Shapes: B batch, T tokens, C channels.
+Every function reads the modules at each call. If a module was replaced, hooked or wrapped since the swap, the function
+calls the module instead of the kernel. Shapes: B batch, T tokens, C channels.
 """
 
 from collections.abc import Callable
@@ -15,15 +15,13 @@ from gptkernels.block.fused import Pending, add, finished
 from gptkernels.block.node import Dropout
 from gptkernels.rules import ops
 from gptkernels.rules._autocast import autocast_dtype, without_autocast
-from gptkernels.swapping.checks import dropout_of, untouched
+from gptkernels.swapping.checks import dropout_of, untouched, why_not
 from gptkernels.swapping.dropout import Draws
 from gptkernels.swapping.layers import gelu_form, norm_of, weight_of
 
-# ---- the residual stream ---------------------------------------------------------------------------------------------
-
 
 def norm(x: Tensor, module: Any) -> Tensor:
-    """Normalise: (B, T, C) -> (B, T, C)."""
+    """Compute layernorm with a norm's parameters: (B, T, C) -> (B, T, C)."""
     if not untouched(module, "LayerNorm"):
         return module(x)  # type: ignore[no-any-return]
     weight, bias, eps = norm_of(module)
@@ -31,9 +29,9 @@ def norm(x: Tensor, module: Any) -> Tensor:
 
 
 def add_and_norm(stream: Tensor, pending: Pending | None, module: Any, narrow: bool = False) -> tuple[Tensor, Tensor]:
-    """Add what is pending to the residual stream, and normalise the sum; returns the norm and the stream.
+    """Make the pending addition to the residual stream; return the norm of the sum, and the sum.
 
-    With ``narrow`` the norm may have autocast's dtype, because only a matrix product reads it.
+    With ``narrow`` the norm may have autocast's dtype, because only a matmul reads it.
     """
     if pending is None or not untouched(module, "LayerNorm"):
         stream = add(stream, pending)
@@ -49,14 +47,11 @@ def add_and_norm(stream: Tensor, pending: Pending | None, module: Any, narrow: b
 
 
 def _is_narrow(values: Tensor, stream: Tensor, *args: Any) -> bool:
-    """Whether the values have autocast's 16-bit dtype and all other tensors are float32."""
+    """Return whether the values have autocast's 16-bit dtype and all other tensors are float32."""
     if values.dtype != autocast_dtype(stream.device.type):
         return False
     others = (stream, *(t for t in args if isinstance(t, Tensor) and t.is_floating_point()))
     return values.dtype in (torch.bfloat16, torch.float16) and all(t.dtype == torch.float32 for t in others)
-
-
-# ---- sublayers -------------------------------------------------------------------------------------------------------
 
 
 def project(x: Tensor, module: Any, bias: bool = True) -> Tensor:
@@ -70,7 +65,7 @@ def project(x: Tensor, module: Any, bias: bool = True) -> Tensor:
 
 
 def mlp(x: Tensor, fc: Any, act: Any, proj: Any, bias: bool = True) -> Tensor:
-    """Compute linear(act(linear(x))), as one operator if act is the tanh GELU; ``bias`` is as in ``project``."""
+    """Compute proj(act(fc(x))), as one operator if act is the tanh GELU. ``bias`` says whether proj adds its bias."""
     if untouched(act, "GELU"):
         form = gelu_form(act)
         if form == "tanh" and untouched(fc, "Linear") and untouched(proj, "Linear"):
@@ -80,19 +75,27 @@ def mlp(x: Tensor, fc: Any, act: Any, proj: Any, bias: bool = True) -> Tensor:
 
 
 def pending_of(values: Tensor, proj: Any, module: Any, draws: Draws) -> Pending:
-    """Return what a sublayer adds to the stream.
+    """Return a sublayer's pending addition to the residual stream.
 
     Args:
         values: (B, T, C), ``proj``'s output without its bias.
-        proj: the linear layer that ``project`` or ``mlp`` computed last.
-        module: the dropout after it, or None.
-        draws: the random numbers of the dropouts.
+        proj: the sublayer's last linear layer.
+        module: the dropout module that is applied to proj's output, or None.
+        draws: gives the dropouts' seeds and offsets.
     """
     pending = Pending(values, proj.bias if untouched(proj, "Linear") else None)
     if module is None:
         return pending
     p = dropout_of(module)
     return Pending(module(finished(pending))) if p is None else pending._replace(dropout=draws(p))
+
+
+def feed_forward(module: Any, x: Tensor, kind: str, activation: Callable[[Any], Any], draws: Draws) -> Pending:
+    """Compute a block's MLP. A module that is not this kind of replacement, or was hooked or wrapped, is called."""
+    if not untouched(module, kind) or why_not(x) is not None:
+        return called(module, x)
+    values = mlp(x, module.c_fc, activation(module), module.c_proj, bias=False)
+    return pending_of(values, module.c_proj, module._modules.get("dropout"), draws)
 
 
 def attend(qkv: Tensor, num_heads: int, scale: float | None, dropout: Dropout) -> Tensor:
@@ -110,18 +113,18 @@ def layer(
     feed_forward: Callable[[Any, Tensor], Pending],
     narrow: tuple[bool, bool] = (False, False),
 ) -> tuple[Tensor, Pending]:
-    """Compute a block without its last residual addition, which is fused with the norm that follows it.
+    """Compute a block without its last residual addition, which one kernel computes together with the next norm.
 
     Args:
         stream: (B, T, C), the residual stream.
-        pending: is added to the stream first, unless None.
+        pending: the pending addition to the stream, or None.
         block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``.
-        attend: computes ``block.attn`` from the first norm.
-        feed_forward: computes ``block.mlp`` from the second.
-        narrow: whether only matrix products read the first norm, and the second.
+        attend: computes ``block.attn`` from the output of ``ln_1``.
+        feed_forward: computes ``block.mlp`` from the output of ``ln_2``.
+        narrow: for ``ln_1`` and ``ln_2``, whether only a matmul reads the output.
 
     Returns:
-        The stream, and what is to be added to it next.
+        The stream, and the addition that is now pending.
     """
     normed, residual_1 = add_and_norm(stream, pending, block.ln_1, narrow[0])
     normed, residual_2 = add_and_norm(residual_1, attend(block.attn, normed), block.ln_2, narrow[1])
@@ -129,5 +132,4 @@ def layer(
 
 
 def called(module: Any, x: Tensor) -> Pending:
-    """Compute a sublayer by calling its module."""
     return Pending(module(x))

@@ -1,7 +1,4 @@
-"""Checks of every op against torch on this machine, which ``gptkernels check`` runs; and the rule of exactness.
-
-``gradcheck_ops()`` is to this package what ``torch.autograd.gradcheck`` is to one function.
-"""
+"""Checks of every operator against torch on this machine (``gptkernels check``), and the rule of exactness."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -20,7 +17,7 @@ __all__ = ["Report", "Result", "assert_as_exact_as_torch", "gradcheck_ops", "op_
 
 
 def op_names() -> list[str]:
-    """The ops that :func:`gradcheck_ops` checks. An op's ``_backward`` ops are checked with it."""
+    """Return the operators that :func:`gradcheck_ops` checks. It checks an op's ``_backward`` ops with the op."""
     return list(dict.fromkeys(case.operator.name for case in CASES))
 
 
@@ -30,26 +27,27 @@ def gradcheck_ops(
     device: str | torch.device | None = None,
     progress: Callable[[list[Result]], None] | None = None,
 ) -> Report:
-    """Check every op against torch.
+    """Check every operator against torch.
 
-    In each of float64, float32, bfloat16 and float16, of two sizes: results and all gradients against the formula in
-    float64. Our largest error may be twice that of torch's own kernels on the same numbers, plus one rounding of the
-    result; and the same call gives the same bits. In float64 :func:`torch.autograd.gradcheck` and
-    :func:`torch.autograd.gradgradcheck`. Of the op and its ``_backward`` ops :func:`torch.library.opcheck`, in float32.
+    - In each of float64, float32, bfloat16 and float16, results and all gradients of two sizes are compared with the
+      formula in float64. Our largest error may be twice that of torch's own kernels on the same numbers, plus one
+      rounding of the result. A second call must give the same bits.
+    - In float64, :func:`torch.autograd.gradcheck` and :func:`torch.autograd.gradgradcheck` are called.
+    - In float32, :func:`torch.library.opcheck` is called for the operator and its ``_backward`` ops.
 
-    Takes about 20 s on two CPU cores. Nothing is raised where a check fails: see ``Report.passed``. The state of
-    torch's random numbers is left as it was.
+    This takes about 20 s on two CPU cores. A check that fails raises no error; see ``Report.passed``. The state of
+    torch's random number generators is restored.
 
     Args:
         ops: names, such as ``"layernorm"``; None for all of :func:`op_names`.
-        device: where to run; None or "auto" for CUDA where it is in use, else the CPU.
-        progress: called with the results of each case when it is checked.
+        device: the device of the checks; None or "auto" is CUDA if it is in use, otherwise the CPU.
+        progress: called with the results of each case after its checks.
 
     Returns:
-        The results, which ``print`` shows as a table: for a dtype the error as a share of what is allowed.
+        The results, which ``print`` shows as a table. It has, for a dtype, the error divided by the allowed error.
 
     Raises:
-        ValueError: there is no such op or device, or no kernels are loaded for it.
+        ValueError: if there is no such operator or device, or no kernels are loaded for the device.
     """
 
     names = op_names()
@@ -74,7 +72,7 @@ def gradcheck_ops(
 
 
 def _pick(device: str | torch.device | None) -> torch.device:
-    """The device to run on, for which there are kernels."""
+    """Choose the device, and check that there are kernels for it."""
     if device in (None, "auto"):
         device = "cuda" if info()["cuda"] == "in use" else "cpu"
     found = pick_device(str(device))

@@ -1,4 +1,4 @@
-"""The checks of a case: the rule of exactness in each dtype, finite differences, ``torch.library.opcheck``."""
+"""The checks of a case: the rule of exactness in each dtype, finite differences, and ``torch.library.opcheck``."""
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -21,16 +21,15 @@ WITHOUT_DERIVATIVE = (
     ops.layer.default,
     ops.layer_backward.default,
 )
-# torch.library.opcheck's tests, and those that do not multiply an op's floating arguments: torch has no such product of
-# float8 numbers.
+# The tests of torch.library.opcheck, and the tests that do not multiply floating arguments. Torch cannot multiply
+# float8 tensors.
 ALL_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 WITHOUT_PRODUCTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-NEAR = 2.0**-13  # the relative change of numbers in trials that keep what they are to each other
-TRIALS = (1, 10, 40)  # after so many, their worst errors are compared
+NEAR = 2.0**-13  # the relative change of numbers in trials that nearly keep them
+TRIALS = (1, 10, 40)  # the numbers of trials after which the largest errors are compared
 
 
 def check_case(case: Case, device: torch.device) -> Iterator[Result]:
-    """The results of all checks of a case, one after the other."""
     for dtype in case.operator.dtypes:
         yield _checked(case, str(dtype).removeprefix("torch."), partial(exactness, case, dtype, device))
     if case.has_finite_differences():
@@ -40,37 +39,35 @@ def check_case(case: Case, device: torch.device) -> Iterator[Result]:
 
 
 def _checked(case: Case, check: str, function: Callable[[], float | None]) -> Result:
-    """The result of a check."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return Result(case.name, check, True, function())
-    except Exception as error:  # whatever it is, the other checks go on
+    except Exception as error:  # the other checks continue after any error
         return Result(case.name, check, False, None, f"{type(error).__name__}: {error}")
 
 
-# ---- exactness -------------------------------------------------------------------------------------------------------
-
-
 def exactness(case: Case, dtype: torch.dtype, device: torch.device) -> float:
-    """Compare the results and all gradients with the formula and with torch; two calls give the same bits.
-
-    Returns:
-        Our error as a share of what the rule allows, where it is largest.
-    """
+    """Compare results and gradients of two sizes with the formula; return the largest error / allowed error."""
     return max(hold_to_the_rule(case.call(size, dtype, device)) for size in (ORDINARY, ODD))
 
 
 def hold_to_the_rule(call: Call, view: str = "contiguous", unused: Sequence[int] = ()) -> float:
-    """Hold a call to the rule; where it is broken, with more trials, as torch may have been exact by luck.
+    """Check that a call satisfies the rule of exactness, and that two calls give the same bits.
+
+    If the call violates the rule, it is repeated with other numbers to estimate torch's error again, because torch may
+    happen to be exact for a few numbers.
 
     Args:
-        call: the call, made with its own numbers first, and then with ``other_numbers``.
-        view: the layout of the gradients of the results.
-        unused: the results without a gradient.
+        call: the call; further trials replace its numbers by ``other_numbers``.
+        view: the layout of the results' gradients.
+        unused: the indices of results without a gradient.
 
     Returns:
-        Our error as a share of what the rule allows, where it is largest.
+        The largest of our errors divided by the allowed error.
+
+    Raises:
+        AssertionError: if the rule is violated.
     """
     args = list(call.args.values())
     generator = torch.Generator().manual_seed(1)
@@ -104,15 +101,15 @@ def hold_to_the_rule(call: Call, view: str = "contiguous", unused: Sequence[int]
 
 
 def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any]) -> Tensor | None:
-    """An argument with other numbers: zeros, constants, equal rows, infinities, magnitudes and strides stay.
+    """Return an argument with other numbers, but the same zeros, equal elements, infinities, magnitudes and strides.
 
-    In every second trial each floating argument has its rows and columns in another order, and is multiplied by a
-    factor of its own between 7/8 and 1. In the others its numbers stay in their places, and each is changed by some of
-    its last bits, equal ones equally: so sums that cancel still do, and scores that are nearly equal are.
+    In even trials a floating argument's rows and columns are permuted, and all elements are multiplied by a random
+    factor between 7/8 and 1. In odd trials the elements keep their places, and their last bits change, equal elements
+    equally. Then sums that cancel still cancel, and scores that are nearly equal remain so.
 
     Args:
-        t: the argument; an integer one and None stay as they are.
-        trial: how many trials came before.
+        t: the argument; an integer tensor or None is returned unchanged.
+        trial: the trial's index.
         source: arguments of torch's random functions.
     """
     if t is None or not t.is_floating_point():
@@ -134,7 +131,7 @@ def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any]) -> Tenso
 def _results(
     call: Call, args: Sequence[Tensor | None], douts: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Each output, then each gradient: ours, torch's, the formula's."""
+    """Return for each output, and then for each gradient, our tensor, torch's, and the formula's."""
     doubles = [t.double() if t is not None and t.is_floating_point() else t for t in args]
     ours = with_gradients(call, call.ours, args, douts)
     for a, b in zip(ours, with_gradients(call, call.ours, args, douts), strict=True):
@@ -146,14 +143,13 @@ def _results(
 
 
 def outputs(found: Any) -> list[Tensor]:
-    """The outputs of a call, as a list."""
     return list(found) if isinstance(found, tuple | list) else [found]
 
 
 def with_gradients(
     call: Call, function: Callable[..., Any], args: Sequence[Tensor | None], douts: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """The outputs, and the gradients of all arguments that may ask for one."""
+    """Return the outputs, followed by the gradients of all arguments that may require one."""
     wanted = call.differentiable()
     named = zip(call.args, args, strict=True)
     leaves = [t if t is None else t.detach().requires_grad_(name in wanted) for name, t in named]
@@ -166,28 +162,22 @@ def with_gradients(
     return found + list(torch.autograd.grad(used, inputs, given, allow_unused=True, materialize_grads=True))
 
 
-# ---- derivatives and registrations -----------------------------------------------------------------------------------
-
-
 def differences(case: Case, check: Callable[..., bool], device: torch.device) -> None:
-    """``gradcheck`` or ``gradgradcheck``: derivatives against finite differences, in float64."""
+    """Compare derivatives with finite differences in float64, by ``gradcheck`` or ``gradgradcheck``."""
     call = case.call(SMALL, torch.float64, device, 1)
     check(call.function(), tuple(t.detach().requires_grad_() for t in call.differentiable().values()))
 
 
 def opcheck(case: Case, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """``torch.library.opcheck`` of the op and of those of its derivative: schema, fake, autograd, tracing."""
+    """Run ``torch.library.opcheck`` for the op and its backward ops: schema, fake, autograd, tracing."""
     for op, args, kwargs in case.call(SMALL, dtype or case.opcheck_dtype(), device, 1).invocations():
         written = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
         tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
         eight_bits = any(t.is_floating_point() and t.element_size() == 1 for t in tensors)
         differentiable = not written and not eight_bits and op not in WITHOUT_DERIVATIVE
         tests = WITHOUT_PRODUCTS if eight_bits else ALL_TESTS
-        torch.library.opcheck(op, tuple(_leaf(a, differentiable) for a in args), kwargs, test_utils=tests)
-
-
-def _leaf(value: Any, requires_grad: bool) -> Any:
-    """Floating tensors as leaves."""
-    if isinstance(value, Tensor):
-        return value.detach().requires_grad_(requires_grad and value.is_floating_point())
-    return value
+        leaves = tuple(
+            a.detach().requires_grad_(differentiable and a.is_floating_point()) if isinstance(a, Tensor) else a
+            for a in args
+        )
+        torch.library.opcheck(op, leaves, kwargs, test_utils=tests)

@@ -1,7 +1,6 @@
-"""Random choices that have names, so that a failing call can be repeated, and repeated with one choice replaced.
+"""Random choices with names, so that a failing call can be repeated, also with some of its choices replaced.
 
-Every choice takes its randomness from (seed, index, name) alone: replacing or removing one leaves all others as they
-are.
+A choice depends only on (seed, index, name). If one choice is replaced or removed, all other choices stay the same.
 """
 
 import math
@@ -13,18 +12,18 @@ VIEWS = ["transposed", "sliced", "misaligned", "expanded"]
 FLOATING = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 LAYOUTS = ["contiguous", *VIEWS, "padded rows", "permuted"]
 
-# Largest number of elements of one tensor: nearly always the first, else the second or the third.
+# The largest number of elements of one tensor: usually the first number, rarely the second or the third.
 MOST_ELEMENTS = (2_000, 60_000, 2**20)
 
-# Sizes at whose multiples kernels change, in csrc/cuda: rows, columns and terms of tiles (kRows, kColumns, kKeys,
-# kInner), their products with kStages, threads of a block (kThreads), and where another kernel takes over (kMostTerms,
-# kKept, kManyTerms, kChunk, kMultiprocessorThreads).
+# Sizes at whose multiples the kernels in csrc/cuda behave differently: rows, columns and terms of tiles (kRows,
+# kColumns, kKeys, kInner), these times kStages, threads of a thread block (kThreads), and sizes at which dispatch
+# chooses another kernel (kMostTerms, kKept, kManyTerms, kChunk, kMultiprocessorThreads).
 EDGES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048, 4096, 8192, 16384, 65536)
 LARGEST_SIZE = 2**17
 
 
 def as_view(t, kind):
-    """A tensor of the same values (for "expanded": of its first row's values) in another layout."""
+    """Return a tensor with the same values in another layout; "expanded" repeats the values of the first row."""
     if kind == "transposed":
         return t.transpose(0, -1).contiguous().transpose(0, -1)
     if kind == "sliced":
@@ -45,23 +44,23 @@ class Draw:
     """The choices of one call.
 
     Args:
-        seed: of the campaign.
-        index: of the call.
-        device: where the tensors go.
-        replaced: choices that are not drawn: name -> value, as text.
+        seed: the seed of the campaign.
+        index: the index of the call.
+        device: the device of the tensors.
+        replaced: values, as text, of choices that are not drawn, by name.
 
     Attributes:
-        real: whether the call fills a GPU several times. On the CPU such a call fills a GPU of two multiprocessors.
+        real: whether the call has real size: it fills a GPU several times, or, on the CPU, a GPU of two SMs.
         most_elements: the largest number of elements of one tensor.
-        most_products: of a call of real size, the most multiplications of one product of matrices.
+        most_products: the largest number of multiplications of one matmul in a call of real size.
     """
 
     def __init__(self, seed, index, device="cpu", replaced=None):
         self.key = f"{seed}/{index}"
         self.device = torch.device(device)
         self.replaced = dict(replaced or {})
-        self.drawn = {}  # name -> value
-        self.simpler = {}  # name -> values to try in its place, simplest first
+        self.drawn = {}  # the values by name
+        self.simpler = {}  # simpler values by name, the simplest first, to try in place of the drawn value
         cuda = self.device.type == "cuda"
         self.real = self.choose("size", ("small", "real"), (1, 1) if cuda else (50, 1)) == "real"
         self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
@@ -72,11 +71,11 @@ class Draw:
             self.most_elements = self.choose("most elements", MOST_ELEMENTS, weights=(97, 2.5, 0.5))
 
     def random(self, name):
-        """Random numbers for one choice."""
+        """Return the random number generator of one choice."""
         return random.Random(f"{self.key}/{name}")
 
     def choose(self, name, options, weights=None):
-        """One of the options; the first is the simplest."""
+        """Choose one of the options; the first one is the simplest."""
         value = self.random(name).choices(options, weights)[0]
         if name in self.replaced:
             value = next(o for o in options if str(o) == self.replaced[name])
@@ -84,14 +83,13 @@ class Draw:
         return self._note(name, value, options[: options.index(value)])
 
     def chance(self, name, probability):
-        """True with this probability."""
         return self.choose(name, (False, True), (1 - probability, probability))
 
     def size(self, name, most, least=0, real=None):
-        """A number from least to most, small ones more often.
+        """Choose a number from least to most; small numbers are more frequent.
 
-        In a call of real size it is from least to ``real``: small ones more often, any, or from one below to one above
-        a multiple of an edge.
+        In a call of real size the largest number is ``real``, and the number is drawn in one of three ways: small
+        numbers are more frequent, or all numbers are equally frequent, or it is next to a multiple of one of ``EDGES``.
         """
         random = self.random(name)
         most = max(real, least) if self.real and real is not None else most
@@ -109,23 +107,24 @@ class Draw:
         return value
 
     def dtype(self):
-        """The dtype of the call's floating tensors."""
         return self.choose("dtype", FLOATING, (2, 4, 4, 1) if self.real else None)
 
     def room(self, *others):
-        """The largest size of a matrix whose other sizes are known, for products of real size."""
+        """Return the largest size of a matrix dimension in a matmul of real size whose other sizes are known."""
         others = [max(size, 1) for size in others]
         return max(min(LARGEST_SIZE, 4 * self.most_elements // max(others), self.most_products // math.prod(others)), 1)
 
     def tiles(self, name):
-        """How many tiles keep each multiprocessor busy with one to five, and some of them with one more."""
+        """Choose a number of tiles: one to five for each SM, plus 1, 0, -1, or one for half of the SMs."""
         each = self.choose(f"{name}.tiles each", (1, 2, 3, 4, 5))
         more = self.choose(f"{name}.more tiles", (1, 0, -1, self.multiprocessors // 2))
         return each * self.multiprocessors + more
 
     def rows(self, name="x", most_dims=4):
-        """The dimensions before the last: mostly one or two, some of size 0 or 1; for a GPU that is to be filled, so
-        many rows that they are some tiles for each multiprocessor, the last of which has fewer."""
+        """Choose the dimensions before the last: usually one or two, and sometimes of size 0 or 1.
+
+        At real size there are as many rows as some tiles for each SM have, and the last tile has fewer rows.
+        """
         dims = self.choose(f"{name}.dims", range(most_dims), weights=(2, 6, 3, 1)[:most_dims])
         sizes = []
         if self.real and dims:
@@ -141,26 +140,26 @@ class Draw:
         return tuple(sizes)
 
     def width(self, name="width", rows=(), least=1, real=None):
-        """The size of the last dimension: the more the fewer rows there are; ``real`` as in ``size``."""
+        """Choose the size of the last dimension, which may be larger if there are fewer rows."""
         most = max(self.most_elements // max(math.prod(rows), 1), 16, least)
         return self.size(name, min(most, 60_000), least, real=real or min(most, LARGEST_SIZE))
 
     def source(self, name):
-        """Arguments of torch's random functions. A call of real size makes its numbers on the device."""
+        """Return arguments of torch's random functions. At real size numbers are drawn on the device."""
         device = self.device if self.real else torch.device("cpu")
         generator = torch.Generator(device).manual_seed(self.random(f"{name} (values)").getrandbits(60))
         return {"generator": generator, "device": device}
 
     def tensor(self, name, shape, dtype, scale=1.0, special="all", huge=None, denormal=True):
-        """A floating tensor in some layout.
+        """Draw a floating tensor in some layout.
 
         Args:
-            name: of its choices.
-            shape: of the tensor.
-            dtype: of the tensor.
-            scale: of ordinary values.
-            special: "all" for infinities and NaN, "nan" for NaN alone, "none".
-            huge: the largest number that the formula takes in this dtype; None for no such values.
+            name: the prefix of the choices' names.
+            shape: the shape.
+            dtype: the dtype.
+            scale: the standard deviation of ordinary values.
+            special: which special values may occur: "all" (infinities and NaN), "nan" or "none".
+            huge: the largest number that the formula supports in this dtype; None for no huge values.
             denormal: whether all values may be denormal.
         """
         kinds = {"normal": 60, "zeros": 2, "constant": 4, "whole": 6, "wide": 8}
@@ -180,7 +179,7 @@ class Draw:
             x = torch.zeros_like(x).copysign(x)
         elif kind == "constant":
             x = torch.full_like(x, round(self.random(f"{name}.constant").gauss(0, 2), 2))
-        elif kind == "large end" and x.dim() and x.numel():  # so that a sum without its last terms is far off
+        elif kind == "large end" and x.dim() and x.numel():  # so that a sum without its last terms has a large error
             random = self.random(f"{name}.end")
             dim = random.randrange(x.dim())
             x.movedim(dim, -1)[..., -random.randint(1, 8) :] *= 32
@@ -203,15 +202,15 @@ class Draw:
         return self.layout(name, self.put(x))
 
     def put(self, t):
-        """A tensor on the call's device. The host does not wait for the device."""
+        """Copy a tensor to the call's device, without waiting for the device."""
         return t.to(self.device, non_blocking=True)
 
     def number(self, value, dtype=torch.float32):
-        """A 0-dim tensor on the call's device, made by a kernel: a copy would wait for the device."""
+        """Make a 0-dim tensor on the call's device by a kernel, because a copy would wait for the device."""
         return torch.full((), value, dtype=dtype, device=self.device)
 
     def indices(self, name, shape, count, dtype=None):
-        """Numbers below count, uniform or with a few that are frequent."""
+        """Draw integers below ``count``, uniformly or with a few frequent values."""
         dtype = dtype or self.choose(f"{name}.dtype", (torch.int64, torch.int32))
         source = self.source(name)
         frequent = self.choose(f"{name}.frequent", (0, 1, 2, 5))
@@ -224,7 +223,7 @@ class Draw:
         return self.layout(name, self.put(x.to(dtype)))
 
     def layout(self, name, x):
-        """The same values (for "expanded": of the first row) in another layout."""
+        """Return a tensor with the same values in a random layout; "expanded" repeats the values of the first row."""
         if x.dim() == 0:
             return x
         kind = self.choose(f"{name}.layout", LAYOUTS, (50, 8, 8, 8, 6, 8, 6))
@@ -242,13 +241,13 @@ class Draw:
 
 
 class Plain(Draw):
-    """The likelier of each choice: ordinary values, contiguous, of sizes that are given.
+    """Choices that are not random: the first option of each choice, unless it is given, and given sizes.
 
     Args:
-        choices: name -> value of the sizes, and of the choices that are not the likelier one.
+        choices: the sizes, and the choices that are not the first option, by name.
         dtype: the dtype of the call.
-        device: where the tensors go.
-        seed: of the values, which are the same on every device.
+        device: the device of the tensors.
+        seed: the seed of the values, which are the same on every device.
         view: the layout of the tensors, one of ``LAYOUTS``.
     """
 
@@ -259,23 +258,20 @@ class Plain(Draw):
         self.real, self.multiprocessors, self.most_elements, self.most_products = False, 2, 2**20, 2**26
 
     def choose(self, name, options, weights=None):
-        """The option that is given, else the first."""
         return self.replaced[name] if name in self.replaced else next(iter(options))
 
     def chance(self, name, probability):
-        """The value that is given, else the likelier one."""
         return self.replaced.get(name, probability > 0.5)
 
     def size(self, name, most, least=0, real=None):
-        """The size that is given."""
         return self.replaced[name]
 
     def rows(self, name="x", most_dims=4):
-        """The dimensions that are given; a number is one of them."""
+        """Return the given dimensions as a tuple."""
         rows = self.size(f"{name}.rows", 0)
         return rows if isinstance(rows, tuple) else (rows,)
 
     def layout(self, name, x):
-        """The same values in the layout that is given for this tensor, or for all."""
+        """Return the tensor in the layout that is given for it, or for all tensors."""
         view = self.replaced.get(f"{name}.layout", self.view)
         return x if view == "contiguous" or x.dim() == 0 else as_view(x, view)

@@ -1,7 +1,7 @@
-"""How exact a kernel must be: our error is at most twice torch's own, plus one rounding of the output.
+"""The rule of exactness: our error is at most twice torch's own error, plus one rounding of the output.
 
-Errors are against the formula in float64, on the same inputs. This is the rule that FlashAttention's tests use.
-Products are also held to a bound that does not depend on torch, whose BLAS may have the same fault.
+An error is the difference from the formula in float64 on the same inputs. FlashAttention's tests use the same rule.
+Matmuls must also satisfy a bound that does not depend on torch, because torch's BLAS may have the same fault.
 """
 
 import math
@@ -13,21 +13,21 @@ from torch import Tensor
 def assert_as_exact_as_torch(
     ours: Tensor, torchs: Tensor, exact: Tensor, name: str = "out", torch_error: float = 0.0
 ) -> None:
-    """Hold a result to the rule.
+    """Check that a result satisfies the rule.
 
-    The formula alone says what is special. Where it gives NaN or an infinity, ours is the same. Where its finite value
-    overflows the dtype, ours is infinite; within the allowed error of that boundary ours may lie on either side.
-    Torch's answer is only the yardstick for the size of errors, and elements where it is not finite do not count.
+    Where the formula gives NaN or an infinity, our result must be the same. Where the formula's finite value overflows
+    the dtype, our result must be infinite; if the value is closer to the largest number than the allowed error, our
+    result may be finite or infinite. Torch's result only determines the allowed error, from its finite elements.
 
     Args:
         ours: our kernel's result.
         torchs: torch's result in the same dtype.
         exact: the formula in float64.
-        name: what an error message calls the result.
-        torch_error: torch's worst error on inputs like these, where more than one was tried.
+        name: the name of the result in an error message.
+        torch_error: torch's largest error on similar inputs, if several inputs were tried.
 
     Raises:
-        AssertionError: a shape, a dtype or a value is wrong.
+        AssertionError: if a shape, a dtype or a value is wrong.
     """
     _demand(ours.shape == exact.shape, f"{name}: shape {tuple(ours.shape)}, wanted {tuple(exact.shape)}")
     _demand(ours.dtype == torchs.dtype, f"{name}: dtype {ours.dtype}, wanted {torchs.dtype}")
@@ -42,7 +42,7 @@ def assert_as_exact_as_torch(
     torch_error = max(torch_error, error_of(torchs, exact))
     allowed = 2 * torch_error + last_rounding(exact, ours.dtype)
     error = (ours.double() - exact).abs()
-    # Infinite where the formula, moved outwards by the allowed error, overflows the dtype: the value of an overflow.
+    # An infinity is right where the formula plus the allowed error, away from 0, overflows the dtype.
     overflow = ours.isinf() & (ours == (exact + allowed * exact.sign()).to(ours.dtype))
     wrong = finite & ~overflow & ~(error <= allowed)
     if wrong.any():
@@ -58,32 +58,32 @@ def _demand(condition: bool, message: str) -> None:
 
 
 def _first(wrong: Tensor, ours: Tensor, exact: Tensor) -> str:
-    """How many elements are wrong, and the first of them."""
+    """Describe how many elements are wrong, and the first of them."""
     index = tuple(wrong.nonzero()[0].tolist())
     return f"{int(wrong.sum())} wrong, ours is {ours[index].item()} at {index}, wanted {exact[index].item():.6e}"
 
 
 def largest(exact: Tensor) -> float:
-    """The largest magnitude among the finite values; 0 if there are none."""
+    """Return the largest magnitude of the finite elements, or 0."""
     return exact.abs().where(exact.isfinite(), 0.0).max().item() if exact.numel() else 0.0
 
 
 def last_rounding(exact: Tensor, dtype: torch.dtype) -> float:
-    """The part of the allowed error that comes from rounding a result to its dtype."""
+    """Return the part of the allowed error that comes from rounding a result to its dtype."""
     info = torch.finfo(dtype)
     scale = min(largest(exact), info.max)
-    # float64 has no exacter reference: both sides may differ from it by the roundings of a sum.
+    # The formula in float64 is no more exact than a float64 result. Both may have the rounding errors of a sum.
     rounding = 1e-13 * max(scale, 1) if dtype == torch.float64 else info.eps * scale
     return rounding + info.smallest_normal * info.eps
 
 
 def error_of(result: Tensor, exact: Tensor) -> float:
-    """The largest error where both the result and the formula's, rounded to its dtype, are finite; else 0."""
+    """Return the largest error of the elements that are finite, also in the formula rounded to the dtype; or 0."""
     return _finite_errors(result, exact).abs().max().item() if exact.numel() else 0.0
 
 
 def _finite_errors(result: Tensor, exact: Tensor) -> Tensor:
-    """result - exact where the result and the rounded formula are finite, else 0."""
+    """Return result - exact where the result and the rounded formula are finite, and 0 elsewhere."""
     both = result.isfinite() & exact.to(result.dtype).isfinite()
     return (result.double() - exact).where(both, 0.0)
 
@@ -96,22 +96,23 @@ def root_mean_square_error(result: Tensor, exact: Tensor) -> float:
 def assert_norm_as_exact_as_torch(
     ours: Tensor, torchs: Tensor, exact: Tensor, name: str = "out", torch_error: float = 0.0
 ) -> None:
-    """Require a root mean square error of at most four times torch's, plus the rounding of an average element.
+    """Check that the root mean square error is at most four times torch's, plus the rounding of an average element.
 
-    Roundings average out, except those of equal elements: the mean counts more. So this finds faults that are smaller
-    than the largest rounding error, such as a few omitted terms of a long sum. Twice is too strict: where few
-    elements have most of the error, its root mean square differs more. Results of fewer than 1000 elements pass: they
-    are too few for an average. So do those in float64, whose formula rounds like them.
+    The root mean square averages rounding errors. It therefore detects faults that are smaller than the largest
+    rounding error, such as a few missing terms of a long sum. Rounding errors of equal elements are equal and do not
+    average out, so that the mean's rounding is added. A factor of two would be too strict if a few elements have most
+    of the error. Results with fewer than 1000 elements are not checked, because these are too few for an average, and
+    float64 results are not checked, because the formula has the same rounding errors.
 
     Args:
         ours: our kernel's result.
         torchs: torch's result in the same dtype.
         exact: the formula in float64.
-        name: what an error message calls the result.
-        torch_error: the largest root mean square of torch's errors on inputs like these, if others were tried.
+        name: the name of the result in an error message.
+        torch_error: torch's largest root mean square error on similar inputs, if several inputs were tried.
 
     Raises:
-        AssertionError: the error is too large.
+        AssertionError: if the error is too large.
     """
     if exact.numel() < 1000 or ours.dtype == torch.float64:
         return
@@ -130,27 +131,31 @@ def assert_norm_as_exact_as_torch(
 def assert_product(
     out: Tensor, a: Tensor, b: Tensor, bias: Tensor | None = None, name: str = "out", accumulation: float = 0.0
 ) -> None:
-    """Hold ``out`` (M, N) = ``a`` (M, K) @ ``b`` (K, N) + ``bias`` to a bound derived from its arithmetic.
+    """Check ``out`` (M, N) = ``a`` (M, K) @ ``b`` (K, N) + ``bias`` against a bound on the error of its arithmetic.
 
     This is Freivalds' check: ``out @ r`` and ``a @ (b @ r)`` are compared in float64 for 64 vectors r of random signs,
-    at the cost of reading the matrices. The mean square of the difference is an estimate of the squared Frobenius norm
-    of the error. Allowed is ``u |out| + c e (|out| + s)``, and a quarter more for the estimate. u is half a unit of the
-    output's dtype, e of the sum's; s^2 is the sum over k of |a[:, k]|^2 |b[k, :]|^2, so that s is the norm of a sum
-    whose terms have random signs, and s / sqrt(K) that of one term. c is 4 + sqrt(K) (1 + |out| / 4 s) + K / 16: 4 for
-    bias and operands, which may be split into parts; sqrt(K) for roundings of partial sums, which are independent but
-    for equal terms, whose sum is sqrt(K) s; K / 16 for tensor cores, which truncate after every 16 terms. For float64 K
-    is K + N, because the check's own sums round too.
+    which takes little more time than reading the matrices. The mean square of the difference estimates the squared
+    Frobenius norm of the error. The allowed norm is ``1.25 (u |out| + c e (|out| + s))``, where
+
+    - 1.25 allows for the error of the estimate;
+    - u and e are half of the machine epsilons of the output's dtype and of the sum's dtype;
+    - s^2 is the sum over k of |a[:, k]|^2 |b[k, :]|^2. If the terms had random signs, s would be the norm of the sum;
+    - c is 4 + sqrt(K) (1 + |out| / (4 s)) + K / 16. Of these, 4 is for the bias and for operands that are split into
+      parts. sqrt(K) is for the roundings of partial sums, which are independent; if the terms are equal, |out| is
+      sqrt(K) s, and the second term allows for it. K / 16 is for tensor cores, which truncate after every 16 terms.
+
+    For float64, K is replaced by K + N, because the check's own sums are rounded too.
 
     Args:
-        out: the product; it passes if a number in it or in an operand is not finite.
+        out: the result. If an element of it or of an operand is not finite, nothing is checked.
         a: the left operand.
         b: the right operand.
         bias: (N), or None.
-        name: what an error message calls the product.
-        accumulation: a relative error of sums that have fewer bits than float32.
+        name: the name of the matmul in an error message.
+        accumulation: the relative error of sums that have fewer bits than float32.
 
     Raises:
-        AssertionError: the error is too large.
+        AssertionError: if the error is too large.
     """
     if not out.numel():
         return
@@ -170,7 +175,7 @@ def assert_product(
         return
     count = 4 + math.sqrt(terms) * (1 + size / 4 / random_sum if random_sum else 1) + terms / 16
     unit = wide_info.eps / 2 * count + accumulation
-    # Denormal operands may be taken for 0, and denormal results rounded to it.
+    # Denormal operands may be read as 0, and denormal results rounded to 0.
     underflow = size_b * math.sqrt(a.numel()) + size_a * math.sqrt(b.numel()) + math.sqrt(out.numel())
     underflow = wide_info.smallest_normal * underflow + info.smallest_normal * info.eps * math.sqrt(out.numel())
     allowed = 1.25 * (info.eps / 2 * size + unit * (size + random_sum) + underflow)
@@ -180,22 +185,22 @@ def assert_product(
 
 
 class Errors:
-    """Our and torch's largest errors of one result in several trials, on the scale of the first.
+    """Our and torch's largest errors of one result in several trials.
 
-    On a few numbers torch may be exact by luck, so a call that breaks the rule is made again with other numbers. Of a
-    larger result the errors count in proportion. All of them together are compared by their root mean square: the worst
-    may be a rare one, as where a softmax is nearly always one-hot, and then it is luck who makes it.
+    The errors of a trial whose result is larger than the first trial's are scaled down in proportion. The errors of all
+    trials are compared by their root mean square, because the largest error may be rare, and then it is chance in which
+    trial it occurs. An example is a softmax that is nearly always one-hot.
 
-    Results that are no larger than torch's error are nothing but roundings of terms that cancel. How large these are
-    depends on the order of the sums: there torch is credited with four times its error, and at least with ``noise``.
+    A result that is no larger than torch's error consists only of the rounding errors of terms that cancel. These
+    depend on the order of the sum. Torch's error is then multiplied by four, and is at least ``noise``.
 
     Args:
-        noise: the error that a sum of these terms may have where they cancel.
-        luck: how many times its error torch is credited with elsewhere.
+        noise: the error that sums of cancelling terms may have in this call.
+        luck: the factor of torch's error if the terms do not cancel.
 
     Attributes:
         ours: our error in each trial.
-        torchs: the error that torch is credited with.
+        torchs: torch's error in each trial, with these factors.
     """
 
     def __init__(self, noise: float = 0.0, luck: float = 1.0) -> None:
@@ -204,30 +209,25 @@ class Errors:
         self.torchs: list[float] = []
 
     def add(self, ours: Tensor, torchs: Tensor, exact: Tensor) -> None:
-        """Take in one trial."""
         error, scale = error_of(torchs, exact), largest(exact)
         if not self.ours:
             self.scale, self.rounding = scale, last_rounding(exact, ours.dtype)
-        # Sums that cancel leave of the formula only float64's roundings, of no meaning as a scale.
+        # If the terms cancel, the formula's result is only float64 rounding errors, and is not used as a scale.
         cancelled = error > scale * (2**-5 if ours.dtype == torch.float64 else 2**24)
         factor = 1.0 if cancelled or not scale else min(1.0, self.scale / scale)
         self.ours.append(error_of(ours, exact) * factor)
         self.torchs.append(max(4 * error * factor, self.noise) if error >= scale else self.luck * error * factor)
 
     def worst_of_torchs(self) -> float:
-        """The largest error that torch is credited with."""
+        """Return the largest of torch's errors."""
         return max(self.torchs)
 
     def share(self) -> float:
-        """Our error in the first trial as a share of what torch's worst error allows."""
+        """Return our error in the first trial, divided by the allowed error."""
         return self.ours[0] / (2 * max(self.torchs) + self.rounding)
 
     def hold_on_the_whole(self, name: str) -> None:
-        """The rule for all trials together.
-
-        Raises:
-            AssertionError: it is broken.
-        """
+        """Check that all trials together satisfy the rule; raise an AssertionError otherwise."""
         ours, torchs = (math.sqrt(sum(e * e for e in es) / len(es)) for es in (self.ours, self.torchs))
         _demand(
             ours <= 2 * torchs + self.rounding,

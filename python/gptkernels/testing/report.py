@@ -1,4 +1,4 @@
-"""The results of ``gradcheck_ops``, as an object with a readable table."""
+"""The results of ``gradcheck_ops``, and their table."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ class Result:
     """One check of one case.
 
     Attributes:
-        case: the op, with what is special about the call where an op has several.
-        check: one of ``CHECKS``: a dtype, in which results and gradients are compared with the formula in float64;
-            ``gradcheck``, ``gradgradcheck`` and ``opcheck`` are torch's.
-        passed: whether nothing was wrong.
-        error: for a dtype our largest error as a share of what the rule allows, at most 1; else None.
-        message: what was wrong.
+        case: the operator's name, followed by the variant's.
+        check: one of ``CHECKS``: a dtype, in which results and gradients are compared with the formula in float64, or
+            torch's ``gradcheck``, ``gradgradcheck`` or ``opcheck``.
+        passed: whether the check passed.
+        error: for a dtype, our largest error divided by the allowed error, at most 1; otherwise None.
+        message: the error message of a check that failed.
     """
 
     case: str
@@ -32,9 +32,9 @@ class Report:
     """All results: ``print(report)`` shows a table.
 
     Attributes:
-        device: where the ops ran.
-        results: in the order of the table.
-        seconds: how long it took.
+        device: the device of the checks.
+        results: the results in the order of the table.
+        seconds: the duration of the checks.
     """
 
     device: str
@@ -52,12 +52,12 @@ class Report:
         return [result for result in self.results if not result.passed]
 
     def line(self) -> str:
-        """The report in one line."""
+        """Return the report in one line."""
         failed = f"{len(self.failures)} FAILED" if self.failures else "all passed"
         return f"gptkernels: {len(self.results)} checks on {self.device} in {self.seconds:.0f} s: {failed}"
 
     def as_dict(self) -> dict[str, Any]:
-        """The report for ``json``."""
+        """Return the report as a dict for ``json``."""
         return {"passed": self.passed, **dataclasses.asdict(self)}
 
     def __str__(self) -> str:
@@ -66,17 +66,17 @@ class Report:
         return "\n".join([HEADER, *rows, self.summary()])
 
     def summary(self) -> str:
-        """The failures, and the report in one line."""
+        """Return the failures, and the report in one line."""
         failures = [f"{result.case}, {result.check}: {result.message}" for result in self.failures]
         return "\n".join([*failures, self.line()])
 
 
-_NAME = 36  # columns; no case has a longer name
+_NAME = 36  # the width of the first column; no case has a longer name
 HEADER = "op".ljust(_NAME) + "".join(f"  {check:>8}" for check in CHECKS)
 
 
 def row(results: Sequence[Result]) -> str:
-    """The table's line for the results of one case."""
+    """Return the table's line for the results of one case."""
     cells = {result.check: _cell(result) for result in results}
     return results[0].case.ljust(_NAME) + "".join(
         f"  {cells.get(check, '-').rjust(max(8, len(check)))}" for check in CHECKS

@@ -1,1 +1,1 @@
-"""The parts of the trainer: options, data, schedule, files of a run, logs, progress, processes, signals."""
+"""The commands of `gptkernels`: training, evaluation and generation, and the command line."""

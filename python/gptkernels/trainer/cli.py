@@ -1,13 +1,12 @@
 """The command line: `gptkernels train|prepare|generate|convert|check|info`."""
 
-from __future__ import annotations
-
 import argparse
 import errno
 import sys
 import typing
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
+from difflib import get_close_matches
 from json import dumps
 from typing import Any
 
@@ -20,7 +19,6 @@ from gptkernels.testing import gradcheck_ops
 from gptkernels.testing.report import HEADER, Result, row
 from gptkernels.trainer.config import GROUPS, TrainConfig, flag
 from gptkernels.trainer.evaluate import evaluate, evaluate_run
-from gptkernels.trainer.foreign_flags import explain_flag
 from gptkernels.trainer.generate import Sampling, Writer
 from gptkernels.trainer.output import SafeOutput, flush_streams, prepare_streams
 from gptkernels.trainer.progress import ByteProgress
@@ -31,15 +29,16 @@ FAILURE = 1
 DISK_ERROR = 3
 INTERRUPTED = 130
 UNREAD = 141
+METAVARS = {int: "N", float: "X", str: "NAME"}
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0: success. 1: the training diverged, or a check failed. 2: the command or its input is wrong. 3: the disk is full
-    or failing. 4: the training hung, and its watchdog ended it. 128 + N: stopped by signal N: 130 for Ctrl-C, 141 if
-    the output is a closed pipe. For 1 to 4 the output says why.
+    0 is success. 1: the training diverged, or a check failed. 2: the command or its input is wrong. 3: the disk is full
+    or failing. 4: the training hung, and its watchdog ended it. 128 + N: signal N stopped the command; 130 is Ctrl-C,
+    and 141 a closed pipe for the output. For 1 to 4 the output says why.
     """
     prepare_streams()
     try:
@@ -54,7 +53,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     command, traceback = args.pop("command"), args.pop("traceback")
     try:
         status = run(**args)
-        if run is not _train:  # output of training may be lost without an error
+        if run is not _train:  # for training, output that cannot be written is no error
             sys.stdout.flush()
         return status
     except KeyboardInterrupt:
@@ -76,7 +75,7 @@ def _status(error: Exception) -> int:
 
 
 def _sentence(command: str, error: Exception) -> str | None:
-    """Return the message for the user; None if the error is a fault of this program."""
+    """Return the message for the user; None if the error is a bug of this program."""
     if _is_out_of_memory(error):
         if command != "train":
             return "out of memory"
@@ -96,15 +95,15 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments; exits with a message about wrong ones."""
+    """Parse the arguments; exit with a message about wrong ones."""
     parser, commands = _parser()
-    command = next((argument for argument in arguments if argument in commands), None)
-    if command is not None:
-        own = commands[command]
-        rest = arguments[list(arguments).index(command) + 1 :]
-        if sentence := explain_flag(command, rest, own._option_string_actions.keys()):
-            own.error(sentence)
-    return parser.parse_args(arguments)
+    args, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        command = commands[args.command]
+        option = unknown[0].partition("=")[0].replace("_", "-")
+        near = get_close_matches(option, command._option_string_actions, 1, 0.75) if option.startswith("--") else []
+        command.error(f"unrecognized arguments: {' '.join(unknown)}" + "".join(f": did you mean {n}?" for n in near))
+    return args
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
@@ -118,17 +117,18 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         ("generate", _generate_arguments, _generate, "continue a text with a trained model"),
         ("convert", _convert_arguments, _convert, "write a model in another format, bit for bit"),
         ("check", _check_arguments, _check, "compare every op with torch's on this machine"),
-        ("info", _no_arguments, _info, "versions, libraries, devices"),
+        ("info", lambda parser: None, _info, "versions, libraries, devices"),
     ):
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         add_arguments(command)
         command.set_defaults(run=run)
-    commands.choices["train"].usage = "gptkernels train [OPTION ...]"  # too many options to list in the usage too
+    commands.choices["train"].usage = "gptkernels train [OPTION ...]"  # argparse would list all options
     return parser, commands.choices
 
 
-def _no_arguments(parser: argparse.ArgumentParser) -> None:
-    pass
+def _add_number(parser: argparse.ArgumentParser, name: str, default: float, help: str) -> None:
+    kind = type(default)
+    parser.add_argument(name, type=kind, default=default, metavar=METAVARS[kind], help=f"{help} (default: {default})")
 
 
 def _train_arguments(parser: argparse.ArgumentParser) -> None:
@@ -148,7 +148,7 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_option(parser: argparse._ArgumentGroup, option: Field, kind: Any) -> None:
-    """Add a flag for a field of TrainConfig; it has no default, so that a resumed run keeps its own value."""
+    """Add a flag for a field of TrainConfig, without a default, so that a resumed run keeps its value."""
     metadata = option.metadata
     names = [name for name in (metadata.get("short"), flag(option.name)) if name]
     keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "help": metadata["help"]}
@@ -158,7 +158,7 @@ def _add_option(parser: argparse._ArgumentGroup, option: Field, kind: Any) -> No
     if option.default not in (None, MISSING):
         keywords["help"] += f" (default: {option.default})"
     scalar = next((part for part in typing.get_args(kind) if part is not type(None)), kind)
-    keywords["metavar"] = metadata.get("metavar", {int: "N", float: "X", str: "NAME"}[scalar])
+    keywords["metavar"] = metadata.get("metavar", METAVARS[scalar])
     if "choices" in metadata:
         keywords["choices"] = metadata["choices"]
         keywords["metavar"] = "NAME"
@@ -200,13 +200,7 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
         "file (default: bytes)",
     )
     parser.add_argument("--vocab-size", type=int, metavar="N", help="for bpe: at most N tokens (default: 4096)")
-    parser.add_argument(
-        "--val-fraction",
-        type=float,
-        default=0.05,
-        metavar="X",
-        help="fraction of the text for validation (default: 0.05)",
-    )
+    _add_number(parser, "--val-fraction", 0.05, "fraction of the text for validation")
 
 
 def _prepare(files: list[str], output: str, tokenizer: str, vocab_size: int | None, val_fraction: float) -> int:
@@ -231,46 +225,23 @@ def _generate_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prompt", default="", help="the text to continue (default: none, a new document)")
     parser.add_argument("--interactive", action="store_true", help="ask for prompts, until Ctrl-D")
-    parser.add_argument("--max-new-tokens", type=int, default=256, metavar="N", help="at most N tokens (default: 256)")
-    parser.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="X",
-        help="divisor of the logits; 0: always the likeliest token (default: 0.8)",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=int,
-        default=40,
-        metavar="N",
-        help="draw from the N likeliest tokens; 0: from all (default: 40)",
-    )
+    _add_number(parser, "--max-new-tokens", 256, "at most N tokens")
+    _add_number(parser, "--temperature", 0.8, "divisor of the logits; 0: always the likeliest token")
+    _add_number(parser, "--top-k", 40, "draw from the N likeliest tokens; 0: from all")
     parser.add_argument(
         "--top-p",
         type=float,
         metavar="X",
         help="of these, draw from the smallest set of likeliest tokens with this total probability (default: from all)",
     )
-    parser.add_argument("--seed", type=int, default=1337, metavar="N", help="seed of the draws (default: 1337)")
+    _add_number(parser, "--seed", 1337, "seed of the draws")
     parser.add_argument("--tokenizer", metavar="NAME", help="bytes, gpt2 or a file (default: the checkpoint's)")
     parser.add_argument("--device", default="auto", metavar="NAME", help="cpu, cuda, ... (default: auto)")
 
 
-def _generate(
-    checkpoint: str,
-    prompt: str,
-    interactive: bool,
-    max_new_tokens: int,
-    temperature: float,
-    top_k: int,
-    top_p: float | None,
-    seed: int,
-    tokenizer: str | None,
-    device: str,
-) -> int:
-    writer = Writer(checkpoint, tokenizer, device, seed)
-    sampling = Sampling(max_new_tokens, temperature, top_k or None, top_p)
+def _generate(checkpoint: str, prompt: str, interactive: bool, seed: int, **options: Any) -> int:
+    writer = Writer(checkpoint, options.pop("tokenizer"), options.pop("device"), seed)
+    sampling = Sampling(**options | {"top_k": options["top_k"] or None})
     if prompt or not interactive:
         writer.print(prompt, sampling)
     if interactive:
@@ -325,18 +296,14 @@ def _check_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _check(device: str, op: list[str] | None, json: bool) -> int:
-    if json:
-        report = gradcheck_ops(op, device=device)
-        print(dumps(report.as_dict(), indent=2))
-        return 0 if report.passed else FAILURE
     shown = [HEADER]  # printed with the first row, so that an error about the arguments has no header
 
     def show(results: list[Result]) -> None:
         print("\n".join([*shown, row(results)]), flush=True)
         shown.clear()
 
-    report = gradcheck_ops(op, device=device, progress=show)
-    print(report.summary())
+    report = gradcheck_ops(op, device=device, progress=None if json else show)
+    print(dumps(report.as_dict(), indent=2) if json else report.summary())
     return 0 if report.passed else FAILURE
 
 

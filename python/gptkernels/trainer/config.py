@@ -1,16 +1,15 @@
-"""The trainer's options: each is declared once, with its default, its flag and its help text."""
-
-from __future__ import annotations
+"""The trainer's options, each with its default, its flag and its help text."""
 
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from functools import partial
 from typing import Any
 
 
 @dataclass(frozen=True)
 class Preset:
-    """The size that `--model NAME` selects, and defaults for it."""
+    """The size of `--model NAME`, and the defaults of other options for it."""
 
     layers: int
     heads: int
@@ -22,7 +21,7 @@ class Preset:
     steps: int | None  # None: one epoch
 
 
-# The learning rates of the GPT-2 sizes are those in the GPT-3 paper for models of these sizes.
+# The learning rates of the GPT-2 sizes are from the GPT-3 paper (Brown et al., 2020), for models of these sizes.
 PRESETS = {
     "tiny": Preset(4, 4, 128, None, 16, 64, 3e-3, 700),
     "gpt2": Preset(12, 12, 768, 1024, 4, 1024, 6e-4, None),
@@ -53,7 +52,7 @@ GROUPS = {
 }
 """The titles of the groups of flags, in the order of the help."""
 
-# Pairs of options that exclude each other. In a resumed run, a given one replaces the other.
+# Pairs of options that exclude each other. In a resumed run, a given option replaces the other one.
 _EXCLUSIVE = (
     ("steps", "epochs"),
     ("data", "train_files"),
@@ -62,235 +61,190 @@ _EXCLUSIVE = (
 )
 
 
-def _option(default: Any, help: str, group: str, **metadata: Any) -> Any:
-    """Declare a field that is also a command-line flag; `gptkernels.trainer.cli` reads `metadata`.
+def _option(group: str, default: Any, help: str, **metadata: Any) -> Any:
+    """Declare a field that is also a command-line flag in one of `GROUPS`.
 
-    Keys: `group`, one of `GROUPS`; `short`, the flag of the original program; `choices`; `metavar`; `at_least`,
-    `at_most`, `above` or `below`, the bounds of the value; `fixed`, whether it cannot change in a resumed run.
+    Keys of `metadata` are `short`, llm.c's flag; `choices`; `metavar`; `at_least`, `at_most`, `above` or `below`, the
+    bounds of the value; and `fixed`, if the option cannot change in a resumed run.
     """
     return field(default=default, metadata={"help": help, "group": group, **metadata})
 
 
+_data, _model, _batch, _optimizer, _evaluation, _checkpoints, _speed = (partial(_option, group) for group in GROUPS)
+
+
 @dataclass
 class TrainConfig:
-    """Options of `gptkernels train`, one field for each flag (`batch_size` is `--batch-size`).
+    """The options of `gptkernels train`, a field for each flag (`batch_size` is `--batch-size`).
 
-    Options that are not given and have no default get that of the preset `model`. One of `steps` and `epochs` is set.
+    Options that are not given and have no default get the preset's value. One of `steps` and `epochs` is set.
 
     Raises:
-        ValueError: a value is out of its range; the message names the flag, the value and the range.
+        ValueError: if a value is out of its range; the message names the flag, the value and the range.
     """
 
-    data: str | None = _option(
+    data: str | None = _data(
         None,
         "data prefix: PREFIX_train.bin and PREFIX_val.bin; or a pattern as in --train-files (default: the sources of "
         "Python's standard library, as bytes)",
-        "data",
         short="-i",
         metavar="PREFIX",
     )
-    train_files: str | None = _option(
+    train_files: str | None = _data(
         None,
         "token files to train on, used as one, such as 'fineweb_train_*.bin'; instead of --data",
-        "data",
         metavar="PATTERN",
     )
-    val_files: str | None = _option(
-        None, "token files to validate on (default: PREFIX_val.bin of --data)", "data", metavar="PATTERN"
+    val_files: str | None = _data(
+        None, "token files to validate on (default: PREFIX_val.bin of --data)", metavar="PATTERN"
     )
-    tokenizer: str | None = _option(
+    tokenizer: str | None = _data(
         None,
         "tokenizer of the data: bytes, gpt2 or a file (default: the one of the data prefix; without one, "
         "tokens are assumed to be GPT-2's, and samples are printed as numbers)",
-        "data",
     )
-    sampling: str = _option(
+    sampling: str = _data(
         "epochs",
         "every window of the data once in an epoch, shuffled, or windows that begin at random tokens",
-        "data",
         choices=SAMPLINGS,
         fixed=True,
     )
-    output: str | None = _option(
+    output: str | None = _data(
         None,
         "folder of the run: checkpoint, logs, plot (default: runs/MODEL, or runs/MODEL-2, ... if taken)",
-        "data",
         metavar="FOLDER",
         fixed=True,
     )
-    log_file: str | None = _option(
+    log_file: str | None = _data(
         None,
         "log of the losses, lines of 's:STEP trl:LOSS', 's:STEP tel:LOSS' and 's:STEP eval:ACCURACY' (default: "
         "main.log in the run's folder)",
-        "data",
         short="-o",
         metavar="FILE",
     )
-    tensorboard: bool = _option(False, "also write TensorBoard's files", "data")
+    tensorboard: bool = _data(False, "also write TensorBoard's files")
 
-    model: str = _option("tiny", "size of the model, and defaults for it", "model", choices=(*PRESETS,), fixed=True)
-    layers: int = _option(None, "layers L (default: the model's)", "model", at_least=1, fixed=True)
-    heads: int = _option(None, "attention heads NH (default: the model's)", "model", at_least=1, fixed=True)
-    channels: int = _option(
-        None, "channels C, a multiple of the heads (default: the model's)", "model", at_least=1, fixed=True
+    model: str = _model("tiny", "size of the model, and defaults for it", choices=(*PRESETS,), fixed=True)
+    layers: int = _model(None, "layers L (default: the model's)", at_least=1, fixed=True)
+    heads: int = _model(None, "attention heads NH (default: the model's)", at_least=1, fixed=True)
+    channels: int = _model(None, "channels C, a multiple of the heads (default: the model's)", at_least=1, fixed=True)
+    bias: bool = _model(True, "biases in linear layers and norms (default: with them)", fixed=True)
+    activation: str = _model(
+        "gelu_tanh", "the GELU of the feed-forward layers, tanh or exact", choices=ACTIVATIONS, fixed=True
     )
-    bias: bool = _option(True, "biases in linear layers and norms (default: with them)", "model", fixed=True)
-    activation: str = _option(
-        "gelu_tanh", "the GELU of the feed-forward layers, tanh or exact", "model", choices=ACTIVATIONS, fixed=True
-    )
-    dropout: float = _option(
-        0.0, "probability with which activations are dropped in training", "model", at_least=0, below=1
-    )
-    init_from: str | None = _option(
+    dropout: float = _model(0.0, "probability with which activations are dropped in training", at_least=0, below=1)
+    init_from: str | None = _model(
         None,
         "start with the weights of this run, checkpoint or model, of the same size, in any format that 'gptkernels "
         "convert' reads",
-        "model",
         metavar="FILE",
         fixed=True,
     )
 
-    batch_size: int = _option(
-        None, "batch size B, sequences (default: 16 for tiny, else 4)", "batch", short="-b", at_least=1
+    batch_size: int = _batch(None, "batch size B, sequences (default: 16 for tiny, else 4)", short="-b", at_least=1)
+    sequence_length: int = _batch(
+        None, "sequence length T, tokens (default: 64 for tiny, else 1024)", short="-t", at_least=1, fixed=True
     )
-    sequence_length: int = _option(
-        None,
-        "sequence length T, tokens (default: 64 for tiny, else 1024)",
-        "batch",
-        short="-t",
-        at_least=1,
-        fixed=True,
+    grad_accumulation: int | None = _batch(
+        None, "batches whose gradients are averaged for one step (default: 1)", at_least=1
     )
-    grad_accumulation: int | None = _option(
-        None, "batches whose gradients are averaged for one step (default: 1)", "batch", at_least=1
-    )
-    total_batch_tokens: int | None = _option(
+    total_batch_tokens: int | None = _batch(
         None,
         "tokens of a step in all processes together, instead of --grad-accumulation: a multiple of B T processes",
-        "batch",
         at_least=1,
     )
-    steps: int | None = _option(None, "steps to train (default: 700 for tiny, else one epoch)", "batch", at_least=0)
-    epochs: float | None = _option(None, "passes over the training data, instead of --steps", "batch", above=0)
-    watchdog: float = _option(
+    steps: int | None = _batch(None, "steps to train (default: 700 for tiny, else one epoch)", at_least=0)
+    epochs: float | None = _batch(None, "passes over the training data, instead of --steps", above=0)
+    watchdog: float = _batch(
         30.0,
         "end the run with exit status 4 if nothing (a forward or backward pass, a batch of validation, a token of a "
         "sample, a checkpoint) is finished for this many minutes; 0: never",
-        "batch",
         metavar="MINUTES",
         at_least=0,
         at_most=MAX_WATCHDOG,
     )
-    seed: int = _option(
-        1337,
-        "seed of the weights, the order of the data and the samples",
-        "batch",
-        at_least=0,
-        at_most=MAX_SEED,
-        fixed=True,
+    seed: int = _batch(
+        1337, "seed of the weights, the order of the data and the samples", at_least=0, at_most=MAX_SEED, fixed=True
     )
 
-    learning_rate: float = _option(
+    learning_rate: float = _optimizer(
         None,
         "peak learning rate (default: 3e-3 for tiny; 6e-4, 3e-4, 2.5e-4, 2e-4 for gpt2 ... gpt2-xl)",
-        "optimizer",
         short="-l",
         above=0,
     )
-    schedule: str = _option(
+    schedule: str = _optimizer(
         "cosine",
         "how the learning rate decays after its warm-up; wsd keeps the peak, and decays at the end",
-        "optimizer",
         choices=SCHEDULES,
     )
-    warmup_steps: int | None = _option(
-        None, "steps of linear warm-up (default: 5%% of the steps)", "optimizer", at_least=0
-    )
-    decay_steps: int | None = _option(
+    warmup_steps: int | None = _optimizer(None, "steps of linear warm-up (default: 5%% of the steps)", at_least=0)
+    decay_steps: int | None = _optimizer(
         None,
         "cosine and linear reach the minimum at step N (default: the last one); wsd decays in the last N steps "
         "(default: a fifth of all)",
-        "optimizer",
         at_least=1,
     )
-    final_lr_fraction: float | None = _option(
-        None, "learning rate at the end of the decay, as a fraction of the peak (default: 0.1)", "optimizer", at_least=0
+    final_lr_fraction: float | None = _optimizer(
+        None, "learning rate at the end of the decay, as a fraction of the peak (default: 0.1)", at_least=0
     )
-    min_learning_rate: float | None = _option(
-        None, "learning rate at the end of the decay, instead of --final-lr-fraction", "optimizer", at_least=0
+    min_learning_rate: float | None = _optimizer(
+        None, "learning rate at the end of the decay, instead of --final-lr-fraction", at_least=0
     )
-    weight_decay: float = _option(0.1, "AdamW's weight decay, on matrices only", "optimizer", at_least=0, fixed=True)
-    beta1: float = _option(0.9, "AdamW's decay of the first moment", "optimizer", at_least=0, below=1, fixed=True)
-    beta2: float = _option(0.95, "AdamW's decay of the second moment", "optimizer", at_least=0, below=1, fixed=True)
-    grad_clip: float = _option(1.0, "clip the gradient to this norm; 0: never", "optimizer", at_least=0)
-    skip_update_lossz: float = _option(
+    weight_decay: float = _optimizer(0.1, "AdamW's weight decay, on matrices only", at_least=0, fixed=True)
+    beta1: float = _optimizer(0.9, "AdamW's decay of the first moment", at_least=0, below=1, fixed=True)
+    beta2: float = _optimizer(0.95, "AdamW's decay of the second moment", at_least=0, below=1, fixed=True)
+    grad_clip: float = _optimizer(1.0, "clip the gradient to this norm; 0: never", at_least=0)
+    skip_update_lossz: float = _optimizer(
         0.0,
         "skip the update if the loss is this many standard deviations above the last 128 losses; 0: always update",
-        "optimizer",
         at_least=0,
     )
-    skip_update_gradz: float = _option(
-        0.0, "the same for the norm of the gradient; 0: always update", "optimizer", at_least=0
-    )
+    skip_update_gradz: float = _optimizer(0.0, "the same for the norm of the gradient; 0: always update", at_least=0)
 
-    val_every: int = _option(
-        50, "validate every N steps and at the end; 0: never", "evaluation", short="-v", at_least=0
-    )
-    val_max_batches: int = _option(20, "validate on at most N batches", "evaluation", short="-m", at_least=0)
-    eval_file: str | None = _option(
+    val_every: int = _evaluation(50, "validate every N steps and at the end; 0: never", short="-v", at_least=0)
+    val_max_batches: int = _evaluation(20, "validate on at most N batches", short="-m", at_least=0)
+    eval_file: str | None = _evaluation(
         None,
         "multiple-choice questions in llm.c's format, such as its hellaswag_val.bin, answered at every validation "
         "except at step 0",
-        "evaluation",
         metavar="FILE",
     )
-    eval_only: bool = _option(
-        False, "validate the model of --init-from or --resume and answer --eval-file; write nothing", "evaluation"
+    eval_only: bool = _evaluation(
+        False, "validate the model of --init-from or --resume and answer --eval-file; write nothing"
     )
-    sample_every: int = _option(
-        200, "print a sample every N steps; 0: only at the end", "evaluation", short="-s", at_least=0
-    )
-    sample_length: int = _option(
-        256, "tokens of a sample; 0: no sample", "evaluation", short="-g", at_least=0, at_most=MAX_SAMPLE_LENGTH
+    sample_every: int = _evaluation(200, "print a sample every N steps; 0: only at the end", short="-s", at_least=0)
+    sample_length: int = _evaluation(
+        256, "tokens of a sample; 0: no sample", short="-g", at_least=0, at_most=MAX_SAMPLE_LENGTH
     )
 
-    checkpoint_every: int = _option(
-        200, "write the checkpoint every N steps and at the end; 0: only at the end", "checkpoints", at_least=0
+    checkpoint_every: int = _checkpoints(
+        200, "write the checkpoint every N steps and at the end; 0: only at the end", at_least=0
     )
-    keep_last: int = _option(
-        1, "keep the last N checkpoints, with their steps in their names", "checkpoints", at_least=1
-    )
-    keep_every: int = _option(0, "keep the checkpoints of every N-th step for good; 0: none", "checkpoints", at_least=0)
+    keep_last: int = _checkpoints(1, "keep the last N checkpoints, with their steps in their names", at_least=1)
+    keep_every: int = _checkpoints(0, "keep the checkpoints of every N-th step for good; 0: none", at_least=0)
 
-    dtype: str = _option(
-        "float32",
-        "dtype of the model; autocast is float32 with bfloat16 matmuls",
-        "speed",
-        choices=DTYPES,
-        fixed=True,
+    dtype: str = _speed(
+        "float32", "dtype of the model; autocast is float32 with bfloat16 matmuls", choices=DTYPES, fixed=True
     )
-    master_weights: bool = _option(
+    master_weights: bool = _speed(
         True,
         "float32 copies of bfloat16 parameters in the optimizer; without them parameters and moments are bfloat16, "
         "rounded up or down at random (default: with copies)",
-        "speed",
         fixed=True,
     )
-    device: str = _option("auto", "cpu, cuda, cuda:1, ...; auto: cuda if available", "speed")
-    tf32: bool = _option(False, "let CUDA round float32 matmuls to TF32", "speed")
-    fp8: bool = _option(
-        False, "train with float8 products in the layers' matrices; evaluation has the precision of --dtype", "speed"
+    device: str = _speed("auto", "cpu, cuda, cuda:1, ...; auto: cuda if available")
+    tf32: bool = _speed(False, "let CUDA round float32 matmuls to TF32")
+    fp8: bool = _speed(False, "train with float8 matmuls in the layers; evaluation has the precision of --dtype")
+    fp8_head: bool = _speed(False, "train with float8 matmuls for the gradients of the LM head")
+    fp8_logits: bool = _speed(False, "with --fp8-head: compute the logits in training by a float8 matmul")
+    graph: bool = _speed(
+        True, "replay the step as a CUDA graph, which gives the same bits (default: on CUDA, if possible)"
     )
-    fp8_head: bool = _option(False, "train with float8 products in the gradients of the head", "speed")
-    fp8_logits: bool = _option(False, "with --fp8-head: compute the logits of training by a float8 product", "speed")
-    graph: bool = _option(
-        True, "replay the step as a CUDA graph, which gives the same bits (default: on CUDA, if possible)", "speed"
-    )
-    compile: bool = _option(False, "compile the model with torch.compile", "speed")
-    recompute: str = _option(
+    compile: bool = _speed(False, "compile the model with torch.compile")
+    recompute: str = _speed(
         "none",
         "what the backward pass computes again to save memory: the GELUs, or all of each layer",
-        "speed",
         choices=RECOMPUTE,
     )
 
@@ -339,7 +293,6 @@ class TrainConfig:
 
     @property
     def final_learning_rate(self) -> float:
-        """The learning rate at the end of the decay."""
         if self.min_learning_rate is not None:
             return self.min_learning_rate
         fraction = DEFAULT_FINAL_LR_FRACTION if self.final_lr_fraction is None else self.final_lr_fraction
@@ -347,15 +300,11 @@ class TrainConfig:
 
     @property
     def batch_tokens(self) -> int:
-        """The number of tokens of a batch, B T."""
+        """The number of tokens of a batch, B * T."""
         return self.batch_size * self.sequence_length
 
     def accumulation(self, processes: int) -> int:
-        """Return the number of batches whose gradients are averaged for a step.
-
-        Raises:
-            ValueError: `total_batch_tokens` is not a multiple of the tokens that the processes read at a time.
-        """
+        """Return the number of batches whose gradients are averaged for a step."""
         if self.total_batch_tokens is None:
             return self.grad_accumulation or 1
         at_a_time = self.batch_tokens * processes
@@ -367,12 +316,8 @@ class TrainConfig:
             )
         return self.total_batch_tokens // at_a_time
 
-    def updated(self, given: dict[str, Any]) -> TrainConfig:
-        """Return the options of a run that is resumed with the options `given`.
-
-        Raises:
-            ValueError: one of `given` cannot change in a resumed run.
-        """
+    def updated(self, given: dict[str, Any]) -> "TrainConfig":
+        """Return the options of a run that is resumed with the options `given`; some of them cannot change."""
         saved = asdict(self)
         for option in fields(self):
             name = option.name

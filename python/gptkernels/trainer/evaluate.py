@@ -1,6 +1,4 @@
-"""Evaluation of a model without training: `gptkernels train --eval-only`."""
-
-from __future__ import annotations
+"""Evaluation of a model without training, which is `gptkernels train --eval-only`."""
 
 from typing import Any, NamedTuple
 
@@ -18,9 +16,9 @@ from gptkernels.trainer.saved import naming, saved_options
 
 
 class Evaluation(NamedTuple):
-    """The results of `evaluate`; None if there was no data for it.
+    """The results of `evaluate`: the validation loss in nats per token, and the score on `eval_file`'s questions.
 
-    `val_loss` is in nats per token; `score` is that of `eval_file`.
+    A result is None if there was no data for it.
     """
 
     val_loss: float | None
@@ -28,11 +26,11 @@ class Evaluation(NamedTuple):
 
 
 def evaluate(config: TrainConfig) -> Evaluation:
-    """Evaluate the model of `init_from` on the validation data and the questions of the options; print the results.
+    """Evaluate the model of `init_from` on the options' validation data and questions, and print the results.
 
     Raises:
-        ValueError: there is no `init_from`, there is nothing to evaluate on, or as for `train`.
-        OSError: a file cannot be read.
+        ValueError: if there is no `init_from` or nothing to evaluate on, or an option or the data is invalid.
+        OSError: if a file cannot be read.
     """
     if config.init_from is None:
         raise ValueError("--eval-only takes the model of --init-from or --resume")
@@ -47,7 +45,8 @@ def evaluate_run(run: str | None = None, **given: Any) -> Evaluation:
         given: options of TrainConfig to change, such as `val_max_batches`.
 
     Raises:
-        ValueError: there is no such run, an option in `given` cannot change, or as for `evaluate`.
+        ValueError: if there is no such run or nothing to evaluate on, or an option or the data is invalid.
+        OSError: if a file cannot be read.
     """
     checkpoint = find_run(run) / CHECKPOINT
     saved = load_training_state(checkpoint)

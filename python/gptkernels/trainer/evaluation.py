@@ -1,6 +1,4 @@
-"""Evaluation of a model: its loss on held-out data, and its answers to multiple-choice questions."""
-
-from __future__ import annotations
+"""A model's loss on held-out data, and its answers to multiple-choice questions."""
 
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -35,13 +33,9 @@ class Score(NamedTuple):
 def mean_loss(
     loss: Callable[[Tensor, Tensor], Tensor], data: DataLoader, max_batches: int, processes: Processes
 ) -> float:
-    """Compute the mean loss (nats per token) of the first batches of `data`, in all processes.
+    """Compute the mean loss (nats per token) of at most `max_batches` first batches of `data`, over all processes.
 
-    Args:
-        loss: computes the loss of a batch of tokens and targets, (B, T) each on the processes' device.
-        data: the batches; it is reset first.
-        max_batches: at most this many batches are read, and no more than the data has.
-        processes: the processes that share the data.
+    `loss` computes the loss of tokens and targets, (B, T) each on the processes' device. `data` is reset first.
     """
     data.reset()
     batches = min(data.batches_per_epoch, max_batches)
@@ -52,7 +46,7 @@ def mean_loss(
 
 
 def check_questions(questions: Sequence[Question], positions: int, path: str | None) -> None:
-    """Raise a ValueError for the first question of the file `path` that is longer than the model's positions."""
+    """Raise a ValueError if a question of the file `path` is longer than the model's positions."""
     for i, question in enumerate(questions):
         if question.length > positions:
             raise ValueError(f"{path}: question {i} has {question.length} tokens, the model {positions} positions")
@@ -66,16 +60,10 @@ def answer(
     processes: Processes,
     tick: Callable[[], object] = lambda: None,
 ) -> Score:
-    """Count the questions that the model answers correctly: its answer is the ending with the lowest mean loss.
+    """Count the questions that a model in evaluation mode answers correctly.
 
-    This is llm.c's accuracy, normalised by length. The processes share the questions.
-
-    Args:
-        model: the model in evaluation mode; a question is no longer than its `block_size`.
-        questions: at least one question.
-        tokens_per_batch: the approximate number of tokens that the model computes at a time.
-        processes: the processes that share the questions.
-        tick: called after every batch.
+    Its answer is the ending with the lowest mean loss, as in llm.c's accuracy normalised by length. The processes share
+    the questions. The model computes about `tokens_per_batch` tokens at a time, and `tick` is called after each batch.
     """
     own = questions[processes.rank :: processes.world_size]
     losses = []
@@ -88,7 +76,7 @@ def answer(
 
 
 def _batches(questions: Sequence[Question], tokens_per_batch: int) -> Iterator[list[Question]]:
-    """Yield batches of neighbouring questions; a batch has a row for each ending, as long as the longest one."""
+    """Yield batches of neighbouring questions. A row is an ending, padded to the longest question."""
     batch: list[Question] = []
     rows = length = 0
     for question in questions:
@@ -102,7 +90,7 @@ def _batches(questions: Sequence[Question], tokens_per_batch: int) -> Iterator[l
 
 
 def _ending_losses(model: GPT2, questions: list[Question], device: torch.device) -> Tensor:
-    """Compute the loss of every token of every ending, in order."""
+    """Compute the losses of all tokens of all endings, in order."""
     length = max(question.length for question in questions)
     rows = [(question.context, ending) for question in questions for ending in question.endings]
     tokens = np.zeros((len(rows), length), np.int64)
@@ -120,7 +108,7 @@ def _ending_losses(model: GPT2, questions: list[Question], device: torch.device)
 
 
 def _count_correct(questions: Sequence[Question], losses: NDArray[np.float64]) -> int:
-    """Count the correct answers; `losses` has those of all endings of all questions, in order."""
+    """Count the correct answers from the losses of all tokens of all endings, in order."""
     lengths = np.array([len(ending) for question in questions for ending in question.endings])
     starts = np.concatenate([[0], lengths.cumsum()[:-1]])
     means = np.add.reduceat(losses, starts) / lengths

@@ -1,6 +1,4 @@
-"""A fingerprint of the training data, to detect that a resumed run would continue with other data."""
-
-from __future__ import annotations
+"""A fingerprint of the training data, which detects that the data of a resumed run has changed."""
 
 import zlib
 from collections.abc import Sequence
@@ -14,12 +12,9 @@ MAX_BLOCKS = 1 << 10
 
 
 def fingerprint(paths: Sequence[Path]) -> str:
-    """Return the size and the CRC-32 of files; beyond 256 MiB, the CRC-32 of as many bytes in evenly spaced blocks.
+    """Return the sizes of files, and the CRC-32 of at most 256 MiB of them, in evenly spaced blocks.
 
-    Several files get equal shares of the blocks, at least one each. The names of the files have no effect.
-
-    Raises:
-        OSError: a file cannot be read.
+    Of several files, an equal number of blocks is read, at least one. The names of the files have no effect.
     """
     if len(paths) == 1:
         return _of_file(paths[0], MAX_BLOCKS)

@@ -1,10 +1,9 @@
-"""Generation of text by a trained model: `gptkernels generate`."""
-
-from __future__ import annotations
+"""Generation of text by a trained model, which is `gptkernels generate`."""
 
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import NamedTuple
 
@@ -22,18 +21,18 @@ from gptkernels.trainer.retention import is_numbered
 from gptkernels.trainer.runs import TOKENIZER_PREFIX
 
 MIN_TEMPERATURE = 1e-6
-"""Dividing a model's logits by a smaller number may overflow float32."""
+"""The smallest temperature except 0. Logits divided by a smaller number may overflow float32."""
 MAX_SEED = 2**63 - 1
 _VOCAB_SIZES = {"bytes": 256, "gpt2": 50257}
-"""Vocabulary sizes of tokenizers without a file, for a check before GPT-2's vocabulary is downloaded."""
+"""The vocabulary sizes of tokenizers without a file. They are checked before GPT-2's vocabulary is downloaded."""
 
 
 class Sampling(NamedTuple):
-    """How tokens are drawn: at most `max_new_tokens`, from the `top_k` likeliest (None: from all).
+    """The options with which at most `max_new_tokens` tokens are drawn.
 
-    Of these, from the smallest set of likeliest tokens whose total probability reaches `top_p` (None: from all).
-
-    Logits are divided by `temperature`; at 0 the likeliest token is taken.
+    A token is drawn from the `top_k` likeliest tokens (None: from all), and of these from the smallest set of likeliest
+    tokens whose total probability reaches `top_p` (None: from all). Logits are divided by `temperature`; at 0 the
+    likeliest token is taken.
     """
 
     max_new_tokens: int = 256
@@ -46,20 +45,20 @@ DEFAULT_SAMPLING = Sampling()
 
 
 class Writer:
-    """A model and its tokenizer, ready to continue texts.
+    """A model and its tokenizer, which continue texts.
 
     Args:
         checkpoint: the folder of a run, a training checkpoint, or a model in any format that `gptkernels.convert`
             reads.
-        tokenizer: a name or file for `load_tokenizer`; None is the tokenizer saved with the checkpoint, or else one
-            chosen by the size of the vocabulary: bytes for 256, GPT-2's for 50257.
-        device: "auto" is CUDA if available.
-        seed: the seed of the draws.
+        tokenizer: a name or file for `load_tokenizer`. None is the tokenizer that was saved with the checkpoint. If
+            there is none, the size of the vocabulary selects it: bytes for 256, GPT-2's for 50257.
+        device: the name of a device; "auto" is CUDA if available.
+        seed: the seed of the random numbers.
 
     Raises:
-        ValueError: a file is damaged, there is no tokenizer, or its vocabulary has another size than the model's, a
+        ValueError: if a file is damaged, there is no tokenizer, its vocabulary has another size than the model's, a
             weight is NaN or infinite, or the seed is not an int64.
-        OSError: a file cannot be read.
+        OSError: if a file cannot be read.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class Writer:
         An empty prompt starts a new document.
 
         Raises:
-            ValueError: an option is out of its range, or the tokenizer cannot encode the prompt.
+            ValueError: if an option is out of its range, or the tokenizer cannot encode the prompt.
         """
         _check(sampling)
         tokens = self.tokenizer.encode(prompt) or [self.tokenizer.start]
@@ -93,10 +92,10 @@ class Writer:
             self._generator,
             **({} if sampling.top_p is None else {"top_p": sampling.top_p}),
         )
-        return stream_text(self.tokenizer, _until(self.tokenizer.eot, stream))
+        return stream_text(self.tokenizer, takewhile(lambda token: token != self.tokenizer.eot, _on_host(stream)))
 
     def print(self, prompt: str, sampling: Sampling) -> None:
-        """Print the prompt, and its continuation while it is generated."""
+        """Print the prompt, and then its continuation as it is generated."""
         continuation = self.write(prompt, sampling)
         sys.stdout.write(printable(prompt))
         for text in continuation:
@@ -105,10 +104,10 @@ class Writer:
         sys.stdout.write("\n")
 
     def converse(self, sampling: Sampling) -> None:
-        """Continue every line that is typed, until end of file; Ctrl-C ends a continuation.
+        """Read lines from standard input and print their continuations, until end of file. Ctrl-C ends a continuation.
 
-        A line that the tokenizer cannot encode is answered with an error message. Bytes that are not UTF-8 are kept by
-        "surrogateescape".
+        For a line that the tokenizer cannot encode, an error message is printed. Bytes that are not UTF-8 are decoded
+        with "surrogateescape".
         """
         with suppress(AttributeError):  # stdin may be replaced by another object
             sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
@@ -135,13 +134,6 @@ def _check(sampling: Sampling) -> None:
         raise ValueError(f"--top-p is {sampling.top_p}, must be above 0 and at most 1")
 
 
-def _until(eot: int | None, stream: Iterator[Tensor]) -> Iterator[int]:
-    for token in _on_host(stream):
-        if token == eot:
-            return
-        yield token
-
-
 def _on_host(stream: Iterator[Tensor]) -> Iterator[int]:
     if isinstance(stream, TokenStream):
         return (token for (token,) in stream.on_host())
@@ -156,15 +148,12 @@ def _ask() -> str | None:
         return None
 
 
-def _tokenizer_of_run(checkpoint: Path) -> Path | None:
-    """Return the tokenizer of the run that wrote a checkpoint with its step in the name."""
-    return find_tokenizer_file(checkpoint.with_name(TOKENIZER_PREFIX)) if is_numbered(checkpoint) else None
-
-
 def _find_tokenizer(checkpoint: Path, name: str | None, vocab_size: int) -> Tokenizer:
     source: str | Path | None = name
     if source is None:
-        source = find_tokenizer_file(checkpoint.with_suffix("")) or _tokenizer_of_run(checkpoint)
+        source = find_tokenizer_file(checkpoint.with_suffix(""))
+    if source is None and is_numbered(checkpoint):  # the tokenizer of the run that wrote the checkpoint
+        source = find_tokenizer_file(checkpoint.with_name(TOKENIZER_PREFIX))
     if source is None:
         source = next((known for known, size in _VOCAB_SIZES.items() if size == vocab_size), None)
     if source is None:

@@ -1,7 +1,5 @@
 """The logs of a run: llm.c's log, a CSV, and optionally TensorBoard's files."""
 
-from __future__ import annotations
-
 import csv
 import math
 import os
@@ -14,16 +12,16 @@ from typing import IO, NamedTuple
 from gptkernels.files.regular import check_regular
 
 FIRST_COLUMNS = ("step", "split", "loss", "learning_rate", "gradient_norm", "milliseconds", "tokens_per_second")
-"""The columns of earlier versions, whose files are continued with them."""
+"""The columns of earlier versions. Files with these columns are continued with them."""
 CSV_COLUMNS = (*FIRST_COLUMNS, "loss_z", "gradient_z", "mfu", "memory", "accuracy")
 _MAX_LINE = 4096
 
 
 class TrainingStep(NamedTuple):
-    """The numbers of a step: the loss (nats per token) before its update, and of the update.
+    """The numbers of a step, such as its loss (nats per token) before the update.
 
-    `loss_z` and `gradient_z` are z-scores (`OutlierDetector`), NaN while unknown. `mfu` is a fraction, None if the
-    device's peak is unknown; `memory` is in bytes.
+    `loss_z` and `gradient_z` are z-scores (`OutlierDetector`), which are NaN in the first steps. `mfu` is a fraction,
+    or None if the device's peak is unknown. `memory` is in bytes.
     """
 
     step: int
@@ -41,13 +39,12 @@ class TrainingStep(NamedTuple):
 class _Form(NamedTuple):
     """The format that a file must have to be continued."""
 
-    headers: tuple[bytes, ...]  # allowed first lines; new files get the first of them; empty: no header
+    headers: tuple[bytes, ...]  # allowed first lines, of which new files get the first one; empty without a header
     line: re.Pattern[bytes]  # its first group is the step
     unfinished: re.Pattern[bytes]  # the last line, if the process was killed while writing it
     others: bool  # whether lines of other kinds are kept
 
     def is_known(self, line: bytes) -> bool:
-        """Whether the file may contain a line."""
         return self.others or bool(self.line.fullmatch(line) or self.unfinished.fullmatch(line))
 
 
@@ -66,25 +63,24 @@ _CSV = _Form(
 
 
 class TrainingLog:
-    """Writes the losses of a run, line by line.
+    """The files to which a run writes its losses.
 
-    The log has llm.c's lines, `s:STEP trl:LOSS` for training, `s:STEP tel:LOSS` for validation and `s:STEP
-    eval:ACCURACY` for questions. The CSV has a row of `CSV_COLUMNS` for each, with the split "train", "val" or "eval".
-    Losses are in nats per token.
+    The log has llm.c's lines: `s:STEP trl:LOSS` for training, `s:STEP tel:LOSS` for validation, and
+    `s:STEP eval:ACCURACY` for questions. The CSV has a row of `CSV_COLUMNS` for each line, with the split "train",
+    "val" or "eval". Losses are in nats per token.
 
-    Existing files are appended to. First, lines at their end of `first_step` and later steps are dropped: a run wrote
-    them after its last checkpoint.
+    Existing files are continued, after lines at their end of `first_step` and later steps are removed. A run wrote
+    these lines after its last checkpoint.
 
     Args:
         log_file: the log.
         csv_file: the CSV.
-        first_step: the step with which the run continues; 0 drops everything an earlier run wrote.
+        first_step: the step with which the run continues; 0 removes all lines of an earlier run.
         tensorboard: a folder for TensorBoard's files, or None.
-        keep_log: drop nothing from the log, because it also contains lines of other runs.
+        keep_log: remove nothing from the log, because it also contains lines of other runs.
 
     Raises:
-        ValueError: a file exists and is not such a log, or TensorBoard is requested and not installed.
-        OSError: a file cannot be written.
+        ValueError: if a file exists and is not such a log, or TensorBoard is requested and not installed.
     """
 
     def __init__(
@@ -102,7 +98,6 @@ class TrainingLog:
         self._rows = csv.DictWriter(self._csv, _columns(csv_file), "", "ignore", lineterminator="\n")
 
     def training(self, record: TrainingStep) -> None:
-        """Add a training step."""
         self._log.write(f"s:{record.step} trl:{record.loss:.4f}\n")
         row = {"split": "train", **record._asdict()}
         self._rows.writerow({name: "" if value != value else value for name, value in row.items()})  # NaN is empty
@@ -125,19 +120,14 @@ class TrainingLog:
             self._board.add_scalar("eval/accuracy", accuracy, step)
 
     def close(self) -> None:
-        """Close the files."""
         for file in (self._log, self._csv, self._board):
             if file:
-                with suppress(OSError):  # a line could not be written, which was reported then
+                with suppress(OSError):  # an earlier error reported that a line could not be written
                     file.close()
 
 
 def check_log(path: Path) -> None:
-    """Check that a `TrainingLog` can write to this log, which need not exist.
-
-    Raises:
-        ValueError: the file is something else.
-    """
+    """Raise a ValueError if the file exists and is not a log that `TrainingLog` can continue."""
     _check_form(path, _LOG)
 
 
@@ -161,7 +151,7 @@ def _check_form(path: Path, form: _Form) -> None:
 
 
 def _continue(path: Path, form: _Form, first_step: int | None) -> IO[str]:
-    """Open `path` for appending, after dropping the lines at its end of `first_step` and later steps."""
+    """Open `path` for appending, after removing lines at its end of `first_step` and later steps."""
     _check_form(path, form)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
@@ -178,12 +168,12 @@ def _continue(path: Path, form: _Form, first_step: int | None) -> IO[str]:
 
 def _columns(csv_file: Path) -> list[str]:
     """Return the columns in the first line of a CSV."""
-    with open(csv_file, "rb") as file:  # the other lines may be anything
+    with open(csv_file, "rb") as file:  # other lines may not be UTF-8
         return file.readline().decode().rstrip("\n").split(",")
 
 
 def _kept_lines(lines: list[bytes], form: _Form, first_step: int | None) -> list[bytes]:
-    """Drop an unfinished last line, and lines of `first_step` and later that follow the last earlier step."""
+    """Remove an unfinished last line, and lines of `first_step` and later steps after the last earlier step."""
     if lines and not lines[-1].endswith(b"\n"):
         lines = lines[:-1]
     if first_step is None:

@@ -1,6 +1,4 @@
-"""The model that is trained, and its loss in the precision of the options."""
-
-from __future__ import annotations
+"""The model of a run, and its loss in the precision of the options."""
 
 import os
 from pathlib import Path
@@ -16,27 +14,21 @@ from gptkernels.models import GPT2, GPT2Config
 from gptkernels.trainer.config import PRESETS, TrainConfig
 
 LAYER_BYTES = 30_000
-"""The memory of the Python objects of a layer, however few channels it has."""
+"""The memory of the Python objects of a layer."""
 BYTES_PER_PARAMETER = 16
 """The bytes of a parameter, its gradient and AdamW's two moments, in float32."""
 
 
 def model_file(path: str | os.PathLike[str]) -> Path:
-    """Find the model that a user names, in any format that `gptkernels.convert` reads: a file, or a folder of it.
-
-    Raises:
-        ValueError: it is in none of the formats.
-        OSError: it does not exist or cannot be read.
-    """
+    """Return the file or folder of the model that a user names, in any format that `gptkernels.convert` reads."""
     return find(path)[1]
 
 
 def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | None = None) -> GPT2:
-    """Build the model of a resumed run, of `--init-from`, or a new one; on the CPU, in the dtype of the options.
+    """Build the model of a resumed run, of `--init-from`, or a new model, on the CPU in the dtype of the options.
 
-    Raises:
-        ValueError: the file of `--init-from` is damaged, its model has another size than the options, or the model is
-            too small for the sequences or the vocabulary.
+    A ValueError says that the file of `--init-from` is damaged or has another size than the options, or that the model
+    is too small for the sequences or the vocabulary.
     """
     sizes: dict[str, Any] = {
         "n_layer": config.layers,
@@ -69,7 +61,7 @@ def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | Non
 
 
 def _check_memory(sizes: dict[str, Any]) -> None:
-    """Refuse a model that does not fit into this machine's memory, before allocating a part of it."""
+    """Raise a ValueError if the model does not fit into this machine's memory, before a part of it is allocated."""
     L, C = sizes["n_layer"], sizes["n_embd"]
     parameters = L * (12 * C * C + 13 * C) + (sizes["vocab_size"] + sizes["block_size"] + 2) * C
     needed = BYTES_PER_PARAMETER * parameters + LAYER_BYTES * L
@@ -105,12 +97,7 @@ def _check_fits(sizes: dict[str, Any], sequence_length: int, vocab_size: int) ->
 
 
 class BatchLoss:
-    """The loss of a batch in the precision of the options, compiled if they request it.
-
-    Args:
-        model: the model on its device.
-        config: the options.
-    """
+    """A function that computes the loss of a batch in the precision of the options, and compiled if they say so."""
 
     def __init__(self, model: GPT2, config: TrainConfig) -> None:
         self._call = torch.compile(model) if config.compile else model

@@ -1,6 +1,4 @@
-"""Detection of outliers among the losses and gradients of steps, by a z-score as in llm.c's outlier_detector.h."""
-
-from __future__ import annotations
+"""Detection of outliers among the steps' losses and gradients by z-scores, as in llm.c's outlier_detector.h."""
 
 import math
 from typing import Any
@@ -12,13 +10,10 @@ WINDOW = 128
 
 
 class OutlierDetector:
-    """Computes the z-scores of a step's loss and gradient norm among the last 128 values, including itself.
+    """The last 128 losses and gradient norms, from which a step's z-scores are computed.
 
     A z-score is the number of standard deviations above the mean. It is NaN until there are 128 earlier values. The
-    computation is on one device, without synchronising, and in place, so that a CUDA graph can capture it.
-
-    Args:
-        device: the device of the values.
+    computation does not synchronise, and changes the window in place, so that a CUDA graph can capture it.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -33,15 +28,10 @@ class OutlierDetector:
         return torch.where(deviation == 0, 0.0, (values - mean) / deviation) + unknown
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Return the window."""
         return {"window": self._window}
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue with the window of `state`.
-
-        Raises:
-            ValueError: it is not the state of a detector.
-        """
+        """Continue with the window of `state`; raise a ValueError if `state` has none."""
         window = state.get("window") if isinstance(state, dict) else None
         if not isinstance(window, Tensor) or window.shape != self._window.shape or window.dtype != torch.float64:
             raise ValueError(f"outliers: window must be a float64 tensor of shape {tuple(self._window.shape)}")
@@ -49,23 +39,12 @@ class OutlierDetector:
 
 
 class Skipping:
-    """Decides on the device whether an update is skipped.
-
-    Args:
-        max_loss_score: skip above this z-score of the loss; 0 never skips.
-        max_gradient_score: skip above this z-score of the gradient's norm; 0 never skips.
-        device: the device of the scores.
-    """
+    """The largest z-scores of the loss and of the gradient's norm with which an update is made; 0 has no limit."""
 
     def __init__(self, max_loss_score: float, max_gradient_score: float, device: torch.device) -> None:
         limits = [limit or math.inf for limit in (max_loss_score, max_gradient_score)]
         self._limits = torch.tensor(limits, dtype=torch.float64, device=device)
 
     def found(self, scores: Tensor) -> Tensor:
-        """Return 1 if one of the two scores is above its limit, otherwise 0: float32, 0-dim, as AdamW's `found_inf`."""
+        """Return 1 if one of the two scores is above its limit, otherwise 0; 0-dim float32, for AdamW's `found_inf`."""
         return (scores > self._limits).any().float()
-
-
-def describe(loss_score: float, gradient_score: float) -> str:
-    """Describe two z-scores in words."""
-    return f"z-score of the loss {loss_score:+.2f}, of the gradient's norm {gradient_score:+.2f}"

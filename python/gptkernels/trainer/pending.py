@@ -1,16 +1,38 @@
-"""A step that is launched but whose numbers are not read yet."""
+"""A step that is launched and whose numbers are not yet read, and the time of a step on the device."""
 
-from __future__ import annotations
+import time
 
+import torch
 from torch import Tensor
 
-from gptkernels.trainer.clock import Mark
+
+class Mark:
+    """A point in time: on the CPU now, on CUDA when the device has completed all earlier launches."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._event: torch.cuda.Event | None = None
+        self._seconds = 0.0
+        if device.type == "cuda":
+            self._event = torch.cuda.Event(enable_timing=True)
+            self._event.record()
+        else:
+            self._seconds = time.perf_counter()
+
+    def wait(self) -> None:
+        if self._event is not None:
+            self._event.synchronize()
+
+    def seconds_since(self, earlier: "Mark") -> float:
+        """Return the seconds between two points in time that are in the past."""
+        if self._event is not None and earlier._event is not None:
+            return earlier._event.elapsed_time(self._event) / 1e3
+        return self._seconds - earlier._seconds
 
 
 class PendingStep:
-    """The numbers of a step, which are being copied from the device; `end` is the time when they arrive.
+    """The numbers of a step, which are being copied from the device until the time `end`.
 
-    They are the loss, the gradient norm, scores if updates may be skipped, and the request to stop.
+    The numbers are those that `Step` returns, and a request to stop.
     """
 
     def __init__(self, step: int, learning_rate: float, numbers: Tensor) -> None:
@@ -20,6 +42,5 @@ class PendingStep:
         self.end = Mark(numbers.device)
 
     def read(self) -> list[float]:
-        """Wait for the numbers and return them."""
         self.end.wait()
         return self._numbers.tolist()

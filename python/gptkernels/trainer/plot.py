@@ -1,7 +1,5 @@
 """The plot of a run: training and validation loss over the steps."""
 
-from __future__ import annotations
-
 import csv
 from pathlib import Path
 
@@ -24,11 +22,7 @@ def read_losses(csv_file: Path) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def plot_losses(csv_file: Path, png_file: Path, unit: str = "nats per token") -> None:
-    """Plot the losses of a run's CSV as a PNG.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """Plot the losses of a run's CSV as a PNG, by matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,9 +1,4 @@
-"""The processes that `torchrun` starts: the rank of this process, and averages over all of them.
-
-Without torchrun there is one process, and the functions here do nothing.
-"""
-
-from __future__ import annotations
+"""The processes that `torchrun` starts. Without torchrun there is one process, and nothing is exchanged."""
 
 import os
 from collections import defaultdict
@@ -19,18 +14,9 @@ Value = TypeVar("Value")
 
 
 class Processes:
-    """This process among the processes of the run.
+    """The rank and the device of this process, and the exchange of values with the run's other processes.
 
-    Args:
-        device: "auto", or a torch device; "cuda" and "auto" become this process's own GPU.
-
-    Attributes:
-        rank: the rank, 0..world_size-1.
-        world_size: the number of processes.
-        device: the device of this process.
-
-    Raises:
-        ValueError: there is no such device.
+    The argument is a torch device or "auto". For "auto" and "cuda" each process has its own GPU.
     """
 
     def __init__(self, device: str = "auto") -> None:
@@ -44,11 +30,11 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes and prints."""
+        """Whether this is the process that writes files and prints."""
         return self.rank == 0
 
     def average_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Replace every gradient by its mean over the processes, with one all-reduce for each dtype."""
+        """Replace each gradient by its mean over the processes, by one all-reduce for each dtype."""
         if self.world_size == 1:
             return
         buckets: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
@@ -78,11 +64,9 @@ class Processes:
         return values[0]
 
     def close(self) -> None:
-        """Leave the process group."""
         if self.world_size > 1 and distributed.is_initialized():
             distributed.destroy_process_group()
 
 
 def process_rank() -> int:
-    """Return the rank of this process."""
     return int(os.environ.get("RANK", 0))

@@ -1,9 +1,4 @@
-"""The progress display of a command: a bar on a terminal, lines elsewhere, nothing in other processes.
-
-Output cannot end a run: `SafeOutput` drops text that cannot be written (a closed pipe, a full disk).
-"""
-
-from __future__ import annotations
+"""The progress display of a command: a bar on a terminal, lines in a file or pipe, nothing in other processes."""
 
 import math
 import sys
@@ -17,7 +12,7 @@ SECONDS_BETWEEN_LINES = 2.0
 
 
 def printable(text: str) -> str:
-    """Replace control characters, which a terminal might interpret, by U+FFFD."""
+    """Replace control characters, which could change a terminal's state, by U+FFFD."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
@@ -28,14 +23,14 @@ class Progress:
         """Print a text."""
 
     def step(self, record: TrainingStep) -> None:
-        """Show that a step is done."""
+        """Show a step that is done."""
 
     def close(self) -> None:
         """Remove the display."""
 
 
 class Lines(Progress):
-    """A display of lines: the first and last step, and in between at most one line every two seconds."""
+    """A display of lines for the first and the last step, and at most one line every two seconds for other steps."""
 
     def __init__(self, total_steps: int, output: SafeOutput) -> None:
         self._total = total_steps
@@ -43,11 +38,9 @@ class Lines(Progress):
         self._last = -SECONDS_BETWEEN_LINES
 
     def say(self, text: str) -> None:
-        """Print a text."""
         print(text, file=self._output, flush=True)
 
     def step(self, record: TrainingStep) -> None:
-        """Print a line, unless the last one was less than two seconds ago."""
         now, done = time.monotonic(), record.step + 1
         if done < self._total and now - self._last < SECONDS_BETWEEN_LINES:
             return
@@ -62,7 +55,7 @@ class Lines(Progress):
 
 
 class Bar(Progress):
-    """A progress bar of `rich` with loss, tokens/s, ms/step and the remaining time; texts scroll above it."""
+    """A progress bar of `rich` with loss, tokens/s, ms/step and the remaining time. Texts are printed above it."""
 
     def __init__(self, total_steps: int, first_step: int, output: SafeOutput) -> None:
         from rich import progress
@@ -80,35 +73,32 @@ class Bar(Progress):
         self._progress.start()
 
     def say(self, text: str) -> None:
-        """Print a text above the bar."""
         self._progress.console.print(text, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
     def step(self, record: TrainingStep) -> None:
-        """Advance the bar."""
         rate = f"{record.tokens_per_second:,.0f} tokens/s  {record.milliseconds:.0f} ms/step"
         numbers = f"loss {record.loss:.3f}  {rate}{_use(record, '  ')}"
         self._progress.update(self._task, completed=record.step + 1, numbers=numbers)
 
     def close(self) -> None:
-        """Remove the bar."""
         self._progress.stop()
 
 
 def _score(z: float) -> str:
-    """Format a z-score as llm.c does; empty if it is NaN."""
+    """Format a z-score as llm.c does; return an empty string if it is NaN."""
     return "" if math.isnan(z) else f" ({z:+.2f}z)"
 
 
 def _use(record: TrainingStep, separator: str) -> str:
-    """Format the utilisation of the device and the memory, as far as they are known."""
+    """Format the device's utilisation and memory, if they are known."""
     mfu = "" if record.mfu is None else f"{separator}{100 * record.mfu:.1f}% MFU"
     return mfu + (f"{separator}{record.memory / 2**30:.2f} GiB" if record.memory else "")
 
 
 class ByteProgress:
-    """Shows on stderr how much text is read: one line that is overwritten on a terminal, several lines elsewhere.
+    """A display on stderr of how much text is read: one line that is overwritten on a terminal, otherwise lines.
 
-    The first line comes after `SECONDS_BETWEEN_LINES`, so nothing is shown for a short text.
+    The first line is printed after `SECONDS_BETWEEN_LINES`, so that a short text has no display.
     """
 
     def __init__(self) -> None:
@@ -127,7 +117,7 @@ class ByteProgress:
         self._write(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB", end="" if self._overwrite else "\n")
 
     def close(self) -> None:
-        """End the line, if one is shown."""
+        """Remove the line, if one is shown on a terminal."""
         if self._shown and self._overwrite:
             self._write("", end="\r")
 

@@ -1,6 +1,4 @@
-"""The checkpoints that a run keeps besides the newest one: the last few, and those of every N-th step."""
-
-from __future__ import annotations
+"""The checkpoints that a run keeps in addition to the newest one: the last few, and those of every N-th step."""
 
 import os
 import re
@@ -15,12 +13,11 @@ _NAME = re.compile(r"checkpoint-(\d{8,})\.safetensors")
 
 
 def numbered(folder: Path, step: int) -> Path:
-    """Return the path of a step's kept checkpoint."""
     return folder / f"checkpoint-{step:08d}.safetensors"
 
 
 def is_numbered(path: Path) -> bool:
-    """Whether a file has the name of a kept checkpoint."""
+    """Return whether a file has the name of a kept checkpoint."""
     return bool(_NAME.fullmatch(path.name))
 
 
@@ -30,25 +27,17 @@ def kept_steps(folder: Path) -> list[int]:
 
 
 def retain(newest: Path, step: int, keep_last: int, keep_every: int) -> None:
-    """Keep the newest checkpoint under a name with its step, if required, and remove those that are not kept.
+    """Keep the newest checkpoint, that of `step`, under a name with its step, and remove older checkpoints.
 
-    The name is a hard link to the same file, which takes no space; on a file system without hard links, a copy. It
-    appears when the file is complete.
-
-    Args:
-        newest: the checkpoint of `step`.
-        step: the number of updates.
-        keep_last: the number of checkpoints to keep, including the newest; with 1 nothing is ever removed.
-        keep_every: keep the checkpoints of steps that are multiples of this for good; 0: none.
-
-    Raises:
-        OSError: a file cannot be written or removed.
+    The last `keep_last` checkpoints are kept, including the newest one, and those of steps that are multiples of
+    `keep_every`, if it is not 0. With a `keep_last` of 1 nothing is removed. The name is a hard link to the file, which
+    takes no space, or on a file system without hard links a copy.
     """
     folder = newest.parent
     if keep_last > 1 or _is_multiple(step, keep_every):
         _link(newest, numbered(folder, step))
     if keep_last > 1:
-        # Checkpoints of later steps remain if the run was resumed from an earlier one.
+        # If the run was resumed from an earlier checkpoint, checkpoints of later steps remain.
         earlier = [other for other in kept_steps(folder) if other <= step]
         for other in earlier[:-keep_last]:
             if not _is_multiple(other, keep_every):

@@ -1,7 +1,5 @@
 """The data of a run: its training and validation tokens, and the tokenizer."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import NamedTuple
@@ -27,28 +25,22 @@ GPT2_VOCAB_SIZE = 50257
 class HeldOutData:
     """The data on which a model is evaluated.
 
-    Args:
-        config: the options.
-        processes: the processes that share the data.
-        vocab_size: tokens are 0..vocab_size-1; None: the size of the tokenizer.
-
     Attributes:
-        tokenizer: None if the data has none; its tokens are then assumed to be GPT-2's.
-        vocab_size: tokens are 0..vocab_size-1.
+        tokenizer: the tokenizer of the data, or None; without a tokenizer, tokens are assumed to be GPT-2's.
+        vocab_size: the number of tokens; by default the tokenizer's.
         val: the validation data of this process, or None.
         why_no_val: the reason why `val` is None; otherwise empty.
         questions: the questions of `eval_file`.
-
-    Raises:
-        ValueError: a file is damaged, or the tokenizer is not available.
-        OSError: a file cannot be read.
     """
 
     def __init__(self, config: TrainConfig, processes: Processes, vocab_size: int | None = None) -> None:
         self._config = config
         self._processes = processes
         self._files = files = _find_files(config, processes)
-        self.tokenizer = _find_tokenizer(config.tokenizer, files.prefix)
+        source: str | Path | None = config.tokenizer
+        if source is None and files.prefix is not None:
+            source = find_tokenizer_file(files.prefix)
+        self.tokenizer: Tokenizer | None = None if source is None else load_tokenizer(source)
         self.vocab_size = vocab_size or (self.tokenizer.vocab_size if self.tokenizer else GPT2_VOCAB_SIZE)
         self.why_no_val = self._reason_not_to_validate(files.val)
         self.val = None if self.why_no_val else self._loader(files.val, is_training=False)
@@ -56,12 +48,11 @@ class HeldOutData:
 
     @property
     def unit(self) -> str:
-        """The unit of losses."""
         return "nats per byte" if self.tokenizer and self.tokenizer.vocab_size == 256 else "nats per token"
 
     @property
     def first_token(self) -> int:
-        """The first token of a text: end-of-text, which precedes every document, if there is one."""
+        """The first token of a text: the end-of-text token, which precedes every document, if there is one."""
         return self.tokenizer.start if self.tokenizer else GPT2_VOCAB_SIZE - 1
 
     def text(self, tokens: list[int]) -> str:
@@ -83,7 +74,7 @@ class HeldOutData:
         )
 
     def _reason_not_to_validate(self, paths: list[Path]) -> str:
-        """Return the reason why there is nothing to validate on, or ""; ValueError if the data is damaged."""
+        """Return the reason why there is no validation data, or an empty string."""
         if not self._config.val_max_batches or not (self._config.val_every or self._config.eval_only):
             return "not asked for"
         if not paths:
@@ -98,15 +89,7 @@ class HeldOutData:
 
 
 class RunData(HeldOutData):
-    """The data of a run: the data for evaluation, and the training data.
-
-    Attributes:
-        train: the training data of this process.
-
-    Raises:
-        ValueError: as for `HeldOutData`, or the training data is too small.
-        OSError: a file cannot be read.
-    """
+    """The data of a run: `HeldOutData`, and the training data of this process, `train`."""
 
     def __init__(self, config: TrainConfig, processes: Processes) -> None:
         super().__init__(config, processes)
@@ -114,13 +97,12 @@ class RunData(HeldOutData):
 
 
 class _Files(NamedTuple):
-    prefix: str | None  # the beginning of the tokenizer's name
+    prefix: str | None  # the prefix of the tokenizer's file
     train: list[Path]
     val: list[Path]  # these need not exist
 
 
 def _find_files(config: TrainConfig, processes: Processes) -> _Files:
-    """Find the files of the options; ValueError for a name or pattern without files."""
     val = [] if config.val_files is None else find_files(config.val_files)
     if pattern := _pattern(config):
         return _Files(pattern.rpartition("_train")[0] or None, find_files(pattern), val)
@@ -131,18 +113,10 @@ def _find_files(config: TrainConfig, processes: Processes) -> _Files:
 
 
 def _pattern(config: TrainConfig) -> str | None:
-    """Return the pattern of the training files, or None if `config` has a prefix."""
+    """Return the pattern of the training files; None if the options have a data prefix instead."""
     if config.train_files is not None or config.data is None:
         return config.train_files
     is_files = (is_pattern(config.data) or config.data.endswith(".bin")) and not os.path.exists(
         f"{config.data}_train.bin"
     )
     return config.data if is_files else None
-
-
-def _find_tokenizer(name: str | None, prefix: str | None) -> Tokenizer | None:
-    """Load the named tokenizer, or that of the data; None if there is none."""
-    if name is not None:
-        return load_tokenizer(name)
-    path = None if prefix is None else find_tokenizer_file(prefix)
-    return None if path is None else load_tokenizer(path)

@@ -1,7 +1,7 @@
 """The folders of runs, with the checkpoint, the logs and the plot."""
 
-from __future__ import annotations
-
+import errno
+import fcntl
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,22 +10,24 @@ from pathlib import Path
 from gptkernels.checkpoint import CHECKPOINT
 from gptkernels.data import prepare_standard_library, tokenizer_for_prefix
 from gptkernels.files.writing import check_replaceable, remove_unfinished
-from gptkernels.trainer.lock import LOCK_FILE, lock_folder
 from gptkernels.trainer.retention import NUMBERED, kept_steps, numbered
 
 RUNS = Path("runs")
 TOKENIZER_PREFIX = "checkpoint"
 LOG, CSV, PLOT = "main.log", "log.csv", "loss.png"
 FILES = (CHECKPOINT, LOG, CSV, PLOT, f"{TOKENIZER_PREFIX}_tokenizer.bin", f"{TOKENIZER_PREFIX}_tokenizer.json")
-"""The files of a run in its folder, except checkpoints kept under names with their steps."""
+"""The files of a run in its folder, except checkpoints whose names have their steps."""
 STANDARD_LIBRARY = RUNS / "data" / "standard_library"
+LOCK_FILE = ".gptkernels"
+"""The locked file. It remains in the folder, and marks the folder as a run of this program."""
+# Errors of flock on a file system without locks, such as some network file systems.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def new_run(folder: str | None, model: str) -> Path:
-    """Make the folder of a new run: the named one, or the first free one of runs/MODEL, runs/MODEL-2, ...
+    """Make the folder of a new run: the named folder, or the first free one of runs/MODEL, runs/MODEL-2, ...
 
-    Raises:
-        ValueError: the named one contains a checkpoint, or a file with the name of a run's file but not of a run.
+    A ValueError says that the named folder contains a checkpoint, or a file with the name of a run's file but no run.
     """
     if folder is not None:
         path = Path(folder)
@@ -48,7 +50,7 @@ def new_run(folder: str | None, model: str) -> Path:
 
 
 def _check_own(folder: Path) -> None:
-    """Refuse a folder that was never locked, and so holds no run, but has files with the names of a run's files."""
+    """Raise a ValueError if a folder has files with the names of a run's files, but was never locked by a run."""
     if (folder / LOCK_FILE).exists() or (folder / CHECKPOINT).exists():
         return
     for name in (*FILES, *(path.name for path in folder.glob(NUMBERED))):
@@ -57,16 +59,43 @@ def _check_own(folder: Path) -> None:
 
 
 @contextmanager
-def open_run(folder: Path, is_main: bool) -> Iterator[None]:
-    """Lock the run's folder in the main process, and remove files that killed runs left unfinished.
+def _locked(folder: Path) -> Iterator[None]:
+    """Lock a folder while the body runs. The lock also ends with the process, in any way.
 
-    Raises:
-        ValueError: another process writes there, or one of the run's files is a link, a device or a folder.
+    If another process has the lock, a ValueError gives its process id. On a file system without locks nothing is
+    locked.
     """
+    descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    try:
+        _lock(descriptor, folder)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, folder: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        holder = os.read(descriptor, 32).decode(errors="replace").strip()
+        raise ValueError(
+            f"{folder} is in use: process {holder or 'of unknown number'} is training there. Wait for its end, or "
+            "name another folder with --output"
+        ) from None
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+    os.ftruncate(descriptor, 0)
+    os.pwrite(descriptor, f"{os.getpid()}\n".encode(), 0)
+
+
+@contextmanager
+def open_run(folder: Path, is_main: bool) -> Iterator[None]:
+    """Lock the run's folder in the main process, check its files, and remove temporary files of killed processes."""
     if not is_main:
         yield
         return
-    with lock_folder(folder):
+    with _locked(folder):
         for name in FILES:
             check_replaceable(folder / name)
         remove_unfinished(folder, (*FILES, NUMBERED))
@@ -74,7 +103,7 @@ def open_run(folder: Path, is_main: bool) -> Iterator[None]:
 
 
 def log_of_run(log_file: str | None, folder: Path) -> str | None:
-    """Return a checkpoint's log if it is in the run's own folder; otherwise None, which is the default log."""
+    """Return the log that a checkpoint names if it is in the run's folder; otherwise None, the default log."""
     if log_file is None:
         return None
     real, parent = (os.path.realpath(path) for path in (log_file, folder))
@@ -82,18 +111,14 @@ def log_of_run(log_file: str | None, folder: Path) -> str | None:
 
 
 def is_other_file(log_file: str, folder: Path) -> bool:
-    """Whether a log of this name would overwrite the checkpoint or another file of the run in `folder`."""
+    """Return whether a log of this name would overwrite the checkpoint or another file of the run in `folder`."""
     others = [folder / name for name in (*FILES, LOCK_FILE) if name != LOG]
     others += [numbered(folder, step) for step in kept_steps(folder)]
     return os.path.realpath(log_file) in map(os.path.realpath, others)
 
 
 def find_run(folder: str | None) -> Path:
-    """Find the folder of a run to resume: the named one, or the one in runs/ with the newest checkpoint.
-
-    Raises:
-        ValueError: it contains no checkpoint, or there is no run.
-    """
+    """Return the folder of a run to resume: the named folder, or the one in runs/ with the newest checkpoint."""
     if folder is None:
         checkpoints = sorted(RUNS.glob(f"*/{CHECKPOINT}"), key=lambda path: path.stat().st_mtime)
         if not checkpoints:
@@ -105,7 +130,7 @@ def find_run(folder: str | None) -> Path:
 
 
 def standard_library() -> str:
-    """Return the data prefix of the standard library's sources, which are written first if they do not exist."""
+    """Return the data prefix of the standard library's sources, after preparing them if they do not exist."""
     try:
         tokenizer_for_prefix(STANDARD_LIBRARY)  # this file is written last
     except ValueError:

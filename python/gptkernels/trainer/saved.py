@@ -1,9 +1,7 @@
-"""Checks of a checkpoint before a run is built from it: every size is compared with the file's own tensors.
+"""Checks of a checkpoint before a run is resumed from it, for files that another program made or changed.
 
-The file's checksums are verified before. These checks are for files that another program made or changed.
+Every size is compared with the file's tensors. The file's checksums are verified before these checks.
 """
-
-from __future__ import annotations
 
 import math
 import typing
@@ -21,30 +19,20 @@ from gptkernels.rules.fp8 import is_history
 from gptkernels.trainer.config import TrainConfig
 
 _BELOW = 2**62
-_SIZES = {
-    "layers": "n_layer",
-    "heads": "n_head",
-    "channels": "n_embd",
-    "bias": "bias",
-    "activation": "activation",
-}
+_SIZES = {"layers": "n_layer", "heads": "n_head", "channels": "n_embd", "bias": "bias", "activation": "activation"}
 _MODEL_TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(("block_size", "vocab_size", "padded_vocab_size", "n_layer", "n_head", "n_embd"), (int,)),
-    "bias": (bool,),
+    **dict.fromkeys(("bias", "fp8", "fp8_head", "fp8_logits"), (bool,)),
     "activation": (str,),
     "dropout": (int, float),
-    "fp8": (bool,),
-    "fp8_head": (bool,),
-    "fp8_logits": (bool,),
 }
 
 
 def saved_options(saved: TrainingState, path: Path) -> TrainConfig:
-    """Check a checkpoint's model, counters and generators, and return the options of its run.
+    """Check a checkpoint's options, model, counters and generators, and return the options.
 
-    Raises:
-        ValueError: an entry of the checkpoint at `path` is missing, of another type, out of its range, or inconsistent
-            with the others; the message names it.
+    A ValueError names the entry of the checkpoint at `path` that is missing, of another type, out of its range, or
+    inconsistent with other entries.
     """
     options = _check_options(saved.trainer.get("options"), path)
     _check_model(saved, options, path)
@@ -57,7 +45,7 @@ def saved_options(saved: TrainingState, path: Path) -> TrainConfig:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the name of the checkpoint at `path`, the possible cause, to a ValueError raised inside."""
+    """Add the name of the checkpoint, which may be the cause, to a ValueError raised inside."""
     try:
         yield
     except ValueError as error:
@@ -84,7 +72,7 @@ def _check_options(options: Any, path: Path) -> TrainConfig:
 
 
 def _has_type(value: Any, wanted: tuple[type, ...]) -> bool:
-    """Whether a value from JSON has one of these types (True is not an integer), and is finite and below 2^62."""
+    """Return whether a value has one of these types (True is no integer), and is finite and below 2^62."""
     if type(value) not in wanted:
         return False
     if type(value) is float:
@@ -115,16 +103,12 @@ def _check_model(saved: TrainingState, options: TrainConfig, path: Path) -> None
             if not is_history(tensor):
                 raise ValueError(f"{path}: {name} is no history of magnitudes")
             continue
-        if tensor.dtype != _parameter_dtype(options):
+        if tensor.dtype != (torch.bfloat16 if options.dtype == "bfloat16" else torch.float32):
             raise ValueError(f"{path}: {name} is of {tensor.dtype}, but the options say {options.dtype}")
         if name.endswith("wte.weight") and len(tensor) != config.get("padded_vocab_size", len(tensor)):
             raise ValueError(
                 f"{path}: {name} has {len(tensor)} rows, but padded_vocab_size is {config['padded_vocab_size']}"
             )
-
-
-def _parameter_dtype(options: TrainConfig) -> torch.dtype:
-    return torch.bfloat16 if options.dtype == "bfloat16" else torch.float32
 
 
 def _check_counters(trainer: Mapping[str, Any], options: TrainConfig, path: Path) -> None:
@@ -155,11 +139,7 @@ def _check_generators(rng: Mapping[str, Any], path: Path) -> None:
 
 
 def check_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, step: int, path: Path) -> None:
-    """Compare a saved state with the optimizer for which it is, after `step` updates.
-
-    Raises:
-        ValueError: an entry is missing, superfluous, or has another shape, dtype or count.
-    """
+    """Check that a saved state after `step` updates fits the optimizer."""
     wanted = optimizer.state_dict()["param_groups"]
     groups, states = saved.get("param_groups"), saved.get("state")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -196,7 +176,7 @@ def _check_parameter_state(state: Any, parameter: Tensor, has_masters: bool, whe
 
 
 def _named_tensors(where: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point tensors in nested dicts, lists and tuples, with the path to each."""
+    """Yield the floating-point tensors in nested dicts, lists and tuples, each with its path."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield where, value

@@ -1,22 +1,20 @@
 """The learning rate as a function of the step."""
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 
 WSD_DECAY = 5
-"""The schedule "wsd" decays by default in the last fifth of the steps."""
+"""By default the schedule "wsd" decays in the last fifth of the steps."""
 
 
 class Schedule(NamedTuple):
-    """Linear warm-up to `peak`, then a decay to `final`. As in llm.c, except that "constant" warms up too.
+    """Linear warm-up to `peak`, and then a decay to `final`, as in llm.c, whose "constant" has no warm-up.
 
-    Steps count from 0: the first one has `peak / warmup_steps`, step `warmup_steps` has `peak`.
+    Steps are counted from 0. The first step has `peak / warmup_steps`, and step `warmup_steps` has `peak`. Then follows
 
-    - "cosine", "linear": half a cosine, or a line, from there to `final` at step `decay_steps` (None: `total_steps`).
-    - "wsd" (warm-up, stable, decay): `peak` until the last `decay_steps` (None: a fifth of all), then
-      `1 - sqrt(progress)` (Hägele et al., 2024) down to `final` at `total_steps`.
+    - "cosine" or "linear": half a cosine or a line to `final` at step `decay_steps` (None: `total_steps`);
+    - "wsd" (warm-up, stable, decay): `peak` until the last `decay_steps` steps (None: a fifth of all), and then
+      `1 - sqrt(progress)` (Hägele et al., 2024) to `final` at `total_steps`;
     - "constant": `peak`.
     """
 
@@ -28,7 +26,7 @@ class Schedule(NamedTuple):
     decay_steps: int | None = None
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step; after the end of the decay it is `final`."""
+        """Return the learning rate of a step, which is `final` after the decay."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         if self.kind == "constant":

@@ -1,6 +1,4 @@
-"""Handling of Ctrl-C and SIGTERM: the run stops after the step."""
-
-from __future__ import annotations
+"""Handling of Ctrl-C and SIGTERM: the run stops after the current step."""
 
 import signal
 import threading
@@ -20,11 +18,9 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Record the first SIGINT or SIGTERM in the StopRequest; a second one has its usual effect.
+    """Record the first SIGINT or SIGTERM in the StopRequest, and print a message; a second signal has its usual effect.
 
-    The first one is acknowledged at once on standard error.
-
-    Outside the main thread Python cannot handle signals, so none are recorded.
+    Outside the main thread Python cannot handle signals, and none is recorded.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

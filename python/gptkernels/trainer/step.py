@@ -1,6 +1,4 @@
-"""A training step: the gradients of its batches, the exchange with other processes, the update."""
-
-from __future__ import annotations
+"""A training step: the gradients of its batches, their exchange with other processes, and the update."""
 
 from collections.abc import Callable, Sequence
 
@@ -15,19 +13,19 @@ from gptkernels.trainer.processes import Processes
 
 
 class Step:
-    """Makes updates without waiting for the device; on CUDA they are replayed as a CUDA graph if possible.
+    """A function that makes an update without waiting for the device; on CUDA it replays a CUDA graph if possible.
 
     Args:
         loss: computes the loss of a batch of tokens and targets, (B, T) each on the processes' device.
         optimizer: the optimizer, which computes the norm of the gradients.
         processes: the processes that average their gradients.
-        max_scores: skip the update if the z-score of the loss, or that of the gradient's norm, is above these; 0 never
+        max_scores: the z-scores of the loss and of the gradient's norm above which the update is skipped; 0 never
             skips.
         capture: False runs every step eagerly.
 
     Attributes:
-        outliers: the z-scores. If updates may be skipped, it is on the device, and each step updates it; otherwise it
-            is on the host, and the caller updates it.
+        outliers: the detector. If updates may be skipped, it is on the device and each step updates it; otherwise it is
+            on the host and the caller updates it.
     """
 
     def __init__(
@@ -44,7 +42,7 @@ class Step:
         self._skipping = Skipping(*max_scores, processes.device) if any(max_scores) else None
         self.outliers = OutlierDetector(processes.device if self._skipping else "cpu")
         if self._skipping:
-            # A captured graph keeps the addresses of these three tensors, so every step writes into them in place.
+            # A captured graph uses the addresses of these three tensors, so that every step writes them in place.
             self._total, self._scores = (torch.zeros(shape, device=processes.device) for shape in ((), (2,)))
             optimizer.found_inf = torch.zeros((), device=processes.device)
         interrupts = self._skipping is not None or processes.world_size > 1
@@ -53,15 +51,15 @@ class Step:
 
     @property
     def is_captured(self) -> bool:
-        """Whether steps are replayed as a CUDA graph now."""
+        """Whether steps are now replayed as a CUDA graph."""
         return self._step.captures > 0 and self._step.eager_because is None
 
     def __call__(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Update the parameters with the mean gradient of the batches, or skip the update.
 
         Returns:
-            This process's loss and the norm of the averaged gradients, (2,) on the device. If updates may be skipped,
-            (5,): then their z-scores, and 1 if this update was skipped, otherwise 0.
+            A tensor (2,) on the device: this process's loss and the norm of the averaged gradients. If updates may be
+            skipped, it is (5,), with the two z-scores, and 1 if this update was skipped, otherwise 0.
         """
         self._batches = len(batches)
         if self._skipping:
@@ -75,7 +73,7 @@ class Step:
         return torch.stack(numbers)
 
     def _noted_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Compute the loss; if updates may be skipped, add it up over the batches of the step."""
+        """Compute the loss; if updates may be skipped, also sum it over the batches of the step."""
         loss = self._loss(tokens, targets)
         if self._skipping:
             self._total += loss.detach()

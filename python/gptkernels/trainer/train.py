@@ -1,7 +1,5 @@
 """Training of GPT-2: `train(TrainConfig(...))`, which is `gptkernels train`."""
 
-from __future__ import annotations
-
 import faulthandler
 import math
 import os
@@ -25,15 +23,13 @@ from gptkernels.checkpoint import (
 )
 from gptkernels.models.nanogpt import parameter_groups
 from gptkernels.optim import AdamW
-from gptkernels.trainer.clock import Mark
 from gptkernels.trainer.config import TrainConfig
 from gptkernels.trainer.evaluation import answer, check_questions, mean_loss
 from gptkernels.trainer.fingerprint import fingerprint
 from gptkernels.trainer.logs import TrainingLog, TrainingStep, check_log
 from gptkernels.trainer.model import BatchLoss, build_model
-from gptkernels.trainer.outliers import describe
 from gptkernels.trainer.output import flush_streams, write_error
-from gptkernels.trainer.pending import PendingStep
+from gptkernels.trainer.pending import Mark, PendingStep
 from gptkernels.trainer.plot import plot_losses
 from gptkernels.trainer.processes import Processes, process_rank
 from gptkernels.trainer.progress import show_progress
@@ -60,15 +56,15 @@ from gptkernels.trainer.watchdog import Watchdog
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_K = 40
 MEMORY_EVERY = 16
-"""In steps. A query of torch's memory statistics takes the host 0.1 ms."""
+"""The number of steps between queries of torch's memory statistics, which take 0.1 ms of host time."""
 
 
 class TrainResult(NamedTuple):
-    """The result of a run. Losses are in nats per token, None if not computed.
+    """The result of a run. Losses are in nats per token; a value that was not computed is None.
 
-    `train_loss` is that of the last step, before its update. `val_loss` and `accuracy`, the fraction of `eval_file`'s
-    questions that are answered correctly, are those of the saved model.
-    `signal` is the number of the signal that stopped the run, 0 if the run is complete.
+    `train_loss` is the loss of the last step before its update. `val_loss` and `accuracy`, the fraction of correctly
+    answered questions of `eval_file`, are computed from the saved model. `signal` is the number of the signal that
+    stopped the run, or 0 if the run is complete.
     """
 
     step: int
@@ -86,9 +82,9 @@ def train(config: TrainConfig) -> TrainResult:
     If nothing is finished for `config.watchdog` minutes, the process ends with status 4.
 
     Raises:
-        ValueError: an option or the data is invalid; the message is a sentence for the user.
-        OSError: a file cannot be read or written. The last checkpoint is kept.
-        FloatingPointError: the loss or a weight is not finite. The last checkpoint is kept.
+        ValueError: if an option or the data is invalid; the message is a sentence for the user.
+        OSError: if a file cannot be read or written. The last checkpoint is kept.
+        FloatingPointError: if the loss or a weight is not finite. The last checkpoint is kept.
     """
     trainer = Trainer(config)
     with open_run(trainer.output, trainer.processes.is_main):
@@ -96,14 +92,16 @@ def train(config: TrainConfig) -> TrainResult:
 
 
 def resume(run: str | None = None, **given: Any) -> TrainResult:
-    """Continue a run from its checkpoint, bit for bit as if it had not stopped.
+    """Continue a run from its checkpoint, with bitwise the same results as without a stop.
 
     Args:
         run: the folder of the run; None is the latest in runs/.
         given: options of TrainConfig to change, such as `steps`.
 
     Raises:
-        ValueError: there is no such run, an option in `given` cannot change, or as for `train`.
+        ValueError: if there is no such run, an option in `given` cannot change, or an option or the data is invalid.
+        OSError: if a file cannot be read or written. The last checkpoint is kept.
+        FloatingPointError: if the loss or a weight is not finite. The last checkpoint is kept.
     """
     folder = find_run(run)
     checkpoint = folder / CHECKPOINT
@@ -122,13 +120,13 @@ def resume(run: str | None = None, **given: Any) -> TrainResult:
 class Trainer:
     """A run: the model, its data, the optimizer, and their progress.
 
-    The constructor checks everything; `run()` trains, and can be called once.
+    The constructor checks the options and the data. `run()` trains, and can be called once.
 
     Args:
         config: the options.
-        output: the folder of a resumed run; None makes the folder of a new one.
+        output: the folder of a resumed run; None makes the folder of a new run.
         saved: the state to resume, checked by `saved_options`.
-        keep_log: the log contains lines of other runs.
+        keep_log: whether the log contains lines of other runs.
     """
 
     def __init__(
@@ -203,7 +201,7 @@ class Trainer:
         self.data.train.load_state_dict(saved.trainer["data"])
         groups = self.optimizer.state_dict()["param_groups"]  # from the options
         self.optimizer.load_state_dict({"state": saved.optimizer["state"], "param_groups": groups})
-        if step:  # without further steps, the last step's learning rate is saved again
+        if step:  # if no further step is made, the checkpoint has the last step's learning rate
             self._set_learning_rate(step - 1)
         if "outliers" in saved.trainer:
             self._step.outliers.load_state_dict(saved.trainer["outliers"])
@@ -221,7 +219,7 @@ class Trainer:
             self._memory = 0
             if self.processes.is_main:
                 self._open_files()
-                if self._saved_step is not None:  # the run may have been killed before this
+                if self._saved_step is not None:  # the run may have been killed before it removed old checkpoints
                     self._retain()
             with self._watchdog, stop_on_signals() as self._request:
                 self._introduce()
@@ -243,7 +241,7 @@ class Trainer:
                     self._answer()
             if self.step and _is_due(self.step, config.sample_every):
                 self._sample()
-            # On a GPU the numbers of a step are read after the next one is launched, so that the GPU is never idle.
+            # On a GPU the numbers of a step are read after the launch of the next step, so that the GPU is never idle.
             previous, self._pending = self._pending, self._launch_step()
             self._finish(previous)
             if not self._runs_ahead:
@@ -253,7 +251,6 @@ class Trainer:
         self._finish_pending()
 
     def _launch_step(self) -> PendingStep:
-        """Launch the next update, without waiting for the device."""
         rate = self._set_learning_rate(self.step)
         with self._watchdog.watch("reading the training data"):
             batches = [self.data.train.next_batch() for _ in range(self.accumulation)]
@@ -301,7 +298,8 @@ class Trainer:
         scores = more[:2] or self._step.outliers.scores(torch.tensor([loss, norm])).tolist()
         record = self._record(pending, loss, norm, scores)
         if more and more[2]:
-            self._progress.say(f"step {pending.step}: no update, {describe(*scores)}")
+            z = f"z-score of the loss {scores[0]:+.2f}, of the gradient's norm {scores[1]:+.2f}"
+            self._progress.say(f"step {pending.step}: no update, {z}")
         self._progress.step(record)
         if self._log:
             self._log.training(record)
@@ -326,7 +324,7 @@ class Trainer:
         )
 
     def _utilization(self, tokens_per_second: float) -> float | None:
-        """Return the model's share of the device's peak arithmetic; None if the peak is unknown."""
+        """Return the model's flops per second divided by the devices' peak; None if the peak is unknown."""
         if self._peak_flops is None:
             return None
         flops = tokens_per_second * self.model.flops_per_token(self.config.sequence_length)
@@ -346,7 +344,7 @@ class Trainer:
         return f"The checkpoint of step {self._saved_step} is kept"
 
     def _report_stall(self, what: str) -> None:
-        """Report where the run hangs, with the stacks of all threads, and close the logs."""
+        """Report what the run waits for, with the stacks of all threads, and close the logs."""
         config, processes = self.config, self.processes
         finished = "" if self._finished_step is None else f", whose last finished step is {self._finished_step}"
         who = f"process {processes.rank} of {processes.world_size}, " if processes.world_size > 1 else ""
@@ -429,7 +427,7 @@ class Trainer:
         return text
 
     def _save(self) -> None:
-        """Write the checkpoint, completely or not at all, if all its tensors are finite."""
+        """Write the checkpoint atomically, if all its tensors are finite."""
         self._finish_pending()
         with self._watchdog.watch("saving the checkpoint"):
             state = (tensor for state in self.optimizer.state.values() for tensor in state.values())
@@ -502,7 +500,7 @@ class Trainer:
         self._progress.say(
             f"stopped at step {self.step} of {self.total_steps}; to go on: gptkernels train --resume {self.output}"
         )
-        number = self._request.signal or signal.SIGTERM  # the signal may have gone to another process
+        number = self._request.signal or signal.SIGTERM  # the signal may have been sent to another process
         return TrainResult(self.step, self._train_loss, None, None, self.output, number)
 
     def _plot(self) -> None:

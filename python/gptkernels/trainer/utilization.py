@@ -1,6 +1,4 @@
-"""Measurement of the memory that a run uses."""
-
-from __future__ import annotations
+"""The memory that a run uses."""
 
 import resource
 import sys
@@ -9,7 +7,7 @@ import torch
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes: allocated by torch on a GPU, or resident in this process on the CPU."""
+    """Return the peak memory in bytes: on a GPU what torch has allocated, on the CPU what is resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

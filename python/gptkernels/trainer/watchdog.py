@@ -1,6 +1,4 @@
-"""A watchdog that ends a run that hangs, for example because its GPU does not answer."""
-
-from __future__ import annotations
+"""A watchdog that ends a run that hangs, for example because the GPU does not answer."""
 
 import os
 import threading
@@ -10,15 +8,15 @@ from contextlib import contextmanager
 STALLED = 4
 """The exit status of a run that the watchdog has ended."""
 INTERVALS = 60
-"""The number of checks within the allowed time."""
+"""The number of checks in the allowed time."""
 REPORT_SECONDS = 10.0
 
 
 class Watchdog:
-    """Ends the process if no unit of work is finished for some minutes, however the main thread is blocked.
+    """A thread that ends the process if no unit of work is finished for some minutes.
 
-    Its thread counts intervals, not seconds: the time for which the process is stopped (Ctrl-Z, a debugger) counts as
-    one interval. Only work inside `watch` is watched: printing, for example, may wait for a reader.
+    The thread counts intervals, not seconds. The time for which the process is stopped (Ctrl-Z, a debugger) therefore
+    counts as one interval. Only work inside `watch` is watched, because printing, for example, may wait for a reader.
 
     Args:
         minutes: the longest time for a unit of work; 0 disables the watchdog.
@@ -33,7 +31,7 @@ class Watchdog:
         self._finished = 0  # written by the main thread only
         self._closed = threading.Event()
 
-    def __enter__(self) -> Watchdog:
+    def __enter__(self) -> "Watchdog":
         if self._interval:
             threading.Thread(target=self._run, name="watchdog", daemon=True).start()
         return self
@@ -43,7 +41,7 @@ class Watchdog:
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
-        """Watch the body, which is one unit of work or, with `tick`, several; `what` is its name in the report."""
+        """Watch the body, which is one unit of work, or several if it calls `tick`; the report names it `what`."""
         self._what = what
         try:
             yield
@@ -52,7 +50,7 @@ class Watchdog:
             self.tick()
 
     def tick(self) -> None:
-        """Note that a unit of work is finished."""
+        """Record that a unit of work is finished."""
         self._finished += 1
 
     def _run(self) -> None:
@@ -69,5 +67,5 @@ class Watchdog:
     def _end_process(self, what: str) -> None:
         report = threading.Thread(target=self._report, args=(what,), daemon=True)
         report.start()
-        report.join(REPORT_SECONDS)  # it may need a lock that the blocked thread holds
+        report.join(REPORT_SECONDS)  # the report may wait for a lock of the blocked thread
         os._exit(STALLED)

@@ -1,21 +1,14 @@
-"""The operators, each described once: a file for each family, which puts its operators into ``table.OPERATORS``."""
+"""The table of operators. Each file has the operators of a family, and adds them to ``table.OPERATORS``."""
 
-from gptkernels.testing.cases import (  # noqa: F401
-    attention,
-    block,
-    decode,
-    elementwise,
-    embedding,
-    fp8,
-    loss,
-    norm,
-    optimizer,
-    products,
-    softmax,
-)
+import importlib
+import pkgutil
+
 from gptkernels.testing.cases.table import ODD, OPERATORS, ORDINARY, SMALL, Call, Case, Operator
 
 __all__ = ["CASES", "ODD", "OPERATORS", "ORDINARY", "SMALL", "Call", "Case", "Operator"]
+
+for _module in pkgutil.iter_modules(__path__):
+    importlib.import_module(f"{__name__}.{_module.name}")
 
 CASES = [
     Case(operator, variant)

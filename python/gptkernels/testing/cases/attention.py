@@ -1,4 +1,4 @@
-"""Attention, with its scores in memory or not."""
+"""Attention that stores the probabilities, and attention that does not."""
 
 import math
 from functools import partial
@@ -8,14 +8,15 @@ from torch.utils.checkpoint import checkpoint
 
 from gptkernels import functional as G
 from gptkernels.testing.cases.elementwise import dropout_arguments
-from gptkernels.testing.cases.table import Call, invoke, largest_of, operator
-
-ops = torch.ops.gptkernels
+from gptkernels.testing.cases.table import Call, invoke, largest_of, operator, ops
 
 
 def attention_formula(q, k, v, scale=None, product=torch.matmul, seen=None, added=None, kept=None):
-    """(..., T, HS) each; ``seen`` says which keys each query sees, None is causal; ``added`` is for scaled scores,
-    ``kept`` the factors of the probabilities that dropout gives."""
+    """Compute attention of q, k and v, (..., T, HS) each, with the matmuls of ``product``.
+
+    ``seen`` is the mask of the keys that each query sees; None is the causal mask. ``added`` is added to the scaled
+    scores, and ``kept`` has dropout's factors of the probabilities.
+    """
     scores = product(q, k.mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if added is not None:
         scores = scores + added.masked_fill(added == -math.inf, 0)
@@ -27,7 +28,10 @@ def attention_formula(q, k, v, scale=None, product=torch.matmul, seen=None, adde
 
 
 def attention_noise(args, douts, dtype, scale):
-    """The error of a query's gradient that sees one key, for which torch gives exactly 0: of the products with dout."""
+    """Return the error of the gradient of a query that sees one key; torch's result is exactly 0.
+
+    The error comes from the matmuls with dout.
+    """
     eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
     return 8 * eps * largest_of(douts) * largest_of(args) ** 2 * abs(scale or 1)
 
@@ -36,16 +40,13 @@ def causal(q):
     return torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
 
 
-MOST_SCORES = 2**25  # the formula is computed for as many sequences together as have these
+MOST_SCORES = 2**25  # the largest number of scores that the formula computes at a time
 
 
 def by_sequences(function, scores, *args):
-    """``function`` of some sequences after the other, and again in the backward, so that few scores are in memory.
+    """Call ``function`` for some sequences at a time, and again in the backward, so that few scores are in memory.
 
-    Args:
-        function: of tensors (B, ...), or (1, ...) for all sequences alike, or None.
-        scores: of one sequence.
-        args: its arguments.
+    The arguments are tensors (B, ...), tensors (1, ...) for all sequences, or None. A sequence has ``scores`` scores.
     """
     batch, each = args[0].shape[0], max(MOST_SCORES // max(scores, 1), 1)
     if batch <= each:
@@ -56,20 +57,22 @@ def by_sequences(function, scores, *args):
 
 
 def backwards(a, b):
-    """a @ b for heads of queries, keys and values, summed from the last term to the first.
+    """Compute a @ b with the terms of the sums in reverse order.
 
-    So its roundings are not those of the formula, which has roundings too in float64, nor those of a sum that cancels
-    against this one.
+    Then the rounding errors differ from those of the formula, which also has rounding errors if all dtypes are float64,
+    and from those of a sum that cancels this one.
     """
     return a.flip(-1) @ b.flip(-2)
 
 
-LOWEST = torch.finfo(torch.float64).min / 2  # the products of such scores with log2(e) are finite
+LOWEST = torch.finfo(torch.float64).min / 2  # multiplied by log2(e) this is finite
 
 
 class FlashAttention(torch.autograd.Function):
-    """Attention in torch ops, rounded where FlashAttention-2 and -3 round: the yardstick of kernels that take powers of
-    2 and save out and logsumexp in place of the probabilities."""
+    """Attention in torch ops that rounds where FlashAttention-2 and FlashAttention-3 round.
+
+    Kernels that compute powers of 2, and save out and logsumexp instead of the probabilities, are compared with it.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, scale, seen, added, kept):
@@ -94,7 +97,7 @@ class FlashAttention(torch.autograd.Function):
         weights = weights if kept is None else weights * kept.to(wide)
         out = (weights @ v.to(wide) * (1 / total.masked_fill(nothing, 1))).to(q.dtype)
         logsumexp = (origin * math.log(2) + total.masked_fill(nothing, 1).log()).to(wide)
-        # Scores as low as a mask's lowest number have no digits left for the number of keys in their logsumexp.
+        # If all scores are as low as a mask's lowest number, their logsumexp is too large to include the sum's log.
         given = (p / total.masked_fill(nothing, 1)).masked_fill(logsumexp.abs() < 1e30, math.nan)
         ctx.save_for_backward(q, k, v, out, scores, logsumexp, kept, given if added is not None else None)
         ctx.scale, ctx.wide = scale, wide
@@ -106,7 +109,7 @@ class FlashAttention(torch.autograd.Function):
         dtype, wide = q.dtype, ctx.wide
         kept = 1 if kept is None else kept.to(wide)
         q, k, v, out, dout = (t.to(wide) for t in (q, k, v, out, dout))
-        in_units = logsumexp / math.log(2)  # the lowest number overflows
+        in_units = logsumexp / math.log(2)  # this overflows for a mask's lowest number
         in_units = torch.where(in_units.isinf(), logsumexp.double() / math.log(2), in_units.double())
         p = multiply_subtract(scores, ctx.units, in_units).to(wide).exp2()
         p = p if given is None else torch.where(given.isnan(), p, given)
@@ -121,10 +124,11 @@ def flash_attention(q, k, v, scale=None, seen=None, added=None, kept=None):
 
 
 def power_of_two_origin(scores, dtype):
-    """The score that a row's probabilities are relative to when they are rounded to the dtype.
+    """Return the score that is subtracted from a row's scores before their powers are rounded to the dtype.
 
-    In 16 bits it need not be the row's largest score, as in a block of keys that comes before it: with the largest, the
-    largest probability is 1 and has no rounding. Here it is the largest of some columns, the first among them.
+    A kernel subtracts the largest score of the keys so far, which for 16-bit dtypes may be lower than the row's largest
+    score. If the row's largest score were subtracted, the largest probability would be 1, which has no rounding error.
+    This function therefore uses the largest score in some of the columns, including the first column.
     """
     largest = scores.amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -math.inf, 0)
@@ -135,15 +139,12 @@ def power_of_two_origin(scores, dtype):
 
 
 def multiply_subtract(a, b, c):
-    """a * b - c with one rounding (float64: with two)."""
+    """Compute a * b - c with one rounding; with two roundings for float64."""
     return (a.double() * b - c.double()).to(a.dtype)
 
 
 def product(a, b):
-    """a @ b, (B, NH, ., .) each, by the calls of torch's BLAS that attention_probabilities makes.
-
-    Other calls round in other ways.
-    """
+    """Compute a @ b, (B, NH, ., .) each, by the same BLAS calls as attention_probabilities, which round alike."""
     if not a.shape[0]:
         return a @ b
     dim = 0 if a.shape[0] < a.shape[1] else 1
@@ -153,7 +154,10 @@ def product(a, b):
 
 
 def attention_takes_denormals(draw, dtype):
-    """On CUDA exact float32 is three products of TF32: of what is below 2^-115 they keep 11 bits."""
+    """Return whether attention is exact for denormals.
+
+    On CUDA float32 matmuls are three TF32 matmuls, which keep only 11 bits of numbers below 2^-115.
+    """
     return dtype != torch.float32 or draw.device.type == "cpu"
 
 
@@ -162,8 +166,11 @@ COMMON_HEAD_SIZES = [3 if size in (32, 64, 128) else 1 for size in HEAD_SIZES]
 
 
 def many_heads(draw, batch, heads, scores, queries, elements):
-    """Sequences and heads: at most so many in a small call, at real size for some tiles of 256 queries on each
-    multiprocessor. The other numbers are a head's."""
+    """Choose the numbers of sequences and of heads.
+
+    In a small call they are at most ``batch`` and ``heads``. At real size there are some tiles of 256 queries for each
+    SM. ``scores``, ``queries`` and ``elements`` are the numbers of one head.
+    """
     if not draw.real:
         return draw.size("batch", batch), draw.size("heads", heads, 1)
     pairs = math.ceil(draw.tiles("queries") / math.ceil(queries / 256))
@@ -173,7 +180,7 @@ def many_heads(draw, batch, heads, scores, queries, elements):
 
 
 def real_tokens(draw):
-    """The longest sequence at real size."""
+    """Return the length of the longest sequence at real size."""
     return min(2000, math.isqrt(draw.most_products // 256))
 
 
@@ -228,13 +235,13 @@ def packed_attention(draw, name, kernel, torchs, operators):
     )
 
 
-# (B, T, NH, HS): around the tiles of the kernels.
+# (B, T, NH, HS): sizes near those of the kernels' tiles.
 ATTENTION_SIZES = [
     (2, 1, 3, 64), (2, 1, 3, 128), (1, 2, 2, 8), (3, 17, 2, 7), (1, 40, 2, 1), (1, 63, 2, 64), (2, 64, 3, 64),
     (1, 65, 2, 33), (1, 127, 3, 80), (2, 129, 2, 128), (1, 200, 1, 256), (1, 1000, 1, 64), (1, 1024, 2, 64),
     (1, 300, 1, 96),
 ]  # fmt: skip
-# Fewer batches than heads and the other way round, every awkward width as T or HS.
+# (B, T, NH, HS): more sequences than heads, more heads than sequences, and every size of WIDTHS as T or HS.
 PROBABILITIES_SIZES = [
     (1, 1, 1, 1), (2, 3, 1, 7), (1, 7, 2, 3), (3, 17, 2, 33), (5, 33, 3, 17), (2, 127, 3, 8), (7, 2, 3, 127),
     (1, 200, 12, 64), (2, 1, 4, 768), (1, 768, 1, 2), (1, 3, 1, 1600),
@@ -294,7 +301,10 @@ def attention_probabilities(draw):
 
 
 def attention_mask(draw, batch, heads, queries, keys, dtype):
-    """None, or what a query sees or has added to its scores, of a shape that broadcasts; some rows hide all keys."""
+    """Draw a mask: None, bool, or a tensor that is added to the scores, of a shape that broadcasts.
+
+    Some rows may mask all keys.
+    """
     kind = draw.choose("mask", ("none", "bool", "added"), (4, 3, 3))
     if kind == "none":
         return None
@@ -315,7 +325,7 @@ def attention_mask(draw, batch, heads, queries, keys, dtype):
 
 
 def seen_keys(queries, keys, is_causal, query_offset, mask, key_begin, key_end, device):
-    """(B, NH, Tq, Tk), or of a shape that broadcasts to it."""
+    """Return the mask of the keys that each query sees; its shape broadcasts to (B, NH, Tq, Tk)."""
     row, column = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
     seen = (column <= row + query_offset) if is_causal else (column >= 0).expand(queries, keys)
     for bound, inside in (key_begin, column.__ge__), (key_end, column.__lt__):

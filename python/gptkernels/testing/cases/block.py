@@ -1,8 +1,7 @@
-"""A layer of GPT-2 as one operator, in 16 bits and with float8 products."""
+"""A layer of GPT-2 as one operator, with and without float8 matmuls."""
 
 from functools import partial
 
-import torch
 import torch.nn.functional as F
 
 from gptkernels.block.tensors import LayerSaved
@@ -10,16 +9,14 @@ from gptkernels.testing.cases.attention import attention_formula
 from gptkernels.testing.cases.elementwise import gelu_formula
 from gptkernels.testing.cases.fp8 import BFLOAT16, E4M3, new_histories
 from gptkernels.testing.cases.norm import layernorm_formula
-from gptkernels.testing.cases.table import Call, invoke, operator
-
-ops = torch.ops.gptkernels
+from gptkernels.testing.cases.table import Call, invoke, operator, ops
 
 EPS = 1e-5
 WEIGHTS = ("norm_1_weight", "qkv_weight", "attn_proj_weight", "norm_2_weight", "fc_weight", "mlp_proj_weight")
 
 
 def layer_arguments(draw):
-    """The arguments of ``layer`` by name, and the number of heads."""
+    """Draw the arguments of ``layer``; return them by name, and the number of heads."""
     b, t, heads = draw.size("batch", 4, 1), draw.size("tokens", 64, 1), draw.size("heads", 4, 1)
     c = heads * draw.size("head size", 64, 1)
     dtype = draw.dtype()
@@ -27,13 +24,13 @@ def layer_arguments(draw):
     args["values_bias"] = draw.tensor("values_bias", (c,), dtype)
     for name, shape in zip(WEIGHTS, [(c,), (3 * c, c), (c, c), (c,), (4 * c, c), (c, 4 * c)], strict=True):
         args[name] = draw.tensor(name, shape, dtype, shape[-1] ** -0.5)
-        if name != "mlp_proj_weight":  # whose bias is added with the sum
+        if name != "mlp_proj_weight":  # the bias of mlp_proj is added after the layer
             args[name.replace("weight", "bias")] = draw.tensor(f"{name}.bias", shape[:1], dtype, shape[0] ** -0.5)
     return args, heads
 
 
 def layer_formula(linear, heads, *args):
-    """The layer's addend and the stream that it is added to, by this ``linear``."""
+    """Compute the layer's output and residual_2, to which the output is added, with this function ``linear``."""
     stream, values, values_bias, w1, b1, qkv_w, qkv_b, attn_w, attn_b, w2, b2, fc_w, fc_b, proj_w = args
     x = values + values_bias + stream
     qkv = linear(layernorm_formula(x, w1, b1), qkv_w, qkv_b)
@@ -74,7 +71,7 @@ def layer(draw):
     dtypes=BFLOAT16,
 )
 def fp8_layer(draw):
-    """Torch's has the operands of products rounded to eight bits; the formula has not."""
+    """In torch's counterpart the operands of matmuls are rounded to float8, but not in the formula."""
     args, heads = layer_arguments(draw)
 
     def options():

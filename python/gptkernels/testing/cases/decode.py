@@ -1,17 +1,15 @@
-"""Generation: the logits of the next token, and its choice."""
+"""Generation: the logits of the next token, and sampling."""
 
 import math
 
 import torch
 import torch.nn.functional as F
 
-from gptkernels.testing.cases.table import Call, invoke, operator
-
-ops = torch.ops.gptkernels
+from gptkernels.testing.cases.table import Call, invoke, operator, ops
 
 
 def decode_formula(args, lengths, heads, approximate, layers):
-    """The newest token of each sequence through GPT-2, one sequence after the other, in the dtype of the weights."""
+    """Compute the logits after the newest token of each sequence, in the dtype of the weights."""
     sequences, _, wte, wpe, head, keys_values, norm_weight, norm_bias, *weights = args
     each = 6 if norm_bias is None else 12
     rows = []
@@ -110,7 +108,7 @@ def decode(draw):
 
 
 def sample_formula(logits, noise, temperature=1.0, top_k=None, top_p=None):
-    """The tokens that torch.multinomial draws with this noise, after top-k and top-p."""
+    """Return the tokens that torch.multinomial draws with this noise, after top-k and top-p."""
     if noise is None:
         return logits.argmax(-1)
     x = logits.float() / temperature
@@ -131,11 +129,11 @@ def sample_formula(logits, noise, temperature=1.0, top_k=None, top_p=None):
     variants={"": {"temperature": 0.7, "top_k": 2, "top_p": 0.9}, "greedy": {"greedy": True}},
 )
 def sample_(draw):
-    """Compares the likelihood of the drawn token with its noise: either of two equally likely tokens is right."""
+    """Compares the drawn tokens' likelihoods with this noise, so that either of two equally likely tokens is right."""
     batch = draw.size("batch", 40, 1, real=300)
     most = max(draw.most_elements // batch, 16)
     vocabulary = draw.size("vocabulary", most, 1, real=most)
-    # No denormals: softmax makes their probabilities equal, and top_p keeps all of them or the largest alone.
+    # Logits are not denormal: their probabilities would be equal, and top_p could keep all of them or only the largest.
     logits = draw.tensor("logits", (batch, vocabulary), draw.dtype(), 3, denormal=False)
     source = draw.source("noise")
     noise = torch.empty(batch, vocabulary, device=source["device"])
@@ -147,7 +145,7 @@ def sample_(draw):
 
     def likelihood(choose):
         def of(logits, noise):
-            scores = logits.float().double()  # as the operator reads them
+            scores = logits.float().double()  # the operator reads logits as float32
             taken = choose(logits, noise)
             bad = scores.isnan().any(-1) | (scores.amax(-1).abs() == math.inf)
             if not greedy:

@@ -6,16 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from gptkernels import functional as G
-from gptkernels.testing.cases.table import ROWS, WIDTHS, Call, grid, invoke, operator, row_costs
-
-ops = torch.ops.gptkernels
-
-
-# ---- elementwise and rows -------------------------------------------------------------------------------------------
+from gptkernels.testing.cases.table import ROWS, WIDTHS, Call, grid, invoke, operator, ops, row_costs
 
 
 def gelu_formula(x, approximate="tanh"):
-    """The formula, by functions that do not cancel."""
+    """Compute GELU by functions without cancellation."""
     if approximate == "none":
         return x * 0.5 * torch.erfc(-x * math.sqrt(0.5))
     return x * torch.sigmoid(2 * math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))
@@ -51,7 +46,7 @@ def gelu(draw):
 
 
 def dropout_arguments(draw, chance=1.0):
-    """A probability, 0 in the other calls, and the numbers."""
+    """Draw dropout_p, seed and offset; with a probability of 1 - ``chance`` there is no dropout."""
     if not draw.chance("dropout", chance):
         return 0.0, None, None
     p = draw.choose("dropout_p", (0.1, 0.5, 0.0, 0.9, 1e-6, 1.0))
@@ -60,7 +55,7 @@ def dropout_arguments(draw, chance=1.0):
 
 
 def dropped(x, p, seed, offset):
-    """The formula, with the mask that the op shows, drawn where the seed is."""
+    """Compute dropout with the mask that the op ``dropout_mask`` returns."""
     kept = ops.dropout_mask(x.numel(), p, seed, offset).view(x.shape).to(x.device)
     return x * kept / (1 - p) if p < 1 else x * 0
 
@@ -86,8 +81,5 @@ def dropout(draw):
         formula,
         formula,
         {"x": x},
-        invocations=lambda: [
-            invoke(ops.dropout, x, *arguments),
-            invoke(ops.dropout_mask, x.numel(), *arguments),
-        ],
+        invocations=lambda: [invoke(ops.dropout, x, *arguments), invoke(ops.dropout_mask, x.numel(), *arguments)],
     )

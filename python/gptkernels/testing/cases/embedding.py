@@ -1,14 +1,11 @@
-"""Token embeddings, with GPT-2's positions and alone."""
+"""Token embeddings with and without position embeddings."""
 
 import math
 
-import torch
 import torch.nn.functional as F
 
 from gptkernels import functional as G
-from gptkernels.testing.cases.table import ROWS, TOKENS, WIDTHS, Call, grid, invoke, normal, operator
-
-ops = torch.ops.gptkernels
+from gptkernels.testing.cases.table import ROWS, TOKENS, WIDTHS, Call, grid, invoke, normal, operator, ops
 
 
 @operator(
@@ -20,9 +17,7 @@ ops = torch.ops.gptkernels
         "width": [2, 33, 96],
         "more positions": 2,
     },
-    functions={
-        "encoder_backward": (lambda g: ops.encoder_backward(g, TOKENS.to(g.device), 4, 5), [(2, 3, 3)]),
-    },
+    functions={"encoder_backward": (lambda g: ops.encoder_backward(g, TOKENS.to(g.device), 4, 5), [(2, 3, 3)])},
 )
 def encoder(draw):
     dtype = draw.dtype()
@@ -48,13 +43,7 @@ def encoder(draw):
         ]
 
     return Call(
-        "encoder(tokens, wte, wpe)",
-        ops.encoder,
-        formula,
-        formula,
-        args,
-        tied=("wte", "wpe"),
-        invocations=invocations,
+        "encoder(tokens, wte, wpe)", ops.encoder, formula, formula, args, tied=("wte", "wpe"), invocations=invocations
     )
 
 

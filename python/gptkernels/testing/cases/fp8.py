@@ -1,4 +1,4 @@
-"""float8: quantization, and the layers whose products are of float8 numbers."""
+"""Quantisation to float8, and layers with float8 matmuls."""
 
 import math
 from functools import partial
@@ -12,10 +12,7 @@ from gptkernels.rules.fp8 import CALLS, new_history
 from gptkernels.testing.cases.loss import IGNORED_ROWS, classifier_arguments
 from gptkernels.testing.cases.norm import NORM_SIZES
 from gptkernels.testing.cases.products import linear_products
-from gptkernels.testing.cases.table import Call, invoke, normal, operator
-
-ops = torch.ops.gptkernels
-
+from gptkernels.testing.cases.table import Call, invoke, normal, operator, ops
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -24,12 +21,15 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 
 def values(fp8):
-    """The number of each pattern of bits, in float64."""
+    """Return the number of each of the 256 bit patterns, in float64."""
     return torch.arange(256, dtype=torch.uint8).view(fp8).double()
 
 
 def rounded(x, fp8):
-    """The bits of the nearest number to each of x (float64): ties to even, saturating, NaN for what is not finite."""
+    """Return the bit pattern of the float8 number nearest to each element of x (float64).
+
+    Ties are rounded to even, and too large numbers to the largest one. Elements that are not finite become NaN.
+    """
     grid = values(fp8)[:128].to(x.device)
     grid = grid[grid.isfinite()]
     magnitude = x.abs().nan_to_num(0.0, 0.0).clamp(max=grid[-1])
@@ -42,7 +42,7 @@ def rounded(x, fp8):
 
 
 def composed_norm(x, residual, weight, bias, history, x_bias):
-    """The operators that the fused one stands for."""
+    """Call the separate operators that ``fp8_layernorm`` replaces."""
     if residual is None:
         out, *statistics = ops.layernorm(x, weight, bias, 1e-5)
         sum = x.new_empty(0)
@@ -56,12 +56,15 @@ def fp8_dtype(draw):
 
 
 def fp8_size(draw, name, *others, most=20):
-    """Draws a number of features of a float8 product whose other sizes are known."""
+    """Draw a number of features of a float8 matmul whose other sizes are known."""
     return 16 * draw.size(f"{name} / 16", most, 1, real=draw.room(*others) // 16)
 
 
 def fp8_history(draw, name):
-    """None, that of no call, of some, or of magnitudes that leave no room for what comes; on the CPU."""
+    """Draw an amax history on the CPU: None, without calls, with 3 calls, or with all 16 calls.
+
+    The amaxes may be smaller than the amax of the next call.
+    """
     kind = draw.choose(f"{name}.history", ("none", "new", "some", "full"))
     if kind == "none":
         return None
@@ -73,10 +76,10 @@ def fp8_history(draw, name):
 
 
 def fp8_scale(x, fp8, history):
-    """The scale with which x is rounded, and its own largest magnitude, 0-dim float64 where x is.
+    """Return the scale by which x is divided before it is rounded, and x's amax: 0-dim float64 on x's device.
 
-    The scale is the least power of two with which the magnitude is within the format, whose largest number is 7/8 of a
-    power of two. It is computed without waiting for the device.
+    The scale is the smallest power of two for which amax / scale does not exceed the format's largest number, which is
+    7/8 of a power of two. It is computed without waiting for the device.
     """
     own = x.detach().abs().where(x.isfinite(), 0.0).double()
     own = own.max() if x.numel() else own.sum()
@@ -87,25 +90,25 @@ def fp8_scale(x, fp8, history):
 
 
 def exact_fp8(x, fp8, history):
-    """x as float8, by its definition, and the scale."""
+    """Return x converted to float8 by the definition of rounding, and the scale."""
     scale, _ = fp8_scale(x, fp8, history)
     return rounded(x.detach().double() / scale, fp8).view(fp8), scale
 
 
 def torchs_fp8(x, fp8, history):
-    """x as float8, by torch's conversion, and the scale."""
+    """Return x converted to float8 by torch, and the scale."""
     scale, _ = fp8_scale(x, fp8, history)
     most = LARGEST[fp8]
     return (x.detach().float() / scale).clamp(-most, most).where(x.isfinite(), math.nan).to(fp8), scale
 
 
 def exact_fp8_product(a, b, fast):
-    """a @ b^T of what pairs of float8 numbers and scale say."""
+    """Compute a @ b^T in float64 from pairs of float8 numbers and a scale."""
     return (a[0].double() * a[1]) @ (b[0].double() * b[1]).T
 
 
 def torchs_fp8_product(a, b, fast):
-    """The same in float32; on CUDA on the tensor cores, for sums with as many bits."""
+    """Compute a @ b^T in float32; on CUDA by tensor cores, whose sums have as few bits as the operator's sums."""
     (a, scale_a), (b, scale_b) = a, b
     if a.device.type == "cpu" or not a.numel():
         return (a.float() @ b.float().T) * (scale_a * scale_b)
@@ -117,19 +120,19 @@ def torchs_fp8_product(a, b, fast):
 
 
 def fp8_transposed(pair):
-    """The transposed numbers, with rows of zeros to a multiple of 16."""
+    """Transpose a pair's numbers, after adding rows of zeros up to a multiple of 16."""
     q, scale = pair
     bytes = F.pad(q.view(torch.uint8), (0, 0, 0, -len(q) % 16))
     return bytes.t().contiguous().view(q.dtype), scale
 
 
-FAST_SUMS, SUMS = 2.0**-6, 2.0**-10  # relative errors of the tensor cores' sums of products of float8 numbers
+FAST_SUMS, SUMS = 2.0**-6, 2.0**-10  # relative errors of sums in float8 matmuls on tensor cores
 
 
 class FP8Linear(torch.autograd.Function):
-    """x (N, K), weight (M, K) -> (N, M), wide, with the gradients that float8 layers have.
+    """x (N, K), weight (M, K) -> (N, M) in float32 or float64, with the gradients of float8 layers.
 
-    ``way`` is how numbers are rounded, and how they are multiplied.
+    ``way`` is a pair of functions, which quantise and multiply.
     """
 
     @staticmethod
@@ -168,7 +171,7 @@ def fp8_quantize(draw):
         return read((q, scale)), read((q_t, scale)), *(() if after is None else (after.view(torch.float32),))
 
     def formula(quantise, x):
-        wide = x.float()  # which says the same
+        wide = x.float()  # exact
         q, scale = quantise(wide, fp8, history)
         q_t = fp8_transposed((q.reshape(-1, x.shape[-1]), scale))
         outs = read((q, scale)), read(q_t)
@@ -193,7 +196,7 @@ def fp8_quantize(draw):
     weight=0.5, sizes={"a.rows": [2, 19, 96], "inner / 16": [1, 3, 8], "columns / 16": [1, 2, 16]}, dtypes=BFLOAT16
 )
 def fp8_matmul(draw):
-    """The operands' numbers are rounded to float8 first."""
+    """The arguments are float32 tensors, which are converted to float8 before each call."""
     dtype, fast = fp8_dtype(draw), draw.chance("fast_accumulation", 0.5)
     formats = draw.choose("formats", ((0, 0), (1, 0), (0, 1)))
     a_format, b_format = ((E4M3, E5M2)[i] for i in formats)
@@ -250,7 +253,7 @@ def new_histories(draw, count):
 
 
 def with_copies(function, histories):
-    """The function, called with its own copies of the histories, where its arguments are."""
+    """Return a function that calls ``function`` with copies of the histories on the arguments' device."""
     return lambda *args: function(*args, *(copied(h, args[0].device) for h in histories))
 
 
@@ -260,7 +263,10 @@ def copied(history, device):
 
 @operator(weight=0.5, sizes={**NORM_SIZES, "width": [4, 33, 256]}, dtypes=DTYPES)
 def fp8_layernorm(draw):
-    """The yardstick is the op's parts, which have entries: a norm's last bit decides how a number is rounded."""
+    """Torch's counterpart and the formula are the separate ops, which have entries of their own.
+
+    The last bit of the norm's result decides to which float8 number an element is rounded.
+    """
     dtype, rows = fp8_dtype(draw), draw.rows()
     width = draw.width("width", rows)
     added = draw.chance("has residual", 0.7)
@@ -334,8 +340,8 @@ def fp8_linear(draw):
         return product.view(*x.shape[:-1], outer).to(x.dtype)
 
     def products(tensors):
-        """Those of the numbers rounded to float8."""
-        read = {name: t for name, t in tensors.items() if name != "dbias"}  # the sum of dout's own numbers
+        """Return the matmuls of the operands rounded to float8."""
+        read = {name: t for name, t in tensors.items() if name != "dbias"}  # dbias sums dout before rounding
         forms = (E4M3, histories[0]), (E4M3, None), (E5M2, histories[1])
         for name, form in zip(("x", "weight", "dout"), forms, strict=True):
             q, scale = torchs_fp8(tensors[name], *form)
@@ -362,7 +368,10 @@ def fp8_linear(draw):
     dtypes=BFLOAT16,
 )
 def fp8_mlp(draw):
-    """The yardstick is the op's parts, which have entries: a sum's last bit decides how the next number is rounded."""
+    """Torch's counterpart and the formula are the separate ops, which have entries of their own.
+
+    The last bit of the first layer's result decides to which float8 number an element is rounded.
+    """
     dtype, rows = fp8_dtype(draw), draw.rows()
     width = fp8_size(draw, "width", math.prod(rows), most=8)
     hidden = fp8_size(draw, "hidden", math.prod(rows), width)
@@ -399,17 +408,15 @@ def fp8_mlp(draw):
 
 @operator(
     weight=0.5,
-    sizes={
-        **IGNORED_ROWS,
-        "width": 16,
-        "columns / 16": [1, 13, 64],
-        "inner / 16": [1, 3, 4],
-    },
+    sizes={**IGNORED_ROWS, "width": 16, "columns / 16": [1, 13, 64], "inner / 16": [1, 3, 4]},
     variants={"": {}, "float8 logits": {"fp8_logits": True, "reduction": "sum", "chunk_size": 16}},
     dtypes=DTYPES,
 )
 def fp8_linear_cross_entropy(draw):
-    """The yardstick multiplies the float8 numbers of the op's parts: a logit's last bit decides how one is rounded."""
+    """Torch's counterpart and the formula multiply the float8 numbers that the separate ops compute.
+
+    The last bit of a logit decides to which float8 number its gradient is rounded.
+    """
     dtype = draw.choose("dtype", DTYPES)
     wide = torch.float32 if dtype == torch.float16 else dtype
     rows, _, _, ignore_index, targets = classifier_arguments(draw)
@@ -430,9 +437,9 @@ def fp8_linear_cross_entropy(draw):
         return ops.fp8_linear_cross_entropy_with_gradients(x, weight, targets, *options, fp8_logits, [True, True])
 
     def logits_of(x, weight, chunk):
-        """The logits of each chunk.
+        """Compute the logits of each chunk.
 
-        On a CPU with AMX, torch's bfloat16 product spreads a NaN to a neighbouring row (docs/notes/linear.md).
+        On a CPU with AMX, torch's bfloat16 matmul spreads a NaN to a neighbouring row (docs/notes/linear.md).
         """
         if not fp8_logits:
             finite = torch.where(x.isnan(), 0.0, x)
@@ -442,7 +449,7 @@ def fp8_linear_cross_entropy(draw):
         return [ops.fp8_matmul(some, weight, scale_x, scale, None, dtype, True) for some in x.split(chunk)]
 
     def parts(multiply, nudge, x, weight, targets):
-        """With each dlogit times ``nudge`` before it is rounded to float8."""
+        """Compute loss, dx and dweight. dlogits are multiplied by ``nudge`` before they are rounded to float8."""
         x, weight = x.to(dtype), weight.to(dtype)
         flat, classes = x.reshape(-1, inner), targets.reshape(-1)
         chunk = max(len(flat), 1) if chunk_size == -1 else math.ceil(chunk_size / 16) * 16

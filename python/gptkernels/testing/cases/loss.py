@@ -1,4 +1,4 @@
-"""Cross-entropy: of logits, and of the LM head's product."""
+"""Cross-entropy of logits, and of the LM head's matmul."""
 
 import math
 from functools import partial
@@ -8,13 +8,11 @@ import torch.nn.functional as F
 
 from gptkernels import functional as G
 from gptkernels.testing.cases.products import torchs_linear
-from gptkernels.testing.cases.table import ROWS, TOKENS, WIDTHS, Call, grid, invoke, normal, operator, wide
-
-ops = torch.ops.gptkernels
+from gptkernels.testing.cases.table import ROWS, TOKENS, WIDTHS, Call, grid, invoke, normal, operator, ops, wide
 
 
 def classifier_arguments(draw):
-    """Logits' rows and width, V, ignore_index, targets."""
+    """Draw the logits' rows and width, V, ignore_index and targets."""
     rows = draw.rows("rows", 3)
     width = draw.width("width", rows)
     vocab_size = draw.size("vocab_size", width, 1, real=width) if draw.chance("padded", 0.3) else width
@@ -28,7 +26,7 @@ def classifier_arguments(draw):
 
 
 def losses_of(logits, targets, vocab_size, ignore_index, loss):
-    """``loss`` of each row's used logits and target. An ignored row has a loss of 0 and no gradient."""
+    """Compute ``loss`` for each row's first V logits and target. An ignored row has a loss of 0 and no gradient."""
     kept = targets != ignore_index
     used = torch.where(kept.unsqueeze(-1), logits[..., :vocab_size], 0.0)
     return torch.where(kept, loss(used, targets.long().where(kept, 0).unsqueeze(-1)).squeeze(-1), 0.0)
@@ -40,7 +38,7 @@ def torchs_loss(logits, target):
 
 
 class RoundedGradientLoss(torch.autograd.Function):
-    """``torchs_loss``, but its gradient is rounded to a dtype before it is multiplied by the losses' gradient."""
+    """``torchs_loss`` whose gradient is rounded to a dtype before it is multiplied by the losses' gradient."""
 
     @staticmethod
     def forward(ctx, logits, target, dtype):
@@ -58,7 +56,7 @@ class RoundedGradientLoss(torch.autograd.Function):
 
 
 def exact_loss(logits, target):
-    """The formula. Where the target has nearly all of the probability, no digit of the others' is lost."""
+    """Compute the loss so that it is exact even if the target has nearly all of the probability."""
     finite = logits.amax(-1, keepdim=True).isfinite()
     used = torch.where(finite, logits, 0.0)
     largest = used.argmax(-1, keepdim=True)
@@ -78,7 +76,7 @@ PADDED = [
 
 
 def classifier(draw, in_place):
-    """A call of ``fused_classifier`` or of ``fused_classifier_``."""
+    """Draw a call of ``fused_classifier`` or of ``fused_classifier_``."""
     dtype = draw.dtype()
     rows, width, vocab_size, ignore_index, targets = classifier_arguments(draw)
     logits = draw.tensor("logits", (*rows, width), dtype, 3, huge=1e30)
@@ -117,10 +115,7 @@ def classifier(draw, in_place):
     weight=0.6,
     sizes={**IGNORED_ROWS, "width": [4, 513, 5056], "padded": True, "vocab_size": [3, 501, 5000]},
     functions={
-        "fused_classifier, all outputs": (
-            lambda x: ops.fused_classifier(x, TOKENS.to(x.device), 4, 0),
-            [(2, 3, 5)],
-        ),
+        "fused_classifier, all outputs": (lambda x: ops.fused_classifier(x, TOKENS.to(x.device), 4, 0), [(2, 3, 5)]),
         **{
             f"fused_classifier_backward, {len(dlosses)} dimensions": (
                 lambda g, x: ops.fused_classifier_backward(g, x),
@@ -137,7 +132,7 @@ def fused_classifier(draw):
 def losses_in_place(logits):
     logits = logits * 1
     losses = ops.fused_classifier_(logits, TOKENS.to(logits.device), 4)
-    return losses, logits  # which are dlogits now
+    return losses, logits  # the logits are dlogits now
 
 
 @operator(
@@ -201,12 +196,7 @@ def linear_cross_entropy(draw):
     if chunk_size is not None:
         chunk_size = max(chunk_size, math.prod(rows) // 30)
     reduction = draw.choose("reduction", ("mean", "sum", "none"))
-    options = {
-        "vocab_size": vocab_size,
-        "ignore_index": ignore_index,
-        "reduction": reduction,
-        "chunk_size": chunk_size,
-    }
+    options = {"vocab_size": vocab_size, "ignore_index": ignore_index, "reduction": reduction, "chunk_size": chunk_size}
 
     def formula(linear, loss, x, weight, targets):
         losses = losses_of(wide(linear(x, weight)), targets, vocab_size, ignore_index, loss)
@@ -219,7 +209,7 @@ def linear_cross_entropy(draw):
             return G.linear_cross_entropy(x, weight, targets, **options)
         return ops.linear_cross_entropy(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size or -1)
 
-    # No denormals: the gradient is rounded to the dtype before the backward scales it.
+    # x and the weight are not denormal, because the gradient is rounded to the dtype before the backward scales it.
     x = draw.tensor("x", (*rows, inner), dtype, special="nan", denormal=False)
     weight = draw.tensor("weight", (width, inner), dtype, inner**-0.5, special="none", denormal=False)
 

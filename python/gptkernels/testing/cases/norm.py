@@ -1,4 +1,4 @@
-"""Layer norm, alone and of a sum."""
+"""Layernorm, alone and of a sum with a residual."""
 
 import math
 from functools import partial
@@ -8,13 +8,11 @@ import torch.nn.functional as F
 
 from gptkernels import functional as G
 from gptkernels.testing.cases.elementwise import dropout_arguments, dropped
-from gptkernels.testing.cases.table import ROWS, WIDTHS, Call, grid, invoke, largest_of, operator, row_costs
-
-ops = torch.ops.gptkernels
+from gptkernels.testing.cases.table import ROWS, WIDTHS, Call, grid, invoke, largest_of, operator, ops, row_costs
 
 
 def standardised(x, eps):
-    """(x - mean) / sqrt(variance + eps). The mean's rounding, large where x is far from 0, is subtracted too."""
+    """Compute (x - mean) / sqrt(variance + eps). Subtracting the mean twice removes the mean's rounding error."""
     centred = x - x.mean(-1, keepdim=True)
     centred = centred - centred.mean(-1, keepdim=True)
     return centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -27,7 +25,7 @@ def layernorm_formula(x, weight, bias, eps=1e-5):
 
 
 def residual_layernorm_formula(x, residual, weight, bias, eps=1e-5, dtype=torch.float64):
-    """The norm and the sum. The norm's argument is the sum as it is returned: rounded to ``dtype``."""
+    """Compute the norm and the sum. The norm reads the sum after it is rounded to ``dtype``."""
     total = x + residual
     rounding = total.detach().to(dtype).double() - total.detach()
     total = total + torch.where(total.isfinite(), rounding, 0)
@@ -35,17 +33,17 @@ def residual_layernorm_formula(x, residual, weight, bias, eps=1e-5, dtype=torch.
 
 
 def norm_arguments(draw, inputs):
-    """Inputs, weight, bias, how many dimensions are normalised, and eps.
+    """Draw the inputs, weight, bias, the normalised shape, eps, and whether to call the function of ``functional``.
 
-    All but x may be float32 where x has 16 bits.
+    If x has 16 bits, all other arguments may be float32.
     """
     dtype = draw.dtype()
     rows = draw.rows()
     dims = draw.choose("normalised dims", (1, 2), (9, 1))
     normalised = tuple(draw.size(f"normalised{i}", 12, 1) for i in range(dims - 1))
     normalised += (draw.width("width", (*rows, *normalised)),)
-    huge = min(1e14, torch.finfo(dtype).max / 4)  # two of which do not overflow
-    # No denormal weights and gradients: their product, rounded, is still to be multiplied by up to eps**-0.5.
+    huge = min(1e14, torch.finfo(dtype).max / 4)  # the sum of two such numbers does not overflow
+    # The weight is not denormal, because dout * weight is rounded before it is multiplied by rstd, up to eps**-0.5.
     mixed = len(inputs) > 1 and draw.chance("mixed", 0.1) and dtype.itemsize == 2
     wide = torch.float32 if mixed else dtype
     args = {name: draw.tensor(name, (*rows, *normalised), dtype if name == "x" else wide, huge=huge) for name in inputs}
@@ -57,7 +55,7 @@ def norm_arguments(draw, inputs):
 
 
 def flat(exact, dims):
-    """The formula over one dimension, of several as one."""
+    """Return a function that flattens the last ``dims`` dimensions for the formula over one dimension."""
 
     def function(*args):
         found = exact(*(None if t is None else t.flatten(-dims) for t in args[:-1]), args[-1])
@@ -68,9 +66,9 @@ def flat(exact, dims):
 
 
 def torchs_layer_norm(x, shape, weight, bias, eps):
-    """F.layer_norm by at most 65 536 rows. For more, torch's backward on CUDA writes outside its memory or fails.
+    """Call F.layer_norm for at most 65 536 rows at a time.
 
-    See docs/notes/layernorm.md.
+    With more rows, torch's backward on CUDA fails or writes outside its memory (docs/notes/layernorm.md).
     """
     rows = x.flatten(0, -len(shape) - 1) if x.dim() > len(shape) else x[None]
     parts = [F.layer_norm(part, shape, weight, bias, eps) for part in rows.split(2**16)]
@@ -78,7 +76,10 @@ def torchs_layer_norm(x, shape, weight, bias, eps):
 
 
 def norm_noise(args, eps):
-    """The error of a row of equal numbers, for which torch gives exactly 0: a number's second rounding, times rstd."""
+    """Return the error for a row of equal numbers, for which torch's result is exactly 0.
+
+    It is at most 2^-42 of a number's magnitude, multiplied by rstd.
+    """
     return 2.0**-42 * largest_of(args) / math.sqrt(eps)
 
 
@@ -94,7 +95,7 @@ def layernorm_backward(dout, x, weight, mask):
 
 
 def residual_backward(op, more, dout, dsum, total, weight=None):
-    """The gradients by one of the three backward ops, with ``more`` arguments."""
+    """Call one of the three backward ops with ``more`` arguments."""
     _, mean, rstd = ops.layernorm(total, weight, None)
     return op(dout, dsum, total, weight, mean, rstd, *more(total))
 
@@ -191,7 +192,7 @@ def layernorm(draw):
     },
 )
 def residual_layernorm(draw):
-    """Where x has 16 bits, the residual and the parameters may be float32: out has x's dtype, the sum theirs."""
+    """If x is 16-bit, residual and parameters may be float32. Then out has x's dtype, the sum the residual's dtype."""
     args, shape, eps, functional = norm_arguments(draw, ("x", "residual"))
     dtype, wide = args["x"].dtype, args["residual"].dtype
     args["x_bias"] = draw.tensor("x_bias", shape, wide, special="nan") if draw.chance("has x_bias", 0.4) else None
@@ -226,7 +227,7 @@ def residual_layernorm(draw):
             ]
         return [invoke(ops.residual_layernorm, x, residual, weight, bias, *options), *backward]
 
-    # The op supports a float32 residual with a 16-bit x, if all else is float32 too, or absent.
+    # The op supports a float32 residual with a 16-bit x, if all other arguments are float32 or absent.
     mixed = wide != dtype or (dtype.itemsize == 2 and args["weight"] is None and args["bias"] is None)
     return Call(
         f"residual_layernorm(x, residual, weight, bias, {eps}, x_bias, {p}, {seed}, {offset})",

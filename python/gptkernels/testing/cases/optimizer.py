@@ -1,13 +1,11 @@
-"""The norm of a list of tensors, and AdamW."""
+"""The norm of a list of tensors, and AdamW's step."""
 
 import math
 
 import torch
 
-from gptkernels.testing.cases.table import Call, invoke, operator
+from gptkernels.testing.cases.table import Call, invoke, operator, ops
 from gptkernels.testing.draw import FLOATING
-
-ops = torch.ops.gptkernels
 
 
 def shapes(draw, most):
@@ -39,18 +37,17 @@ def global_norm(draw):
         args[f"tensors{i}"] = draw.tensor(f"tensors{i}", shape, dtype, huge=1e30, denormal=dtype != torch.float64)
 
     def exact(*tensors):
-        """The gradient of a norm of 0 is 0."""
         return torch.linalg.vector_norm(torch.cat([t.double().flatten() for t in tensors]))
 
     def torchs(*tensors):
-        """As torch.nn.utils.get_total_norm, in float32; a power of 2 keeps the squares in float32's range."""
+        """Compute torch.nn.utils.get_total_norm in float32, with a power of 2 that keeps squares in float32's range."""
         largest = torch.stack([t.detach().double().abs().amax() for t in tensors if t.numel()] or [draw.number(0)])
         exponent = torch.frexp(largest.amax()).exponent.clamp(-126, 126)
         scale = torch.where(largest.isfinite().all(), (-exponent).double().exp2(), 1.0).float()
         norms = [torch.linalg.vector_norm(t.float() * scale) for t in tensors]
         return torch.linalg.vector_norm(torch.stack(norms)) / scale
 
-    # The norm is float32, and so are the digits of a float64 tensor's gradient: no rule of float64 holds for it.
+    # A float64 tensor's gradient is only as exact as the float32 norm, and cannot satisfy the rule for float64.
     doubles = tuple(name for name, t in args.items() if t.dtype == torch.float64)
     return Call(
         "global_norm(tensors)",
@@ -101,11 +98,11 @@ def adamw_(draw):
         args[f"exp_avg_sqs{i}"] = squares.abs() + 1e-2
         if masters:
             drawn = draw.tensor(f"masters{i}", shape, wide, special="none").contiguous()
-            near = args[f"params{i}"].float() * (1 + 2**-13)  # rounds to the parameter
+            near = args[f"params{i}"].float() * (1 + 2**-13)  # this rounds to the parameter
             args[f"masters{i}"] = torch.where(drawn > 0, drawn, near)
     parts = 5 if masters else 4
     exact_scale = 1.0 if scale is None else torch.tensor(scale, dtype=torch.float32).item()
-    norm = 3.0  # what is clipped is not this list's own norm: only the number counts
+    norm = 3.0  # the op reads the norm as an argument and does not compute it
 
     def split(tensors):
         return [list(tensors[i::parts]) for i in range(parts)]
@@ -131,7 +128,7 @@ def adamw_(draw):
         return tuple(t for i, part in enumerate(lists) if i != 1 for t in part)
 
     def formula(*tensors):
-        """torch.optim.AdamW's step in the dtype of the arguments, and what is rounded of it."""
+        """Compute torch.optim.AdamW's step in float32 or float64, and round the results to the arguments' dtypes."""
         lists = [[t.clone() for t in part] for part in split(tensors)]
         doubles = all(t.dtype == torch.float64 for t in tensors)
         params, grads, exp_avgs, exp_avg_sqs = lists[:4]

@@ -7,18 +7,15 @@ import torch.nn.functional as F
 
 from gptkernels import functional as G
 from gptkernels.testing.cases.elementwise import gelu_formula
-from gptkernels.testing.cases.table import ROWS, Call, Cost, grid, invoke, nbytes, normal, operator
+from gptkernels.testing.cases.table import ROWS, Call, Cost, grid, invoke, nbytes, normal, operator, ops
 
-ops = torch.ops.gptkernels
-
-
-LONG_SUM = 2**14  # terms
-# (K, M): each awkward width on either side.
+LONG_SUM = 2**14  # terms of a long sum
+# (K, M): every size of WIDTHS as K or M.
 LINEAR_SIZES = [
     (1, 1), (1, 50257), (2, 3), (3, 2), (7, 17), (17, 768), (33, 127), (127, 33), (768, 7), (3, 1600), (1600, 33),
     (17, 4097), (4097, 3), (50257, 2), (64, 256),
 ]  # fmt: skip
-# (C, F): a multiple of 8 as F lets cuBLASLt fuse the GELU.
+# (C, F): cuBLASLt fuses the GELU if F is a multiple of 8.
 MLP_SIZES = [
     (1, 1), (2, 3), (3, 8), (7, 17), (8, 50257), (17, 7), (33, 127), (127, 33), (3, 768), (768, 7), (8, 1600),
     (1600, 8), (17, 4097), (4097, 3), (64, 256),
@@ -26,9 +23,9 @@ MLP_SIZES = [
 
 
 class Linear(torch.autograd.Function):
-    """x @ weight.T + bias of matrices, and its gradients, by the calls of torch's BLAS that our operators make.
+    """x @ weight.T + bias of matrices, and its gradients, by the same BLAS calls as our operators, which round alike.
 
-    Other calls round in other ways: F.linear takes one row for a vector. ``chunk`` is how many rows go together.
+    F.linear, for example, calls a matrix-vector function for one row. ``chunk`` is the number of rows in a call.
     """
 
     @staticmethod
@@ -46,9 +43,9 @@ class Linear(torch.autograd.Function):
 
 
 def linear_products(tensors, accumulation=(0.0, 0.0)):
-    """The products of a linear layer, for ``Call.products``.
+    """Yield the matmuls of a linear layer, for ``Call.products``.
 
-    ``accumulation`` is for the sums over features, and for those over rows.
+    ``accumulation`` has the relative errors of sums over features and of sums over rows.
     """
     matrices = {
         name: tensors[name].flatten(0, -2) if tensors[name].dim() > 1 else tensors[name][None]
@@ -103,7 +100,7 @@ def linear(draw):
     n = math.prod(rows)
     inner = draw.width("inner", rows, real=draw.room(n))
     width = draw.size("width", max(draw.most_elements // max(inner, n), 16), 1, real=draw.room(n, inner))
-    # x86's products of bfloat16 (vdpbf16ps) take denormals for 0, and 0 times infinity is NaN.
+    # x86's instruction for bfloat16 (vdpbf16ps) reads denormals as 0, and 0 times infinity is NaN.
     denormal = dtype != torch.bfloat16 or draw.device.type != "cpu"
     args = {
         "x": draw.tensor("x", (*rows, inner), dtype, denormal=denormal),
@@ -177,7 +174,7 @@ def mlp(draw):
     recompute_gelu = draw.chance("recompute_gelu", 0.3)
 
     def products(tensors):
-        """Return all products but those of the gradient between the two layers, which is not an output."""
+        """Return all matmuls except those with the gradient of pre_gelu, which is not an output."""
         pre_gelu, post_gelu = (t.to(tensors["x"].device) for t in ops.mlp(*args.values())[1:])
         first = {"x": tensors["x"], "weight": tensors["fc_weight"], "bias": tensors["fc_bias"], "out": pre_gelu}
         second = {"x": post_gelu, "weight": tensors["proj_weight"], "bias": tensors["proj_bias"]}

@@ -1,4 +1,4 @@
-"""Softmax over rows, and over the part of a row that a causal mask leaves."""
+"""Softmax of rows, and causal softmax."""
 
 import math
 from functools import partial
@@ -7,17 +7,13 @@ import torch
 import torch.nn.functional as F
 
 from gptkernels import functional as G
-from gptkernels.testing.cases.table import ROWS, WIDTHS, Call, Cost, grid, invoke, nbytes, operator, row_costs
+from gptkernels.testing.cases.table import ROWS, WIDTHS, Call, Cost, grid, invoke, nbytes, operator, ops, row_costs
 
-ops = torch.ops.gptkernels
-
-
-# Widths around those at which a row moves from registers to shared memory, to a cluster, and to none of them.
+# Widths near those at which the kernel keeps a row in registers, in shared memory, in a cluster, or reads it again.
 KEPT = [8, 64, 100, 120, 250, 256, 520, 1000, 1536, 2304, 8200, 33000, 65536, 70001, 110000, 150000, 262144, 1000003]
 
 
 def softmax_formula(x):
-    """The formula, over the last dimension."""
     weights = torch.exp(x - x.amax(-1, keepdim=True))
     return weights / weights.sum(-1, keepdim=True)
 
@@ -50,7 +46,7 @@ def masked(scores):
 
 
 def causal_costs(scores):
-    """The forward reads the lower triangle and writes the square."""
+    """Return the costs. The forward reads the lower triangle and writes the whole square."""
     square, numbers = nbytes(scores), scores.numel()
     return Cost(square * 3 // 2, 5 * numbers // 2), Cost(2 * square, 2 * numbers)
 
@@ -60,7 +56,6 @@ def torchs_causal_softmax(scores, scale=1.0):
 
 
 def causal_softmax_formula(scores, scale=1.0):
-    """The formula, over the last dimension."""
     return softmax_formula(masked(scores * scale))
 
 
@@ -72,10 +67,7 @@ def causal_softmax_formula(scores, scale=1.0):
     autocast="float32 on CUDA",
     sizes={"lead.rows": [1, 2, 2], "tokens": [3, 33, 128], "scale": 0.125},
     functions={
-        "causal_softmax_backward": (
-            lambda g, out: ops.causal_softmax_backward(g, out, 0.5),
-            [(2, 3, 3), (2, 3, 3)],
-        )
+        "causal_softmax_backward": (lambda g, out: ops.causal_softmax_backward(g, out, 0.5), [(2, 3, 3), (2, 3, 3)])
     },
 )
 def causal_softmax(draw):
@@ -87,7 +79,7 @@ def causal_softmax(draw):
     scores = draw.tensor("scores", (*lead, tokens, tokens), dtype, 3)
 
     def alone(function):
-        """The function without what is above the diagonal, also in a row of NaN and in the gradient."""
+        """Make scores above the diagonal affect neither result nor gradient, even in a row that contains NaN."""
 
         def of(scores):
             if not scores.numel():
