@@ -2,6 +2,7 @@
 
 import collections
 import contextlib
+import dataclasses
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from gptkernels.testing.cases import OPERATORS, ORDINARY, Case
 from gptkernels.testing.cases.table import ROWS, WIDTHS
+from gptkernels.testing.checks import hold_to_the_rule
 from gptkernels.testing.draw import VIEWS, as_view  # noqa: F401
 from gptkernels.testing.exactness import (  # noqa: F401
     Errors,
@@ -192,6 +194,12 @@ def call_of(name, dtype, device, **choices):
     """Return a call of an operator of the table with these choices; all other choices are an ordinary call's."""
     operator = OPERATORS[name]
     return Case(operator, next(iter(operator.variants))).call(ORDINARY, dtype, device, **choices)
+
+
+def check_call(name, dtype, device, choices, **args):
+    """Hold a call of the table to the rule of exactness, with ``args`` in place of its arguments of these names."""
+    call = call_of(name, dtype, device, **choices)
+    hold_to_the_rule(dataclasses.replace(call, args={**call.args, **args}))
 
 
 # ---- errors ----------------------------------------------------------------------------------------------------------
