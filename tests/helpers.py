@@ -225,10 +225,9 @@ def assert_raises(error, match, call, /, *args, **options):
 
 
 def run_python(program, *arguments, **environment):
-    """Run a program in another process; return its exit status and all that it printed."""
+    """Run a program in another process, and return its ``subprocess.CompletedProcess``."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
-    return done.returncode, done.stdout + done.stderr
+    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
 
 
 # ---- random bits -----------------------------------------------------------------------------------------------------
