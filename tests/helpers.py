@@ -227,7 +227,8 @@ def assert_raises(error, match, call, /, *args, **options):
 def run_python(program, *arguments, **environment):
     """Run a program in another process, and return its ``subprocess.CompletedProcess``."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
 
 
 # ---- random bits -----------------------------------------------------------------------------------------------------
