@@ -182,7 +182,7 @@ def test_dropout(wide, low, probabilities, device):
 @both_forms
 @pytest.mark.parametrize(("wide", "low"), [SAME, MIXED], ids=str)
 def test_recomputed_gelu(wide, low, approximate, device):
-    """All other outputs keep their bits, and the gradients are those of a forward whose GELU is computed by ops.gelu."""
+    """All other outputs keep their bits, and the gradients are those of a forward with a GELU computed by ops.gelu."""
     args = arguments(wide, low, device)
     *outputs, post = ops.layer(*args, *options(approximate), keep_post_gelu=False)
     assert post.shape == (0,)

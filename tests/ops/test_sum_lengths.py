@@ -39,7 +39,7 @@ def dtype(request, device):
 
 
 def windows(rows, terms, dtype, device):
-    """Return (rows, terms): 8 neighbouring terms are 1, 2, ... 128, all others are 0. In half of the rows they are at an end."""
+    """Return (rows, terms): 1, 2, ... 128 in 8 neighbouring terms, at an end in half of the rows, and 0 elsewhere."""
     first = torch.arange(rows, device=device) * 7919 % (terms - 7)
     first[::4] = terms - 8
     first[1::4] = 0
