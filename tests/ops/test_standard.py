@@ -1,9 +1,11 @@
 """Tests of every operator, generated from the table of operators. An operator's own file has its special tests."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gptkernels.testing import checks
 from gptkernels.testing.cases import CASES, ODD, OPERATORS, ORDINARY, SMALL, Case
@@ -201,12 +203,47 @@ def test_autocast(case, low, device):
             assert gradient.dtype == dtype
 
 
-@all_cases
-def test_tensors_on_different_devices(case, device, on_cuda):
-    call = case.call(SMALL, case.opcheck_dtype(), device)
-    for name in [name for name in call.tied if call.args[name] is not None][1:]:
-        with raises(case.operator.name, f"{name} is on cpu", "is on cuda"):
-            call.ours(*{**call.args, name: call.args[name].cpu()}.values())
+# Arguments with any number of rows or columns, or with any shape.
+ANY_ROWS = [
+    *("attn_mask", "weight", "proj_weight", "mlp_proj_weight", "head", "wpe"),
+    *("saved", "x_t", "weight_t", "fc_weight_t"),
+]
+ANY_COLUMNS, ANY_SHAPE = ("dlogits",), ("tensors", "steps")
+# With another shape, these would have an index outside of their memory or of another tensor's.
+INDICES = ("tokens", "targets", "sequences", "lengths", "wte", "dwte")
+OF_PARTS = ("layer", "layer_backward", "fp8_layer", "fp8_layer_backward")  # errors may name other ops' arguments
+
+
+def wrong_tensors(t, name):
+    """Yield tensors that an op must refuse in place of the argument t, and fragments of the errors."""
+    refused = "must .*got"
+    if name != "attn_mask":
+        yield t.to(torch.int64 if t.is_floating_point() else torch.float32), (refused, name)
+    if t.is_floating_point() and name != "tensors":
+        yield t.to(torch.float64 if t.dtype == torch.float32 else torch.float32), (refused,)
+    if t.is_cuda and name != "steps":
+        yield t.cpu(), ("is on cpu",)
+    if name in (*INDICES, *ANY_SHAPE):
+        return
+    yield t[None], (refused,)
+    if t.dim() and name not in ANY_ROWS:
+        yield t[:-1], (refused,)
+    if t.dim() and name not in ANY_COLUMNS:
+        yield t[..., :-1], (refused,)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name != "embedding"], ids=lambda case: case.name)
+def test_wrong_dtypes_shapes_and_devices_are_refused(case, device):
+    """Each tensor is replaced in turn. An op's first tensor may have another shape or device; the others must fit."""
+    for op, args, kwargs in case.call(SMALL, case.opcheck_dtype(), device).invocations():
+        leaves, structure = tree_flatten(args)
+        names = [op._schema.arguments[i].name for i, arg in enumerate(args) for _ in tree_leaves(arg)]
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        for i in places:
+            for wrong, fragments in itertools.islice(wrong_tensors(leaves[i], names[i]), 1 if i == places[0] else None):
+                changed = tree_unflatten([*leaves[:i], wrong, *leaves[i + 1 :]], structure)
+                with torch.no_grad(), raises(r"gptkernels::\w+: ", *fragments[: 1 if op._opname in OF_PARTS else 2]):
+                    op(*changed, **kwargs)
 
 
 MATMULS = ("linear", "mlp", "attention_probabilities")
