@@ -442,12 +442,8 @@ def test_padding_of_the_vocabulary(device):
 def test_bad_input(device):
     tokens, wte, wpe = inputs(2, 3, 8, torch.float32, device)
     dout = ops.encoder(tokens, wte, wpe)
-    refused(ops.encoder, (tokens.float(), wte, wpe), "tokens must be int64 or int32", "float32")
     refused(ops.encoder, (tokens[0], wte, wpe), "tokens must have 2 dimensions", r"\(3\)")
-    refused(ops.encoder, (tokens, wte.long(), wpe), "wte must be float64", "int64")
     refused(ops.encoder, (tokens, wte[0], wpe), "wte must have 2 dimensions", r"\(8\)")
-    refused(ops.encoder, (tokens, wte, wpe[:, :7]), r"wpe must have shape \(5, 8\)", r"\(5, 7\)")
-    refused(ops.encoder, (tokens, wte, wpe.double()), "wpe must have the dtype of wte", "float32", "float64")
     refused(ops.encoder, (tokens, wte, wpe[:2]), "tokens of length 3", "there are 2")
     refused(ops.encoder_backward, (dout[:, :2], tokens, 13, 5), r"dout must have shape \(2, 3, 8\)", r"\(2, 2, 8\)")
     refused(ops.encoder_backward, (dout, tokens, 13, 2), "tokens of length 3", "there are 2")
@@ -516,12 +512,6 @@ except Exception as error:
     printed = done.stdout + done.stderr
     assert "device-side assert" in printed
     assert name in printed
-
-
-def test_tensors_on_different_devices(device, on_cuda):
-    tokens, wte, wpe = inputs(2, 3, 8, torch.float32, device)
-    refused(ops.encoder, (tokens.cpu(), wte, wpe), "tokens is on cpu", "wte is on cuda")
-    refused(ops.encoder, (tokens, wte, wpe.cpu()), "wpe is on cpu", "wte is on cuda")
 
 
 @pytest.mark.large

@@ -90,16 +90,8 @@ def test_huge_and_tiny_values(approximate, dtype, device):
 
 def test_bad_input(device):
     x = randn(5, 8, dtype=torch.float32, device=device)
-    refused(ops.gelu, (x.long(),), "x must be float64", "int64")
     refused(ops.gelu, (x,), "approximate must be 'tanh' or 'none'", "'erf'", approximate="erf")
     refused(ops.gelu_backward, (x, x), "approximate must be 'tanh' or 'none'", "''", approximate="")
-    refused(ops.gelu_backward, (x[0], x), r"dout must have shape \(5, 8\)", r"\(8\)")
-    refused(ops.gelu_backward, (x.double(), x), "dout must have the dtype of x", "float32", "float64")
-
-
-def test_tensors_on_different_devices(device, on_cuda):
-    x = randn(5, 8, dtype=torch.float32, device=device)
-    refused(ops.gelu_backward, (x.cpu(), x), "dout is on cpu", "x is on cuda")
 
 
 @pytest.mark.large

@@ -10,7 +10,6 @@ from helpers import (
     assert_as_exact_with_gradients,
     count_flops,
     double,
-    raises,
     randn,
     refused,
     tf32,
@@ -92,15 +91,9 @@ def test_flops_without_dx(device):
 
 
 def test_bad_input(device):
-    x, weight, bias = inputs(5, 8, 3, torch.float32, device)
+    x, weight, _ = inputs(5, 8, 3, torch.float32, device)
     refused(ops.linear, (x.sum(), weight), "x", "at least 1 dimension")
-    refused(ops.linear, (x.long(), weight), "x must be float64", "int64")
     refused(ops.linear, (x, weight[:, :7]), r"weight must have shape \(out_features, 8\)", r"\(3, 7\)")
-    refused(ops.linear, (x, weight[0]), r"weight must have shape \(out_features, 8\)", r"\(8\)")
-    refused(ops.linear, (x, weight, bias[:2]), r"bias must have shape \(3\)", r"\(2\)")
-    refused(ops.linear, (x, weight.double()), "weight must have the dtype of x", "float32", "float64")
-    with raises("linear_backward", r"dout must have shape \(5, 3\)", r"\(4, 3\)"):
-        ops.linear_backward(randn(4, 3, dtype=torch.float32, device=device), x, weight, [True] * 3)
 
 
 def test_tf32_is_used_only_if_torch_allows_it(device, on_cuda):

@@ -113,22 +113,16 @@ def test_autocast_follows_layer_norm(has_x_bias, low, device):
 
 
 def test_bad_input(device):
-    op, backward = ops.residual_layernorm, ops.residual_layernorm_backward
     x, residual, weight, bias = inputs(5, 8, torch.float32, device)
-    refused(op, (x.sum(), x.sum(), None, None), "x", "at least 1 dimension")
-    refused(op, (x.long(), residual, None, None), "x must be float64", "int64")
-    refused(op, (x, residual[:1], None, None), r"residual must have shape \(5, 8\)", r"\(1, 8\)")
-    refused(op, (x, residual.bfloat16(), None, None), "residual must have the dtype of x", "float32", "bfloat16")
-    refused(op, (x, residual, weight[:7], bias), r"weight must have shape \(8\)", r"\(7\)")
-    refused(op, (x, residual, weight, bias[None]), r"bias must have shape \(8\)", r"\(1, 8\)")
-    refused(op, (x, residual, weight, bias, 1e-5, bias[:7]), "x_bias must have shape", r"\(8\)")
-    refused(op, (x, residual, weight, bias, 1e-5, bias.double()), "x_bias must have the dtype of x")
+    refused(ops.residual_layernorm, (x.sum(), x.sum(), None, None), "x", "at least 1 dimension")
+    refused(
+        ops.residual_layernorm, (x, residual, weight, bias, 1e-5, bias[:7]), r"x_bias must have shape \(8\)", r"\(7\)"
+    )
     with pytest.raises(ValueError, match="x_bias must have shape"):
         G.residual_layer_norm(x, residual, (8,), weight, bias, x_bias=bias[:7])
-    _, total, mean, rstd = op(x, residual, weight, bias)
-    refused(backward, (x[:4], None, total, weight, mean, rstd, [True] * 3), "dout must have shape", r"\(4, 8\)")
-    refused(backward, (x, x[:4], total, weight, mean, rstd, [True] * 3), "dsum must have shape", r"\(4, 8\)")
-    refused(backward, (x, x, total, weight, mean, rstd.double(), [True] * 3), "rstd must be float32", "float64")
+    _, total, mean, rstd = ops.residual_layernorm(x, residual, weight, bias)
+    saved = total, weight, mean, rstd, [True] * 3
+    refused(ops.residual_layernorm_backward, (x, x[:4], *saved), "dsum must have shape", r"\(4, 8\)")
 
 
 # ---- dropout ---------------------------------------------------------------------------------------------------------
@@ -188,11 +182,6 @@ def test_bad_dropout_input(device):
     refused(ops.residual_layernorm, (*args, 1e-5, None, 1.5, seed, offset), r"dropout_p must be from 0 to 1, got 1\.5")
     refused(ops.residual_layernorm, (*args, 1e-5, None, 0.5), r"seed must be given for dropout_p 0\.5")
     refused(ops.residual_layernorm, (*args, 1e-5, None, 0.5, seed), r"offset must be given for dropout_p 0\.5")
-    refused(ops.residual_layernorm, (*args, 1e-5, None, 0.5, seed.float(), offset), "seed must be int64, got float32")
-    out, total, mean, rstd = ops.residual_layernorm(*args, 1e-5, None, 0.5, seed, offset)
-    with raises("residual_layernorm_dropout_backward", r"offset must have shape \(\), got \(1\)"):
-        dropout = 0.5, seed, offset[None]
-        ops.residual_layernorm_dropout_backward(out, out, total, args[2], mean, rstd, *dropout, [True] * 5)
 
 
 # ---- x in 16 bits and a float32 residual -----------------------------------------------------------------------------
