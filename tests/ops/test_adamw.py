@@ -328,7 +328,7 @@ def test_clipping_has_the_bits_of_torchs(norm, dtype, device):
 @pytest.mark.parametrize("masters", [False, True])
 @low_dtypes
 def test_clipped_gradients_are_not_rounded(masters, dtype, device):
-    """float32 gradients give the same results, which products rounded to 16 bits would not."""
+    """The results are those of gradients that are clipped in float32."""
     params, gradients = make([(40, 33), (7,)], dtype, device, steps=3)
     state = torch.float32 if masters else None
     norm = torch.tensor(3.0, device=device)

@@ -142,7 +142,7 @@ def check_gradients(ours, formula, inputs, douts):
 
 
 def check_dropped(q, k, v, dout, dropout, **options):
-    """Compare with the formula, with the mask that the op shows."""
+    """Compare out and all gradients with the formula, for the mask of attention_dropout_mask."""
     keep = ops.attention_dropout_mask(*q.shape[:3], k.shape[2], *dropout)
 
     def dropped(*t):
@@ -189,7 +189,7 @@ def test_packed_and_separate_arguments_give_the_same_bits(size, p, dtype, device
     assert_equal(unpack(dqkv, size[2]), found)
 
 
-# attention and attention_probabilities have the same arguments; the second result differs.
+# Both ops have the same arguments, but different second results.
 both_ops = pytest.mark.parametrize("op", [ops.attention, ops.attention_probabilities], ids=["", "probabilities"])
 
 
@@ -260,9 +260,9 @@ def test_matches_float64(shape, dtype, device):
     check(*tensors(*sizes, dtype, device), causal=causal, offset=offset)
 
 
-# (NH, KH, Tq, Tk, HS, causal, offset): Tq at, below and above the kernels' tiles of 128 and 64 rows, for head sizes
-# that take two panels of 64 channels. A single key is in ATTENTION_SIZES: the gradients of query and key are then 0 by
-# the formula but rounding errors of dout times value in the kernels, and are compared as one tensor with dvalue.
+# (NH, KH, Tq, Tk, HS, causal, offset): head sizes that take two panels of 64 channels, with numbers of queries around
+# the kernels' tiles of 64 and 128 rows. A single key is in ATTENTION_SIZES, where all gradients are compared as one
+# tensor: those of query and key are 0 in the formula, and rounding errors in the kernels.
 WIDE = [
     *((2, 1, rows, rows, 128, causal, 0) for rows in (63, 64, 65, 127, 128, 129, 257) for causal in (True, False)),
     (4, 2, 1000, 1000, 128, True, 0),
@@ -959,7 +959,7 @@ def test_nan_and_infinity_in_a_query_stay_in_their_row(dtype, device):
     assert torch.equal(out[0, 0, rest], expected[0, 0, rest])
 
 
-# Head sizes to which the kernels pad others, and sizes that are padded.
+# The head sizes of the kernels, and smaller head sizes, which are padded.
 @pytest.mark.parametrize("size", [8, 24, 32, 40, 72, 80, 96, 128, 136, 160, 256])
 @low_dtypes
 def test_every_head_size_with_all_options(size, dtype, device):
@@ -1005,7 +1005,7 @@ def test_tiles_of_queries_of_several_heads(dtype, device):
 @pytest.mark.parametrize("size", [8, 32, 40, 64, 80, 128, 160])
 def test_tf32_is_used_only_if_torch_allows_it(size, device):
     """If torch allows TF32, errors may be those of torch's TF32 matmuls, otherwise those of float32."""
-    # The largest errors of many numbers are compared.
+    # The tensors are large, because the largest errors are compared.
     q, k, v, dout = tensors(8, 4, 2, 150, 200, size, torch.float32, device)
     few = q[:, :, :5]
     options = {"causal": True, "offset": 50}

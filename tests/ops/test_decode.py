@@ -169,7 +169,7 @@ def generate(model, tokens, count, seed=5, **options):
 
 
 def generate_like_eager(model, *args, **options):
-    """Return the generated tokens, which CUDA graphs must not change, nor the generator's state."""
+    """Generate with CUDA graphs and without, compare tokens and the generator's state, and return the tokens."""
     graphed = generate(model, *args, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding._Graphs, "FEWEST", 10**9)
@@ -217,7 +217,7 @@ def test_prompts_of_different_lengths_are_continued_apart(called, device):
 
 
 def test_prompts_of_one_length_are_a_batch(device):
-    """They have the same draws as a batch, and int32 stays int32."""
+    """The draws are those of a batch, and int32 tokens stay int32."""
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (3, 7), device=device, dtype=torch.int32)
     expected, state = generate(model, tokens, 20)

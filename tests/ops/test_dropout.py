@@ -202,7 +202,7 @@ def test_inductor_draws_one_mask_for_forward_and_backward(device):
     ("name", "sizes"), [("dropout", [1, 1]), ("residual_layer_norm", [1, 1, 50, 50, 50 * 96])], ids=["", "residual"]
 )
 def test_the_graph_stores_no_mask(name, sizes, device):
-    """It stores the seed and the offset, and for the norm the sum and its statistics."""
+    """The graph stores the seed and the offset, and for the norm the sum and its statistics."""
     saved = []
     x = randn(50, 96, dtype=torch.float32, device=device, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

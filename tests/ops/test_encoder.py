@@ -58,15 +58,6 @@ def test_many_tokens(shape, index, dtype, device):
     check(*inputs(*shape, 24, dtype, device, index=index), randn(*shape, 24, dtype=dtype, device=device))
 
 
-@pytest.mark.parametrize("common", [0, 7, 999])
-@all_dtypes
-def test_one_token_almost_everywhere(common, dtype, device):
-    tokens, wte, wpe = inputs(30, 50, 40, dtype, device, vocabulary=1000)
-    tokens = torch.where(torch.rand(30, 50).to(device) < 0.9, common, tokens)
-    check(tokens, wte, wpe, randn(30, 50, 40, dtype=dtype, device=device))
-    check(torch.full_like(tokens, common), wte, wpe, randn(30, 50, 40, dtype=dtype, device=device))
-
-
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 63, 64, 65, 97, 129, 300])
 def test_runs_of_a_token_across_windows(count, device):
     """The CUDA backward divides the sorted tokens into windows of 32 and 64, which a run may cross in any way."""

@@ -91,13 +91,6 @@ def test_quantization_of_no_elements(fp8, device):
         assert not history.any()
 
 
-@all_dtypes
-def test_quantized_views(dtype, device):
-    wide = randn(64, 200, dtype=dtype, device=device)
-    for x in (wide.t(), wide[:, 1:49], wide[::2], wide[:1].expand(40, 200), wide.flatten()[1:-7].view(3, -1)):
-        check_quantized(x, None, E4M3, x.abs().max().item())
-
-
 @both_formats
 @all_dtypes
 def test_quantized_special_values(dtype, fp8, device):

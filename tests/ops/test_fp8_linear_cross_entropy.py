@@ -169,7 +169,7 @@ def test_no_rows(dtype, reduction, device):
 
 @every_dtype
 def test_nan_and_infinity_stay_in_their_row(dtype, device):
-    """They do not affect the scales."""
+    """NaN and infinity do not affect the scales."""
     x, weight, targets = problem(40, 32, 64, 50, dtype, device)
     targets[3] = 7
     options = {"vocab_size": 50, "ignore_index": IGNORED, "chunk_size": 16}
@@ -287,7 +287,7 @@ def test_model_in_training(fp8, dtype, device):
 
 @every_dtype
 def test_fp8_head_has_no_effect_outside_training(dtype, device):
-    """It has no effect in evaluation, without gradients, or if logits are returned."""
+    """Evaluation, calls without gradients, and calls that return logits have the results of a 16-bit LM head."""
     models = [small_model(device, dtype, fp8_head=head) for head in (False, True)]
     tokens, targets = next(batches(1, device))
     with torch.no_grad():

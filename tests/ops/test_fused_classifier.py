@@ -27,7 +27,7 @@ IGNORED = -100
 
 
 def torchs(logits, targets, vocab_size=-1, ignore_index=IGNORED):
-    """Compute the losses by torch in their own dtype: in 16 bits torch's errors would be larger."""
+    """Compute the losses by torch in the losses' dtype, because torch's errors are larger in 16 bits."""
     used = logits.to(wide(logits.dtype))[..., : vocab_size if vocab_size != -1 else None].flatten(0, -2)
     losses = F.cross_entropy(used, targets.flatten().long(), reduction="none", ignore_index=ignore_index)
     return losses.view(targets.shape)
@@ -230,7 +230,7 @@ def test_large_logits(dtype, device):
 @pytest.mark.parametrize("width", [2, 768, 16384, 50304, 131072])
 @all_dtypes
 def test_confident_rows_keep_their_digits(width, dtype, device):
-    """Both log(1 + little) and p - 1 have small relative errors."""
+    """If the target's probability p is nearly 1, the loss and the gradient p - 1 have small relative errors."""
     for winner in (10, 15, 20, 40):
         logits, targets, _ = inputs(5, width, dtype, device)
         logits.scatter_(-1, targets.unsqueeze(-1), winner)
@@ -448,7 +448,7 @@ def test_more_than_2_31_elements(device):
 @pytest.mark.parametrize("dloss", [1.0, 0.25, float("nan"), "rows"])
 @all_dtypes
 def test_backward_in_place(dloss, dtype, device):
-    """It has the bits of the backward that is not in place, supports any layout, and changes the tensor's version."""
+    """The in-place backward has the bits of the other backward, supports any layout, and changes the version."""
     dlogits = randn(7, 33, dtype=dtype, device=device)
     options = {"dtype": wide(dtype), "device": device}
     dlosses = randn(7, **options) if dloss == "rows" else torch.tensor(dloss, **options)

@@ -35,7 +35,7 @@ def test_special_values_must_be_the_formulas(exact, torchs, dtype):
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
 @all_dtypes
 def test_finite_formula_requires_a_finite_result(special, dtype):
-    """This holds where torch overflows, too. torch's infinity does not raise the allowed error of other elements."""
+    """The result must be finite even where torch overflows. torch's infinity does not raise the allowed error."""
     for torchs in (special, 2.0):
         refused([special, 1.0], [torchs, 1.0], [2.0, 1.0], dtype)
     compare([2.0, 1.0], [special, 1.0], [2.0, 1.0], dtype)
@@ -52,7 +52,7 @@ def test_result_must_overflow_where_the_formula_does(dtype):
         refused(
             [sign * largest], [sign * largest], [sign * 2 * largest], dtype
         )  # torch's saturated result does not matter
-        refused([sign * math.inf], [sign * math.inf], [sign * largest * 0.9], dtype)  # too soon
+        refused([sign * math.inf], [sign * math.inf], [sign * largest * 0.9], dtype)  # overflows too soon
         refused([-sign * math.inf], [sign * math.inf], [sign * 2 * largest], dtype)
         refused([math.nan], [math.nan], [sign * 2 * largest], dtype)
 

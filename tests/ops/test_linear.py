@@ -51,7 +51,7 @@ def test_no_columns(rows, dtype, device):
 
 @all_dtypes
 def test_slices_and_transposes(dtype, device):
-    """A BLAS reads them without a copy."""
+    """A BLAS reads slices and transposes without a copy."""
     wide = randn(24, 100, dtype=dtype, device=device)
     tall = randn(100, 24, dtype=dtype, device=device)
     for x in (wide[:, 30:70], tall[30:70].T, wide[:1, 30:70], wide[::3, 3:43]):

@@ -95,7 +95,7 @@ def test_post_gelu_is_gelu_of_the_rounded_pre_gelu(dtype, product, device):
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e30])
 def test_special_values_stay_in_their_row(value, product, device):
-    """They do so in the gradients, too. Rows of a tile beyond the last row are not added to sums."""
+    """Special values stay in their row of dx, too. Rows of a tile beyond the last row are not added to sums."""
     dtype = torch.bfloat16
     args = inputs(130, 520, 200, dtype, device)
     x, fc_weight, _, proj_weight, _ = args

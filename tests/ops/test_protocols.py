@@ -160,7 +160,7 @@ def test_every_choice(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_wait_and_arrival_is_needed(name):
-    """A model without any one of them, or with the other parity, has a fault: the models can find such errors."""
+    """A model without one of its waits or arrivals, or with the other parity, must have a fault."""
 
     def is_found(place, change):
         for scenario in MODELS[name][1]:
