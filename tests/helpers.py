@@ -16,13 +16,7 @@ from gptkernels.testing.cases import OPERATORS, ORDINARY, Case
 from gptkernels.testing.cases.table import ROWS, WIDTHS
 from gptkernels.testing.checks import hold_to_the_rule
 from gptkernels.testing.draw import VIEWS, as_view  # noqa: F401
-from gptkernels.testing.exactness import (  # noqa: F401
-    Errors,
-    assert_as_exact_as_torch,
-    error_of,
-    largest,
-    last_rounding,
-)
+from gptkernels.testing.exactness import Errors, assert_as_exact_as_torch, error_of  # noqa: F401
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -255,6 +249,13 @@ CHI_SQUARE_15 = 44.3  # of 15 degrees of freedom; exceeded with a probability of
 def chi_square(counts):
     expected = counts.sum() / counts.numel()
     return ((counts - expected) ** 2 / expected).sum().item()
+
+
+def assert_uniform(bins, pairs):
+    """Assert that values from 0 to 15 are uniform, and that the tensors of each named pair are independent."""
+    counts = {"values": bins} | {name: a // 4 * 4 + b // 4 for name, (a, b) in pairs.items()}
+    for name, values in counts.items():
+        assert chi_square(values.flatten().bincount(minlength=16).double()) < CHI_SQUARE_15, name
 
 
 # ---- settings and counters of torch ----------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ from multiprocessing import connection
 import torch
 
 from gptkernels.testing.cases import OPERATORS, Call
-from gptkernels.testing.checks import other_numbers
+from gptkernels.testing.checks import other_numbers, outputs
 from gptkernels.testing.draw import FLOATING, Draw
 from gptkernels.testing.exactness import Errors, assert_norm_as_exact_as_torch, assert_product, root_mean_square_error
 from helpers import assert_as_exact_as_torch, double
@@ -113,7 +113,7 @@ def make_first_trial(draw, call):
     wanted = choose_gradients(draw, call)
     args = list(call.args.values())
     leaves = make_leaves(call, args, wanted)
-    outs = make_list(call.ours(*leaves))
+    outs = outputs(call.ours(*leaves))
     special = "nan" if call.nan_gradients else "none"
     douts = [
         draw.tensor(f"dout{i}", out.shape, out.dtype, special=special, denormal=call.denormal_gradients)
@@ -145,10 +145,6 @@ def make_leaves(call, args, wanted):
     ]
 
 
-def make_list(outs):
-    return list(outs) if isinstance(outs, tuple | list) else [outs]
-
-
 def compute_gradients(outs, leaves, douts):
     """Return the gradients of the leaves that require one; they are zero if no used output depends on the leaf."""
     inputs = [t for t in leaves if t is not None and t.requires_grad]
@@ -162,7 +158,7 @@ def compute_gradients(outs, leaves, douts):
 def compute_results(call, function, args, douts, wanted):
     """Return the function's outputs and its gradients."""
     leaves = make_leaves(call, args, wanted)
-    outs = make_list(function(*leaves))
+    outs = outputs(function(*leaves))
     return [t.detach() for t in outs] + compute_gradients(outs, leaves, douts)
 
 
@@ -171,25 +167,15 @@ def compute_results(call, function, args, douts, wanted):
 
 @dataclasses.dataclass
 class Trial:
-    """A call and its results.
+    """A call and its results."""
 
-    Attributes:
-        call: the entry of the table of operators.
-        wanted: the names of the arguments whose gradients are computed.
-        args: the arguments: tensors, or None.
-        douts: the gradients of the outputs, None for an unused output.
-        ours: our outputs, then our gradients.
-        torchs: torch's outputs, then its gradients.
-        again: our results of the repeated call, empty if it was not repeated.
-    """
-
-    call: Call
-    wanted: list
-    args: list
-    douts: list
-    ours: list
-    torchs: list
-    again: list = dataclasses.field(default_factory=list)
+    call: Call  # from the table of operators
+    wanted: list  # names of the arguments whose gradients are computed
+    args: list  # tensors, or None for absent ones
+    douts: list  # gradients of the outputs, None for an unused output
+    ours: list  # our outputs, then our gradients
+    torchs: list  # torch's outputs, then its gradients
+    again: list = dataclasses.field(default_factory=list)  # our results of the repeated call; empty without one
 
 
 def make_trial(draw, first, i):

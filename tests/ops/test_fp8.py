@@ -14,7 +14,7 @@ from gptkernels.rules.fp8 import ALIGNMENT, CALLS, is_history, new_history
 from gptkernels.testing.cases.fp8 import DTYPES, E4M3, E5M2, LARGEST, composed_norm, rounded, values
 from gptkernels.testing.checks import hold_to_the_rule
 from gptkernels.trainer.config import FP8_ALIGNMENT
-from helpers import assert_equal, call_of, low_dtypes, numbers, randn, two_dtypes, with_dtypes
+from helpers import assert_equal, assert_raises, call_of, low_dtypes, numbers, randn, two_dtypes, with_dtypes
 
 ops = torch.ops.gptkernels
 both_formats = pytest.mark.parametrize("fp8", [E4M3, E5M2], ids=["e4m3", "e5m2"])
@@ -99,12 +99,8 @@ def test_quantized_special_values(dtype, fp8, device):
     amax = x.abs().max().item()
     x[1, 2], x[3, 4], x[5, 6], x[7, 8], x[9, 10] = math.nan, math.inf, -math.inf, 0.0, -0.0
     check_quantized(x, None, fp8, min(amax, x[x.isfinite()].abs().max().item()))
-    tiny = torch.finfo(dtype).smallest_normal / 4
-    check_quantized(torch.full((3, 16), tiny, dtype=dtype, device=device), None, fp8, tiny)
-    huge = torch.finfo(dtype).max
-    check_quantized(torch.full((3, 16), -huge, dtype=dtype, device=device), None, fp8, huge)
-    zeros = torch.zeros(3, 16, dtype=dtype, device=device)
-    check_quantized(zeros, None, fp8, 0.0)
+    for value in (0.0, torch.finfo(dtype).smallest_normal / 4, torch.finfo(dtype).max):
+        check_quantized(torch.full((3, 16), -value, dtype=dtype, device=device), None, fp8, value)
 
 
 @both_formats
@@ -392,21 +388,17 @@ def test_bad_input(device):
         (lambda: functional.fp8_linear(x[:, :24], weight[:, :24]), "in_features of weight .*got 24"),
         (lambda: functional.fp8_linear(x, weight, bias[:3]), r"bias must have shape \(48\)"),
         (lambda: functional.fp8_linear(x, weight, bias, None, few), r"dout_history must have shape \(18\)"),
-        (lambda: functional.fp8_mlp(x, weight, bias, back, None, None, None, few), "dhidden_history must have shape"),
-        (
-            lambda: functional.fp8_mlp(x, weight, bias, back, None, None, None, None, few),
-            "dout_history must have shape",
-        ),
+        (lambda: functional.fp8_mlp(x, weight, bias, back, *[None] * 3, few), "dhidden_history must have shape"),
+        (lambda: functional.fp8_mlp(x, weight, bias, back, *[None] * 4, few), "dout_history must have shape"),
     ]:
         with pytest.raises(RuntimeError, match=message):
             call()
     if device.type != "cpu":  # the backward's kernel would be chosen by the history's device
         with pytest.raises(RuntimeError, match="dout_history is on cuda:0 but x is on cpu"):
             functional.fp8_linear(x.cpu(), weight.cpu(), None, None, new_history(device))
-    with pytest.raises(ValueError, match="in_features must be a multiple of 16 for fp8, got 40"):
-        nn.Linear(40, 32, fp8=True)
-    with pytest.raises(ValueError, match="n_embd must be a multiple of 16 for fp8, got 24"):
-        GPT2Config(n_embd=24, n_head=2, fp8=True)
+    assert_raises(ValueError, "in_features must be a multiple of 16 for fp8, got 40", nn.Linear, 40, 32, fp8=True)
+    options = {"n_embd": 24, "n_head": 2, "fp8": True}
+    assert_raises(ValueError, "n_embd must be a multiple of 16 for fp8, got 24", GPT2Config, **options)
 
 
 # ---- modules and training --------------------------------------------------------------------------------------------
