@@ -136,8 +136,8 @@ def assert_as_exact_with_gradients(ours, torchs, exact, args, dout, names):
     """Apply ``assert_as_exact_as_torch`` to the results of three functions of the same arguments and to all gradients.
 
     On a few numbers torch's largest error may be small by luck. If the rule is broken, the functions are called again
-    with the same numbers in other orders. The first result must then keep the rule against torch's worst error, and the
-    root mean square of our errors in all trials must keep it, too.
+    with the same numbers in other orders. The first result must then satisfy the rule with torch's largest error, and
+    the root mean square of our errors in all trials must satisfy it, too.
 
     Args:
         ours: our op.
@@ -160,7 +160,7 @@ def assert_as_exact_with_gradients(ours, torchs, exact, args, dout, names):
         return {"out": results, **named}
 
     first = compute(args, dout)
-    broken = [name for name, each in first.items() if not keeps_the_rule(*each, name)]
+    broken = [name for name, each in first.items() if not satisfies_the_rule(*each, name)]
     if broken:
         others = [compute([shuffled(t) for t in args], shuffled(dout)) for _ in range(TRIALS)]
         for name in broken:
@@ -172,7 +172,7 @@ def assert_as_exact_with_gradients(ours, torchs, exact, args, dout, names):
     return [first[name][0] if name in first else None for name in names]
 
 
-def keeps_the_rule(ours, torchs, exact, name):
+def satisfies_the_rule(ours, torchs, exact, name):
     try:
         assert_as_exact_as_torch(ours, torchs, exact, name)
     except AssertionError:
@@ -191,7 +191,7 @@ def call_of(name, dtype, device, **choices):
 
 
 def check_call(name, dtype, device, choices, **args):
-    """Hold a call of the table to the rule of exactness, with ``args`` in place of its arguments of these names."""
+    """Compare a call of the table by the rule of exactness, with ``args`` instead of its arguments of these names."""
     call = call_of(name, dtype, device, **choices)
     hold_to_the_rule(dataclasses.replace(call, args={**call.args, **args}))
 
@@ -206,7 +206,7 @@ def raises(*fragments):
 
 
 def refused(op, args, *fragments, **options):
-    """Expect that the op raises an error for these arguments, whose message has its name and the fragments."""
+    """Expect an error of the op for these arguments. The message must have the op's name and the fragments."""
     name = op._qualified_op_name.partition("::")[2]
     with raises(rf"\b{name}\b", *fragments):
         op(*args, **options)

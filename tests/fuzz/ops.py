@@ -175,7 +175,7 @@ class Trial:
     douts: list  # gradients of the outputs, None for an unused output
     ours: list  # our outputs, then our gradients
     torchs: list  # torch's outputs, then its gradients
-    again: list = dataclasses.field(default_factory=list)  # our results of the repeated call; empty without one
+    again: list = dataclasses.field(default_factory=list)  # our results of the repeated call, if there is one
 
 
 def make_trial(draw, first, i):

@@ -74,17 +74,16 @@ def test_long_sums(shape, vocabulary, device):
     for share in (0.0, 0.5, 0.9, 1.0):
         tokens = torch.where(torch.rand(shape) < share, vocabulary - 1, common).to(device)
         dwte, dwpe = ops.encoder_backward(dout, tokens, vocabulary, shape[1] + 3)
-        rows = dout.view(-1, 8)
-        assert torch.equal(dwte, torch.zeros(vocabulary, 8, device=device).index_add_(0, tokens.flatten(), rows))
+        assert torch.equal(dwte, exact_sums(tokens, dout, vocabulary))
         assert torch.equal(dwpe[: shape[1]], dout.sum(0))
         assert not dwpe[shape[1] :].any()
         check_added(dout, tokens, vocabulary)
 
 
-def exact_sums(tokens, dout, vocabulary):
-    """Return the gradient of small integers: every sum is exact in float32, and rounded to the dtype once."""
+def exact_sums(tokens, dout, vocabulary, there=0):
+    """Return the gradient of small integers, added to ``there``: sums are exact, and rounded to the dtype once."""
     sums = torch.zeros(vocabulary, dout.shape[-1], dtype=torch.float64, device=dout.device)
-    return sums.index_add_(0, tokens, dout.double()).to(dout.dtype)
+    return (sums.index_add_(0, tokens.flatten(), dout.double().view(-1, dout.shape[-1])) + there).to(dout.dtype)
 
 
 def check_counts(counts, order, width, dtype, device):
@@ -105,9 +104,7 @@ def check_counts(counts, order, width, dtype, device):
 def check_added(dout, tokens, vocabulary):
     """Check the sums that are added to a gradient: they are rounded once, and rows without tokens are not written."""
     there = torch.randint(-8, 8, (vocabulary, dout.shape[-1]), device=dout.device).to(dout.dtype)
-    sums = torch.zeros(there.shape, dtype=torch.float64, device=dout.device)
-    sums.index_add_(0, tokens.flatten(), dout.flatten(0, 1).double())
-    expected = (sums + there).to(dout.dtype)
+    expected = exact_sums(tokens, dout, vocabulary, there)
     unused = torch.bincount(tokens.flatten(), minlength=vocabulary) == 0
     there[unused] = expected[unused] = float("nan")
     dwpe = ops.encoder_backward_(dout, tokens, there, tokens.shape[1] + 2)
@@ -122,10 +119,6 @@ all_orders = pytest.mark.parametrize("order", ["runs", "shuffled"])
 AROUND_A_GROUP = [m * 64 * 64 + d for m in (1, 2, 3) for d in (-65, -64, -63, -1, 0, 1, 4, 63, 64, 65)]
 
 
-def test_two_long_runs_meet_in_one_window(device):
-    check_counts([4100, 0, 200, 0], "runs", 8, torch.float32, device)
-
-
 @all_orders
 @pytest.mark.parametrize("dominant", [2, 3, 5, 8])
 @all_dtypes
@@ -135,11 +128,13 @@ def test_dominant_tokens(dtype, dominant, order, device):
         check_counts([*counts, 0, 1, 3], order, width, dtype, device)
 
 
-@pytest.mark.parametrize("count", AROUND_A_GROUP)
-def test_group_of_windows_ends_next_to_the_next_run(count, device):
-    for following in (65, 200, 4096 + 64):
-        # The first sort puts tokens 0 and 2 next to each other, and 1 and 3.
-        check_counts([count, following, following, count], "runs", 8, torch.float32, device)
+# The first sort puts tokens 0 and 2 next to each other, and 1 and 3.
+TWO_RUNS = [[4100, 0, 200, 0], *([n, other, other, n] for n in AROUND_A_GROUP for other in (65, 200, 4096 + 64))]
+
+
+@pytest.mark.parametrize("counts", TWO_RUNS, ids=str)
+def test_last_group_of_a_run_ends_where_the_next_run_begins(counts, device):
+    check_counts(counts, "runs", 8, torch.float32, device)
 
 
 @all_orders

@@ -130,7 +130,7 @@ def fp8_gelu(tiles, steps, stages=None, warps=1, pieces=1):
                 position += 1
             p.arrive(turn[1 - pair](own))
             a_at.free(p, position - 1)
-            position += steps  # the other pair's
+            position += steps  # skip the other pair's stages
             for _ in range(pieces):
                 transposed[pair].store(p, warp)
         p.write(largest[pair * warps + warp]())
