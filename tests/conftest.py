@@ -1,11 +1,11 @@
-"""The option ``--device cpu`` (the default) or ``--device cuda``, and fixtures of several files."""
+"""The option ``--device``, the marker ``large``, and fixtures of several files."""
 
 import pytest
 import torch
 
 
 def pytest_addoption(parser):
-    parser.addoption("--device", default="cpu", help="run the kernels on this device: cpu or cuda")
+    parser.addoption("--device", default="cpu", help="run the kernels on cpu (default) or cuda")
 
 
 def pytest_configure(config):
@@ -13,7 +13,7 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip large tests on the CPU; run them one by one on CUDA, whose memory two would exceed."""
+    """Skip large tests on the CPU, and run them one by one on CUDA, because two would exceed its memory."""
     skip = pytest.mark.skip(reason="more than 2^31 elements: on CUDA only")
     alone = pytest.mark.xdist_group("large")
     for item in items:
@@ -27,10 +27,24 @@ def device(request):
 
 
 @pytest.fixture
-def sm_90a(device):
-    """Skip tests of kernels that only sm_90a has on other devices."""
-    if device.type == "cpu" or torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("for sm_90a")
+def on_cpu(device):
+    """Skip the test on CUDA."""
+    if device.type != "cpu":
+        pytest.skip("CPU only")
+
+
+@pytest.fixture
+def on_cuda(device):
+    """Skip the test on the CPU."""
+    if device.type != "cuda":
+        pytest.skip("CUDA only")
+
+
+@pytest.fixture
+def sm_90a(on_cuda):
+    """Skip the test on devices other than sm_90a."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("sm_90a only")
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +54,7 @@ def _seeded():
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """Use one thread, for models so small that a second one slows them down."""
+    """Use one thread, because a second one slows small models down."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -49,7 +63,7 @@ def one_thread():
 
 @pytest.fixture(params=["own", "cublas"])
 def product(request, monkeypatch, device):
-    """Compute products by our kernels if they support the call, or by cuBLAS."""
+    """Compute matmuls by our kernels if they support the call ("own"), or by cuBLAS."""
     if device.type == "cpu" and request.param == "cublas":
         pytest.skip("CUDA only")
     monkeypatch.setenv("GPTKERNELS_MATMUL", request.param)

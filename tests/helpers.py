@@ -1,77 +1,147 @@
-"""Helpers of the tests: shapes that break kernels, views, and the rule for how exact a kernel must be."""
+"""Helpers of the tests: dtypes, tensors, comparisons, and counters of torch's operators."""
 
 import collections
 import contextlib
+import dataclasses
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
 
 from gptkernels.testing.cases import OPERATORS, ORDINARY, Case
 from gptkernels.testing.cases.table import ROWS, WIDTHS
+from gptkernels.testing.checks import hold_to_the_rule
 from gptkernels.testing.draw import VIEWS, as_view  # noqa: F401
-from gptkernels.testing.exactness import (  # noqa: F401
-    Errors,
-    assert_as_exact_as_torch,
-    error_of,
-    largest,
-    last_rounding,
-)
+from gptkernels.testing.exactness import Errors, assert_as_exact_as_torch, error_of  # noqa: F401
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
-all_dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=lambda d: str(d).removeprefix("torch."))
+
+def name_of(dtype):
+    return str(dtype).removeprefix("torch.")
+
+
+def with_dtypes(*dtypes):
+    return pytest.mark.parametrize("dtype", dtypes, ids=name_of)
+
+
+all_dtypes = with_dtypes(*DTYPES)
+low_dtypes = with_dtypes(torch.bfloat16, torch.float16)
+two_dtypes = with_dtypes(torch.float32, torch.bfloat16)
 all_widths = pytest.mark.parametrize("width", WIDTHS)
 all_rows = pytest.mark.parametrize("rows", ROWS)
 all_views = pytest.mark.parametrize("view", VIEWS)
 
 
 def randn(*shape, dtype, device, scale=1.0, requires_grad=False):
-    """Return normal values that the dtype represents, drawn on the CPU so that every device has the same."""
+    """Return normally distributed values. They are drawn on the CPU, so that they are the same on every device."""
     return (torch.randn(shape) * scale).to(dtype).to(device).requires_grad_(requires_grad)
 
 
+def wide(dtype):
+    """Return the dtype of losses and statistics of tensors of ``dtype``: float64 of float64, otherwise float32."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def double(t):
+    """Return a detached float64 copy of a tensor; None stays None."""
+    return None if t is None else t.detach().double()
+
+
+def gradients(function, inputs, dout):
+    """Return the gradients of ``function(*inputs)`` for the inputs; None for an input that is None.
+
+    If the function returns several outputs, ``dout`` has a gradient for each of them, or None for an unused output.
+    """
+    leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
+    out = function(*leaves)
+    pairs = list(zip(out, dout, strict=True)) if isinstance(out, tuple) else [(out, dout)]
+    used = [(o, d) for o, d in pairs if d is not None]
+    wanted, unused = [t for t in leaves if t is not None], len(used) < len(pairs)
+    found = iter(torch.autograd.grad([o for o, _ in used], wanted, [d for _, d in used], allow_unused=unused))
+    return [None if t is None else next(found) for t in leaves]
+
+
+# ---- comparisons -----------------------------------------------------------------------------------------------------
+
+
+def assert_equal(found, expected, equal_nan=False):
+    """Assert that two tensors, or two sequences of tensors, have the same dtypes, shapes and values."""
+    if isinstance(found, torch.Tensor):
+        found, expected = [found], [expected]
+    torch.testing.assert_close(list(found), list(expected), rtol=0, atol=0, equal_nan=equal_nan)
+
+
 def assert_same_bits(function, times=3, vary_threads=True):
-    """Assert that runs give the same bits; on the CPU also with other numbers of threads, if the op allows it."""
-    first = _flat(function())
+    """Assert that several calls give the same bits, on the CPU with other numbers of threads if ``vary_threads``."""
+    first = _copies(function())
     threads = torch.get_num_threads()
     try:
         for i in range(times):
             torch.set_num_threads(1 if vary_threads and i % 2 == 0 else threads)
-            for a, b in zip(first, _flat(function()), strict=True):
+            for a, b in zip(first, _copies(function()), strict=True):
                 assert torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b)
     finally:
         torch.set_num_threads(threads)
 
 
-def _flat(outputs):
+def _copies(outputs):
     outputs = outputs if isinstance(outputs, tuple | list) else (outputs,)
     return [t.detach().contiguous().clone() for t in outputs]
 
 
-def double(t):
-    """Return the float64 copy of a tensor for references, or None."""
-    return None if t is None else t.detach().double()
+def tolerance(dtype):
+    """Return four times the tolerances of ``torch.testing.assert_close``, which suffice to find wrong indices."""
+    rtol, atol = {torch.float64: (1e-7, 1e-7), torch.float32: (1.3e-6, 1e-5)}.get(dtype, (1.6e-2, 1e-2))
+    return {"rtol": 4 * rtol, "atol": 4 * atol}
 
 
-def gradients(function, inputs, dout):
-    """Return the gradients of ``function(*inputs)`` for inputs that are tensors, None for None."""
-    leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
-    out = function(*leaves)
-    found = iter(torch.autograd.grad(out, [t for t in leaves if t is not None], dout))
-    return [None if t is None else next(found) for t in leaves]
+def assert_close_in_scale(a, b, dtype):
+    """Compare with ``tolerance(dtype)`` relative to the largest element of ``b``.
+
+    After several matmuls small elements are differences of large numbers.
+    """
+    scale = b.abs().max().clamp(min=1).double() if b.numel() else 1.0
+    torch.testing.assert_close(a.double() / scale, b.double() / scale, **tolerance(dtype))
+
+
+def check(ours, torchs, *inputs):
+    """Assert that two functions of tensors return equal values, dtypes, shapes and gradients."""
+    out, expected = ours(*inputs), torchs(*inputs)
+    torch.testing.assert_close(out, expected, equal_nan=True, **tolerance(expected.dtype))
+    floating = [t.detach() for t in inputs if t.is_floating_point()]
+
+    def with_floating(function):
+        def call(*leaves):
+            leaves = iter(leaves)
+            return function(*(next(leaves) if t.is_floating_point() else t for t in inputs))
+
+        return call
+
+    dout = torch.randn(expected.shape).to(expected)
+    found = gradients(with_floating(ours), floating, dout)
+    wanted = gradients(with_floating(torchs), floating, dout)
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, **tolerance(b.dtype))
+
+
+TRIALS = 50
 
 
 def assert_as_exact_with_gradients(ours, torchs, exact, args, dout, names):
     """Apply ``assert_as_exact_as_torch`` to the results of three functions of the same arguments and to all gradients.
 
-    torch's largest error on a few numbers is a matter of luck. If the rule is broken, the functions are called again
-    with the same numbers in other orders. The first result must then keep the rule against torch's worst error, and the
-    root mean square of our errors in all trials must keep it, too.
+    On a few numbers torch's largest error may be small by luck. If the rule is broken, the functions are called again
+    with the same numbers in other orders. The first result must then satisfy the rule with torch's largest error, and
+    the root mean square of our errors in all trials must satisfy it, too.
 
     Args:
         ours: our op.
-        torchs: torch's.
+        torchs: torch's counterpart.
         exact: the formula, called with float64.
         args: tensors, or None for absent ones.
         dout: the gradient of the result.
@@ -81,27 +151,28 @@ def assert_as_exact_with_gradients(ours, torchs, exact, args, dout, names):
         Our gradients.
     """
 
-    def compared(args, dout):
-        """Return by name the results and the gradients: ours, torch's and the formula's."""
+    def compute(args, dout):
+        """Return for each name our result, torch's and the formula's."""
         doubles = [double(t) for t in args]
         results = ours(*args), torchs(*args), exact(*doubles)
         found = gradients(ours, args, dout), gradients(torchs, args, dout), gradients(exact, doubles, double(dout))
         named = {name: each for name, *each in zip(names, *found, strict=True) if each[0] is not None}
         return {"out": results, **named}
 
-    first = compared(args, dout)
-    broken = [name for name, each in first.items() if not keeps_the_rule(*each, name)]
+    first = compute(args, dout)
+    broken = [name for name, each in first.items() if not satisfies_the_rule(*each, name)]
     if broken:
-        others = [compared([in_other_order(t) for t in args], in_other_order(dout)) for _ in range(TRIALS)]
+        others = [compute([shuffled(t) for t in args], shuffled(dout)) for _ in range(TRIALS)]
         for name in broken:
-            hold_in_trials([trial[name] for trial in (first, *others)], name)
+            errors = Errors()
+            for trial in (first, *others):
+                errors.add(*trial[name])
+            assert_as_exact_as_torch(*first[name], name, torch_error=errors.worst_of_torchs())
+            errors.hold_on_the_whole(name)
     return [first[name][0] if name in first else None for name in names]
 
 
-TRIALS = 50
-
-
-def keeps_the_rule(ours, torchs, exact, name):
+def satisfies_the_rule(ours, torchs, exact, name):
     try:
         assert_as_exact_as_torch(ours, torchs, exact, name)
     except AssertionError:
@@ -109,34 +180,33 @@ def keeps_the_rule(ours, torchs, exact, name):
     return True
 
 
-def in_other_order(t):
-    """Return the same numbers, shuffled; None stays None."""
+def shuffled(t):
     return None if t is None else t.flatten()[torch.randperm(t.numel()).to(t.device)].view(t.shape)
 
 
-def hold_in_trials(trials, name):
-    """Hold the first trial to the rule, given torch's worst error, and the root mean square of all."""
-    errors = Errors()
-    for trial in trials:
-        errors.add(*trial)
-    assert_as_exact_as_torch(*trials[0], name, torch_error=errors.worst_of_torchs())
-    errors.hold_on_the_whole(name)
-
-
 def call_of(name, dtype, device, **choices):
-    """Return a call of the table of operators, with these choices in place of an ordinary call's."""
+    """Return a call of an operator of the table with these choices; all other choices are an ordinary call's."""
     operator = OPERATORS[name]
     return Case(operator, next(iter(operator.variants))).call(ORDINARY, dtype, device, **choices)
 
 
+def check_call(name, dtype, device, choices, **args):
+    """Compare a call of the table by the rule of exactness, with ``args`` instead of its arguments of these names."""
+    call = call_of(name, dtype, device, **choices)
+    hold_to_the_rule(dataclasses.replace(call, args={**call.args, **args}))
+
+
+# ---- errors ----------------------------------------------------------------------------------------------------------
+
+
 def raises(*fragments):
-    """Expect the op's RuntimeError, with all these fragments in its message."""
+    """Expect a RuntimeError whose message has all these fragments."""
     pattern = "".join(f"(?=.*{fragment})" for fragment in fragments)
     return pytest.raises(RuntimeError, match=pattern)
 
 
 def refused(op, args, *fragments, **options):
-    """Expect the error of an op that is called with these arguments: its message names the op and has the fragments."""
+    """Expect an error of the op for these arguments. The message must have the op's name and the fragments."""
     name = op._qualified_op_name.partition("::")[2]
     with raises(rf"\b{name}\b", *fragments):
         op(*args, **options)
@@ -148,40 +218,11 @@ def assert_raises(error, match, call, /, *args, **options):
         call(*args, **options)
 
 
-def tolerance(dtype):
-    """Return four times ``torch.testing.assert_close``'s tolerances, to find wrong indices rather than roundings."""
-    rtol, atol = {torch.float64: (1e-7, 1e-7), torch.float32: (1.3e-6, 1e-5)}.get(dtype, (1.6e-2, 1e-2))
-    return {"rtol": 4 * rtol, "atol": 4 * atol}
-
-
-def assert_close_in_scale(a, b, dtype):
-    """Compare with ``tolerance(dtype)``, where errors are relative to the largest element of ``b``.
-
-    Chains of products have small elements that are differences of large ones.
-    """
-    scale = b.abs().max().clamp(min=1).double() if b.numel() else 1.0
-    torch.testing.assert_close(a.double() / scale, b.double() / scale, **tolerance(dtype))
-
-
-def check(ours, torchs, *inputs):
-    """Assert that two functions of tensors return equal values, dtypes, shapes and gradients."""
-    out, expected = ours(*inputs), torchs(*inputs)
-    torch.testing.assert_close(out, expected, equal_nan=True, **tolerance(expected.dtype))
-    inputs = [t.detach() if t.is_floating_point() else None for t in inputs], inputs
-    floating = [t for t in inputs[0] if t is not None]
-
-    def with_floating(function):
-        def call(*leaves):
-            leaves = iter(leaves)
-            return function(*(t if f is None else next(leaves) for f, t in zip(*inputs, strict=True)))
-
-        return call
-
-    dout = torch.randn(expected.shape).to(expected)
-    found = gradients(with_floating(ours), floating, dout)
-    wanted = gradients(with_floating(torchs), floating, dout)
-    for a, b in zip(found, wanted, strict=True):
-        torch.testing.assert_close(a, b, **tolerance(b.dtype))
+def run_python(program, *arguments, **environment):
+    """Run a program in another process, and return its ``subprocess.CompletedProcess``."""
+    command = [sys.executable, "-c", program, *map(str, arguments)]
+    environment = {**os.environ, **environment}
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
 
 
 # ---- random bits -----------------------------------------------------------------------------------------------------
@@ -198,16 +239,26 @@ def philox(key, counter):
 
 
 def numbers(device, seed=12345, offset=6789):
-    """Return seed and offset of a dropout."""
+    """Return the seed and the offset of a dropout."""
     return [torch.tensor(n, device=device) for n in (seed, offset)]
 
 
-CHI_SQUARE_15 = 44.3  # with 15 degrees of freedom, exceeded once in 10^4
+CHI_SQUARE_15 = 44.3  # of 15 degrees of freedom; exceeded with a probability of 1e-4
 
 
 def chi_square(counts):
     expected = counts.sum() / counts.numel()
     return ((counts - expected) ** 2 / expected).sum().item()
+
+
+def assert_uniform(bins, pairs):
+    """Assert that values from 0 to 15 are uniform, and that the tensors of each named pair are independent."""
+    counts = {"values": bins} | {name: a // 4 * 4 + b // 4 for name, (a, b) in pairs.items()}
+    for name, values in counts.items():
+        assert chi_square(values.flatten().bincount(minlength=16).double()) < CHI_SQUARE_15, name
+
+
+# ---- settings and counters of torch ----------------------------------------------------------------------------------
 
 
 def by_operators(monkeypatch):
@@ -217,7 +268,7 @@ def by_operators(monkeypatch):
 
 @contextlib.contextmanager
 def tf32(allowed):
-    """Set torch's option that allows CUDA's float32 products to be rounded to TF32."""
+    """Set torch's option that allows TF32 in float32 matmuls on CUDA."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
     matmul.allow_tf32 = allowed
@@ -257,6 +308,13 @@ class CountCalls(TorchDispatchMode):
         return collections.Counter({name.removeprefix("gptkernels::"): self.count[name] for name in names})
 
 
+def count_flops(function, *args, **options):
+    """Return the flops of a call, as torch counts them, and its result."""
+    with FlopCounterMode(display=False) as counter:
+        result = function(*args, **options)
+    return counter.get_total_flops(), result
+
+
 def node_names(loss):
     """Return the names of the nodes of the loss's graph."""
     found, todo = set(), [loss.grad_fn]
@@ -269,7 +327,7 @@ def node_names(loss):
 
 
 def warmed_up_and_captured(step):
-    """Return a CUDA graph of a call, and the call's results: tensors that every replay overwrites."""
+    """Capture a call in a CUDA graph; return the graph and the call's results, which every replay overwrites."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step()

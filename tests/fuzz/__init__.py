@@ -1,1 +1,1 @@
-"""Seeded fuzzers, run by ``make fuzz``: ``fuzz.ops`` (operators), ``fuzz.steps`` (training), ``fuzz.files``."""
+"""Fuzzers of operators (``fuzz.ops``), training steps (``fuzz.steps``) and files (``fuzz.files``): ``make fuzz``."""

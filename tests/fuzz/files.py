@@ -1,9 +1,9 @@
-"""Damaged files: every mutant loads, or raises a ValueError or an OSError with a message.
+"""Damages files at random. Every damaged file must load, or raise a ValueError or an OSError with a message.
 
-`python -m fuzz.files --calls N --seed S` (in tests/) mutates models (`.bin` of versions 3 and 5, `.safetensors`),
-training states, nanoGPT's checkpoints, Hugging Face's files, token files, tokenizers and the loader's states. A
-finding is another exception, a crash, a load that takes more than `SECONDS` or `EXTRA_BYTES` of address space, or, for
-files with checksums, other content than was saved. `--only CALL` repeats the call of a finding.
+`python -m fuzz.files --calls N --seed S` (in tests/) damages models (`.bin` of versions 3 and 5, `.safetensors`),
+training states, nanoGPT's checkpoints, Hugging Face's files, token files, tokenizers and loader states. Findings are
+other exceptions, crashes, loads that take more than `SECONDS` or `EXTRA_BYTES` of address space, and, for files with
+checksums, other content than was saved. `--only CALL` repeats the call of a finding.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ VALUES = [None, True, False, 0, -1, 1.5, 1e308, 2**31, 2**63, 2**64, 10**30, "",
 
 
 class Kind(NamedTuple):
-    """A kind of file: its name, a sound file's bytes, and its reader."""
+    """A kind of file: its name, the bytes of an intact file, its reader, and whether it has checksums."""
 
     name: str
     data: bytes
@@ -53,17 +53,17 @@ class Kind(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A mutant: its kind and its bytes."""
+    """A damaged file: its kind and its bytes."""
 
     kind: Kind
     data: bytes
 
 
-# ---- sound files -----------------------------------------------------------------------------------------------------
+# ---- intact files ----------------------------------------------------------------------------------------------------
 
 
 def make_kinds(folder: Path) -> list[Kind]:
-    """Make a sound file of every kind."""
+    """Make an intact file of every kind."""
     torch.manual_seed(0)
     model = GPT2(GPT2Config(block_size=4, vocab_size=10, n_layer=2, n_head=2, n_embd=8))
     optimizer = AdamW(model.parameters(), lr=1e-3)
@@ -155,7 +155,7 @@ def _use_tokenizer(path: Path) -> Any:
 
 
 class _Folder:
-    """Reads a Hugging Face folder in which one file is replaced."""
+    """Reads a Hugging Face folder with one file replaced."""
 
     def __init__(self, sound: Path, name: str) -> None:
         self._sound, self._name = sound, name
@@ -171,7 +171,7 @@ class _Folder:
 
 
 class _Loader:
-    """Makes the loader of a configuration, if its arguments are integers, and loads its state."""
+    """Makes the loader of a configuration, and loads its state. Arguments that are no integers have defaults."""
 
     def __init__(self, tokens: Path) -> None:
         self._tokens = tokens
@@ -192,11 +192,11 @@ class _Loader:
         return [part.tolist() for part in loader.next_batch()]
 
 
-# ---- mutants ---------------------------------------------------------------------------------------------------------
+# ---- damaged files ---------------------------------------------------------------------------------------------------
 
 
 def make_call(kinds: list[Kind], seed: int, number: int) -> Call:
-    """Make the mutant of a seed and a number, always the same."""
+    """Make the damaged file that a seed and a number determine."""
     rng = random.Random(f"{seed}/{number}")
     kind = rng.choice(kinds)
     mutations: list[Callable[[random.Random, bytes], bytes]] = [_flip, _overwrite, _cut, _insert, _remove, _integer]
@@ -213,7 +213,7 @@ def make_call(kinds: list[Kind], seed: int, number: int) -> Call:
 
 
 def _place(rng: random.Random, data: bytes) -> int:
-    """Choose a position, half of the time within the first bytes, where the headers are."""
+    """Choose a position, half of the time among the first 64 bytes, where headers are."""
     end = len(data) if rng.random() < 0.5 else min(len(data), 64)
     return rng.randrange(end + 1)
 
@@ -266,7 +266,7 @@ def _json_value(rng: random.Random, data: bytes) -> bytes:
         other, name = rng.choice(places)
         parent[key] = json.loads(json.dumps(other[name])) if name in other or isinstance(other, list) else None
     elif isinstance(parent[key], str) and action < 0.7:
-        parent[key] = _json_value(rng, parent[key].encode()).decode()  # metadata holds JSON in strings
+        parent[key] = _json_value(rng, parent[key].encode()).decode()  # the metadata has JSON in strings
     else:
         parent[key] = rng.choice(VALUES)
     return json.dumps(tree).encode()
@@ -293,7 +293,7 @@ def _safetensors_header(rng: random.Random, data: bytes) -> bytes:
 
 
 def judge(call: Call, folder: Path) -> tuple[str, str]:
-    """Load a mutant; return ("same" | "other" | "refused" | "finding", a description)."""
+    """Load a damaged file; return ("same" | "other" | "refused" | "finding", a description)."""
     path = folder / call.kind.name
     _replace_file(path, call.data)
     try:
@@ -312,13 +312,13 @@ def judge(call: Call, folder: Path) -> tuple[str, str]:
 
 
 def _replace_file(path: Path, data: bytes) -> None:
-    """Write a new file of this name, because loaded data may be a view of the old one."""
+    """Write a new file with this name, because loaded data may be a view of the old file."""
     path.unlink(missing_ok=True)
     path.write_bytes(data)
 
 
 def digest(content: Any) -> bytes:
-    """Hash nested containers, tensors and plain values."""
+    """Return a hash of nested containers, tensors and plain values."""
     found = hashlib.sha256()
     _feed(found, content)
     return found.digest()
@@ -345,19 +345,19 @@ def _feed(found: Any, content: Any) -> None:
 
 
 def _work(pipe: Connection, seed: int, numbers: range) -> None:
-    """Judge calls in a child process; announce each number before its call, and send the outcome after it."""
+    """Judge calls in a child process. Send each number before its call, and the outcome after it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.set_num_threads(1)
         kinds = make_kinds(folder)
         mutants = folder / "mutants"
         mutants.mkdir()
-        for kind in kinds:  # libraries allocate memory at their first use
+        for kind in kinds:  # so that libraries allocate their memory before it is limited
             judge(Call(kind, kind.data), mutants)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * os.sysconf("SC_PAGE_SIZE") + EXTRA_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust's panics print
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust prints its panics
         for number in numbers:
             call = make_call(kinds, seed, number)
             pipe.send((call.kind.name, None))
@@ -366,7 +366,7 @@ def _work(pipe: Connection, seed: int, numbers: range) -> None:
 
 
 def run(calls: range, seed: int) -> tuple[Counter[str], list[str]]:
-    """Judge the calls in child processes; return the counts of outcomes, and the findings."""
+    """Judge the calls in child processes; return the numbers of outcomes, and the findings."""
     counts: Counter[str] = Counter()
     findings: list[str] = []
     start = calls.start
@@ -376,7 +376,7 @@ def run(calls: range, seed: int) -> tuple[Counter[str], list[str]]:
 
 
 def _run_child(calls: range, seed: int, counts: Counter[str], findings: list[str]) -> int:
-    """Judge calls in one child until it ends, hangs or crashes; return the next call."""
+    """Judge calls in a child process until it ends, hangs or crashes; return the next call."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_work, args=(there, seed, calls), daemon=True)
@@ -412,11 +412,11 @@ def _run_child(calls: range, seed: int, counts: Counter[str], findings: list[str
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a campaign and print its counts; return 1 if there are findings."""
+    """Run a campaign and print its results; return 1 if there are findings."""
     parser = argparse.ArgumentParser("fuzz.files", description=__doc__)
-    parser.add_argument("--calls", type=int, default=1000, metavar="N", help="how many mutants (default: 1000)")
-    parser.add_argument("--seed", type=int, default=0, metavar="S", help="which mutants (default: 0)")
-    parser.add_argument("--only", type=int, metavar="CALL", help="repeat one call, in this process, with its traceback")
+    parser.add_argument("--calls", type=int, default=1000, metavar="N", help="number of damaged files (default: 1000)")
+    parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the campaign (default: 0)")
+    parser.add_argument("--only", type=int, metavar="CALL", help="repeat a call in this process, with its traceback")
     options = parser.parse_args(arguments)
     if options.only is not None:
         with tempfile.TemporaryDirectory() as name:

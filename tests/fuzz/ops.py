@@ -1,23 +1,22 @@
-"""Calls operators with arguments drawn at random and compares them with the formula in float64.
+"""Calls operators with random arguments and compares the results with the formula in float64.
 
     cd tests && python -m fuzz.ops --calls 100000 --seed 1 [--device cuda] [--jobs 8] [--op gelu]
 
-A seed and an index determine a call. A failing call is printed as a command that repeats it, with the choices that
-could be made simpler without losing the failure:
+A seed and an index determine a call. A failing call is printed as a command that repeats it, after choices were made
+simpler as long as the call still failed:
 
     cd tests && python -m fuzz.ops --seed 1 --index 4711 --set dtype=torch.float32 --set x.layout=contiguous
 
-Each call checks the result and the gradients by the rule of ``gptkernels.testing.assert_as_exact_as_torch``, also in
-the root mean square, and products by ``assert_product``, which does not depend on torch. Some calls are repeated and
-must give the same bits, and some have a wrong argument and must raise an error that names the operator.
+The result and the gradients must satisfy the rule of ``gptkernels.testing.assert_as_exact_as_torch``, also in the root
+mean square. Matmuls must satisfy ``assert_product``, which does not depend on torch. Some calls are repeated and must
+give the same bits. Some calls have a wrong argument and must raise an error that names the operator.
 
-Half of the calls on CUDA are of real size: they fill the GPU several times (``--set size=real`` for these
-alone). With ``--jobs``, a call that hangs or ends its process is reported by its command, and a new process continues.
+On CUDA half of the calls have real sizes, which fill the GPU several times (``--set size=real``: all). With ``--jobs``,
+a call that hangs or ends its process is reported, and a new process continues.
 
 The rule compares our error with torch's, which on a few numbers may be 0 by luck. A call that breaks the rule is
-therefore made again with other numbers (``make_trial``), up to 400 times. It must keep the rule against torch's worst
-error in these trials, and the root mean square of our errors in all trials must keep it, too. An error that torch's
-kernels do not make on such arguments is still found.
+therefore repeated with other numbers (``make_trial``), up to 400 times. It must then satisfy the rule with torch's
+largest error in these trials, and the root mean square of our errors in all trials must satisfy it, too.
 """
 
 import argparse
@@ -39,33 +38,33 @@ from multiprocessing import connection
 import torch
 
 from gptkernels.testing.cases import OPERATORS, Call
-from gptkernels.testing.checks import other_numbers
+from gptkernels.testing.checks import other_numbers, outputs
 from gptkernels.testing.draw import FLOATING, Draw
 from gptkernels.testing.exactness import Errors, assert_norm_as_exact_as_torch, assert_product, root_mean_square_error
 from helpers import assert_as_exact_as_torch, double
 
-LAUNCHED = 32  # calls of one task; on CUDA small ones are all launched before the first is checked, which synchronises
+LAUNCHED = 32  # calls of a task; on CUDA small calls are all launched before the first is checked, which synchronizes
 MOST_KEPT = 2**30  # bytes of CUDA memory that a process keeps for its next calls
-TRIALS = (1, 10, 100, 400)  # worst errors are compared after these counts; the last does not apply to real size
+TRIALS = (1, 10, 100, 400)  # errors are compared after these numbers of trials; at real size after at most 100
 
 
-# ---- one call -------------------------------------------------------------------------------------------------------
+# ---- a call ----------------------------------------------------------------------------------------------------------
 
 
 def list_operators():
-    """Return the names of the operators that are drawn."""
+    """Return the names of the operators that the fuzzer calls."""
     return [name for name, operator in OPERATORS.items() if operator.weight]
 
 
 def launch(draw, op=None):
-    """Make one call.
+    """Make a call.
 
     Returns:
-        The Trial whose results are to be checked; None if the call had to raise an error, and did.
+        The Trial whose results must be checked, or None if the call had to raise an error, and did.
 
     Raises:
         AssertionError: the operator accepted a wrong argument.
-        Exception: the operator's.
+        Exception: the operator raised it.
     """
     names = list_operators()
     draw.op = draw.choose("op", names, [OPERATORS[n].weight for n in names])
@@ -82,11 +81,11 @@ def launch(draw, op=None):
 
 
 def run(draw, op=None):
-    """Make and check one call.
+    """Make and check a call.
 
     Raises:
-        AssertionError: the result is wrong, or the same call gave other bits.
-        Exception: the operator's.
+        AssertionError: a result is wrong, or the repeated call gave other bits.
+        Exception: the operator raised it.
     """
     first = launch(draw, op)
     if first:
@@ -94,27 +93,27 @@ def run(draw, op=None):
 
 
 def name_tensors(trial):
-    """Return all tensors of a call with one output by name, for ``Call.products``."""
+    """Return all tensors of a call with one output by name, as ``Call.products`` expects them."""
     named = dict(zip(trial.call.args, trial.args, strict=True))
     named |= {"out": trial.ours[0], "dout": trial.douts[0]}
     return named | {f"d{name}": t for name, t in zip(trial.wanted, trial.ours[len(trial.douts) :], strict=True)}
 
 
 def describe(call):
-    def of(t):
+    def describe_tensor(t):
         if t is None:
             return "None"
         text = f"{str(t.dtype).removeprefix('torch.')}{list(t.shape)}"
         return text if t.is_contiguous() else f"{text} strides {list(t.stride())}"
 
-    return f"{call.text}; " + ", ".join(f"{name} {of(t)}" for name, t in call.args.items())
+    return f"{call.text}; " + ", ".join(f"{name} {describe_tensor(t)}" for name, t in call.args.items())
 
 
 def make_first_trial(draw, call):
     wanted = choose_gradients(draw, call)
     args = list(call.args.values())
     leaves = make_leaves(call, args, wanted)
-    outs = make_list(call.ours(*leaves))
+    outs = outputs(call.ours(*leaves))
     special = "nan" if call.nan_gradients else "none"
     douts = [
         draw.tensor(f"dout{i}", out.shape, out.dtype, special=special, denormal=call.denormal_gradients)
@@ -124,14 +123,14 @@ def make_first_trial(draw, call):
         douts[draw.choose("unused output", range(len(outs)))] = None
     found = [t.detach() for t in outs] + compute_gradients(outs, leaves, douts)
     if draw.real and draw.device.type == "cuda":
-        torch.cuda.synchronize()  # a hang is then reported for this stage
+        torch.cuda.synchronize()  # so that a hang is reported for this stage
     again = repeat_call(draw, call, douts, wanted) if draw.chance("again", 0.05) else []
     enter("torch's")
     return Trial(call, wanted, args, douts, found, compute_results(call, call.torchs, args, douts, wanted), again)
 
 
 def choose_gradients(draw, call):
-    """Return the arguments that require a gradient: all, some or none."""
+    """Return the names of the arguments that require a gradient: all, some or none."""
     names = list(call.differentiable())
     which = draw.choose("gradients", ("all", "some", "none"), (6, 3, 1))
     if which == "some":
@@ -140,18 +139,14 @@ def choose_gradients(draw, call):
 
 
 def make_leaves(call, args, wanted):
-    """Return the arguments as leaves of a graph, in their layouts."""
+    """Return detached arguments with the same layouts; the wanted ones require a gradient."""
     return [
         t if t is None else t.detach().requires_grad_(name in wanted) for name, t in zip(call.args, args, strict=True)
     ]
 
 
-def make_list(outs):
-    return list(outs) if isinstance(outs, tuple | list) else [outs]
-
-
 def compute_gradients(outs, leaves, douts):
-    """Return gradients of the leaves that require one, zeros if the used outputs do not depend on a leaf."""
+    """Return the gradients of the leaves that require one; they are zero if no used output depends on the leaf."""
     inputs = [t for t in leaves if t is not None and t.requires_grad]
     pairs = [(o, d) for o, d in zip(outs, douts, strict=True) if d is not None and o.requires_grad]
     if not inputs or not pairs:
@@ -161,9 +156,9 @@ def compute_gradients(outs, leaves, douts):
 
 
 def compute_results(call, function, args, douts, wanted):
-    """Return the function's outputs, then the gradients."""
+    """Return the function's outputs and its gradients."""
     leaves = make_leaves(call, args, wanted)
-    outs = make_list(function(*leaves))
+    outs = outputs(function(*leaves))
     return [t.detach() for t in outs] + compute_gradients(outs, leaves, douts)
 
 
@@ -172,25 +167,15 @@ def compute_results(call, function, args, douts, wanted):
 
 @dataclasses.dataclass
 class Trial:
-    """A call and its results.
+    """A call and its results."""
 
-    Attributes:
-        call: from the table.
-        wanted: names of the arguments whose gradients are wanted.
-        args: tensors, or None for absent ones.
-        douts: gradients of the outputs, None for an output that is not used.
-        ours: our outputs, then gradients.
-        torchs: torch's.
-        again: our results of the same call, made a second time; empty if it was made once.
-    """
-
-    call: Call
-    wanted: list
-    args: list
-    douts: list
-    ours: list
-    torchs: list
-    again: list = dataclasses.field(default_factory=list)
+    call: Call  # from the table of operators
+    wanted: list  # names of the arguments whose gradients are computed
+    args: list  # tensors, or None for absent ones
+    douts: list  # gradients of the outputs, None for an unused output
+    ours: list  # our outputs, then our gradients
+    torchs: list  # torch's outputs, then its gradients
+    again: list = dataclasses.field(default_factory=list)  # our results of the repeated call, if there is one
 
 
 def make_trial(draw, first, i):
@@ -207,12 +192,12 @@ def make_trial(draw, first, i):
 
 
 def choose_device(draw, trials):
-    """Return the trials on the device of comparison: real sizes stay on their device."""
+    """Copy trials to the CPU to compare them there, except those of real size."""
     return trials if draw.real else copy_to_cpu(trials)
 
 
 def copy_to_cpu(trials):
-    """Copy all tensors of the trials to the CPU as one tensor of bytes, because every copy synchronises."""
+    """Copy all tensors of the trials to the CPU as one tensor of bytes, because every copy synchronizes."""
     lists = ("args", "douts", "ours", "torchs", "again")
     tensors = [t for trial in trials for name in lists for t in getattr(trial, name) if t is not None]
     if all(t.device.type == "cpu" for t in tensors):
@@ -236,18 +221,18 @@ def view_bytes(t):
 
 
 def compute_formula(trial):
-    """Compute the formula in float64 on the trial's device."""
+    """Return the outputs and gradients of the formula in float64."""
     args = [double(t) if t is not None and t.is_floating_point() else t for t in trial.args]
     return compute_results(trial.call, trial.call.exact, args, [double(d) for d in trial.douts], trial.wanted)
 
 
 def check(draw, first, compared):
-    """Hold the results to the rules; if torch's errors make them fail, repeat with more trials.
+    """Check the results of a call; if they break the rule, compare them again after trials with other numbers.
 
     Args:
-        draw: of the call.
-        first: the call as it was made.
-        compared: the same call on the device of comparison, see ``choose_device``.
+        draw: the source of the call's random numbers.
+        first: the call.
+        compared: the same call on the device where results are compared, see ``choose_device``.
     """
     for one, other in zip(compared.ours, compared.again, strict=False):
         assert torch.equal(view_bytes(one), view_bytes(other)), "the same call gave other bits"
@@ -258,20 +243,20 @@ def check(draw, first, compared):
     names = [f"output {i}" for i in range(len(first.douts))] + [f"d{name}" for name in first.wanted]
     results = list(zip(compared.ours, compared.torchs, compute_formula(compared), strict=True))
     try:
-        hold(names, results, [0.0] * len(names), [0.0] * len(names))
+        assert_as_exact(names, results, [0.0] * len(names), [0.0] * len(names))
     except AssertionError:
-        hold_with_trials(draw, first, names, results)
+        assert_as_exact_in_trials(draw, first, names, results)
 
 
-def hold(names, results, errors, norms):
-    """Hold results (ours, torch's, the formula's) to the rules, given torch's errors on other numbers."""
+def assert_as_exact(names, results, errors, norms):
+    """Apply the rules to results (ours, torch's, the formula's), given torch's errors on other numbers."""
     for name, triple, error, norm in zip(names, results, errors, norms, strict=True):
         assert_as_exact_as_torch(*triple, name, torch_error=error)
         assert_norm_as_exact_as_torch(*triple, name, torch_error=norm)
 
 
-def hold_with_trials(draw, first, names, results):
-    """Hold the results to the rules, given torch's worst errors in more and more trials."""
+def assert_as_exact_in_trials(draw, first, names, results):
+    """Apply the rules to the results, given torch's largest errors in more and more trials."""
     noise, luck = first.call.noise(first.args, first.douts), 2.0 if first.call.torchs_splits else 1.0
     errors, norms = [Errors(noise, luck) for _ in names], [[] for _ in names]
 
@@ -289,10 +274,10 @@ def hold_with_trials(draw, first, names, results):
             for other in choose_device(draw, more):
                 found = list(zip(other.ours, other.torchs, compute_formula(other), strict=True))
                 add(found)
-                # this checks only that infinities and NaN are where the formula has them
-                hold(names, found, [math.inf] * len(names), [math.inf] * len(names))
+                # With infinite errors allowed, this compares only the places of infinities and NaN.
+                assert_as_exact(names, found, [math.inf] * len(names), [math.inf] * len(names))
         try:
-            hold(names, results, [e.worst_of_torchs() for e in errors], [max(norm) for norm in norms])
+            assert_as_exact(names, results, [e.worst_of_torchs() for e in errors], [max(norm) for norm in norms])
             for name, e in zip(names, errors, strict=True):
                 e.hold_on_the_whole(name)
             return
@@ -302,7 +287,7 @@ def hold_with_trials(draw, first, names, results):
 
 
 def repeat_call(draw, call, douts, wanted):
-    """Return the results of the same call; on the CPU with another number of threads, unless the bits depend on it."""
+    """Return the results of the same call, on the CPU with other threads unless the bits depend on them."""
     threads = torch.get_num_threads()
     try:
         if call.any_threads and draw.device.type == "cpu":
@@ -316,7 +301,7 @@ def repeat_call(draw, call, douts, wanted):
 
 
 def break_argument(draw, call):
-    """Return the name and a wrong value of an argument; None if the choice does not apply."""
+    """Return the name of an argument and a wrong value; None if the drawn kind of fault does not apply."""
     floating = [n for n, t in call.args.items() if t is not None and t.is_floating_point()]
     tied = [n for n in call.tied if call.args[n] is not None]
     how = draw.choose("breakage", ("integers", "another dtype", "wider", "an index out of range"))
@@ -335,7 +320,7 @@ def break_argument(draw, call):
 
 
 def break_index(draw, call):
-    """Return an index out of range; not on CUDA, where a device-side assertion ends the process."""
+    """Return an index out of range, but none on CUDA, where a device-side assertion ends the process."""
     name = next((n for n in ("tokens", "targets") if n in call.args), None)
     if name is None or draw.device.type != "cpu" or not call.args[name].numel():
         return None
@@ -360,7 +345,7 @@ def check_refused(draw, call, name, value):
     assert named, f"the error does not name the operator: {text}"
 
 
-# ---- failures -------------------------------------------------------------------------------------------------------
+# ---- failures --------------------------------------------------------------------------------------------------------
 
 
 def find_failure(seed, index, device, op=None, replaced=None):
@@ -375,9 +360,9 @@ def find_failure(seed, index, device, op=None, replaced=None):
 
 
 def simplify(draw, error, seed, index, device, op, seconds):
-    """Make the choices of a failing call simpler, one after the other, while it fails in the same way.
+    """Make the choices of a failing call simpler one by one, as long as the call fails in the same way.
 
-    After a CUDA error the process cannot use the device, so nothing is tried.
+    After a CUDA error nothing is tried, because the process cannot use the device.
     """
     if "CUDA error" in str(error):
         return draw, error
@@ -401,7 +386,7 @@ def simplify(draw, error, seed, index, device, op, seconds):
 
 
 def format_report(draw, error, seed, index, device, op):
-    """Return three lines: the command, the call, the error."""
+    """Return a command that repeats the call, the call and the error, on three lines."""
     where = "" if isinstance(error, AssertionError) else "".join(traceback.format_tb(error.__traceback__)[-1:])
     return (
         f"{format_command(seed, index, device, op, draw.replaced)}\n"
@@ -423,11 +408,11 @@ _progress = None  # set in a process of the campaign
 
 
 class Progress:
-    """A process's current stage and call, in memory that the campaign reads."""
+    """The current call and stage of a process, in memory that the campaign reads."""
 
     def __init__(self, context):
-        self.numbers = context.Array("q", 2, lock=False)  # the call's index; how many stages were entered
-        self.texts = [context.Array("c", size, lock=False) for size in (50, 4000)]  # the stage, and the call
+        self.numbers = context.Array("q", 2, lock=False)  # the call's index, and the number of stages so far
+        self.texts = [context.Array("c", size, lock=False) for size in (50, 4000)]  # the stage and the call
 
     def read(self):
         """Return (index, stage, call)."""
@@ -435,7 +420,7 @@ class Progress:
 
 
 def enter(stage, call=None, index=None):
-    """Record the next stage of this process."""
+    """Record that this process enters a stage."""
     if _progress:
         for buffer, text in zip(_progress.texts, (stage, call), strict=True):
             if text is not None:
@@ -456,10 +441,10 @@ class DeviceLost(Exception):
 
 
 def make_calls(arguments, start, stop, alone=False):
-    """Make calls start..stop, on CUDA together unless ``alone``.
+    """Make the calls start to stop - 1; on CUDA several are launched together, unless ``alone``.
 
     Yields:
-        The index and report of each failure, then how many calls of each operator were made.
+        The index and the report of each failure, and the numbers of calls of each operator.
 
     Raises:
         DeviceLost: the process cannot use the device any more.
@@ -482,12 +467,12 @@ def make_calls(arguments, start, stop, alone=False):
 
 
 def parse_settings(arguments):
-    """Return the choices that are replaced in every call."""
+    """Return the choices that replace drawn ones in every call."""
     return dict(text.split("=", 1) for text in arguments.set)
 
 
 def find_failures(arguments, indices, counts):
-    """Return (index, draw, exception) of failing calls; small calls are all launched before the first is checked."""
+    """Return (index, draw, exception) of failing calls. All small calls are launched before the first is checked."""
     launched, failed = [], []
     for index in indices:
         enter("draw", "?", index)
@@ -516,7 +501,7 @@ def find_failures(arguments, indices, counts):
 
 
 def work(pipe, progress, arguments):
-    """Make the calls of each task from the pipe until it is closed; send back what ``make_calls`` yields."""
+    """Make the calls of each task that the pipe delivers, and send back what ``make_calls`` yields."""
     global _progress
     _progress = progress
     prepare_process()
@@ -535,7 +520,7 @@ def work(pipe, progress, arguments):
         pipe.send(None)
 
 
-START = 300  # seconds until a process must have entered its first stage
+START = 300  # seconds in which a process must enter its first stage
 
 
 class Worker:
@@ -543,7 +528,8 @@ class Worker:
 
     Attributes:
         task: (start, stop, alone) of its calls; None while it waits for a task.
-        why: the reason why another process with this task ended; None if there was none.
+        why: the reason why an earlier process with this task ended, or None.
+        count: the number of stages that it had entered at ``since``.
         since: the time at which it last entered a stage.
     """
 
@@ -558,18 +544,18 @@ class Worker:
 
     def give(self, task, why):
         self.task, self.why, self.since = task, why, time.monotonic()
-        with contextlib.suppress(OSError):  # the process may have ended, which reading the pipe reveals
+        with contextlib.suppress(OSError):  # if the process has ended, the campaign notices when it reads the pipe
             self.pipe.send(task)
 
     def is_stuck(self, patience):
-        """Return whether the process has entered no stage for this many seconds."""
+        """Return whether the process has entered no stage for this number of seconds."""
         count = self.progress.numbers[1]
         if count != self.count:
             self.count, self.since = count, time.monotonic()
         return time.monotonic() - self.since > (patience if count else START)
 
     def end(self):
-        """Kill the process, which also ends its kernels on the device."""
+        """Kill the process, which ends its kernels on the device, too."""
         self.process.kill()
         self.process.join(60)
         self.pipe.close()
@@ -578,13 +564,13 @@ class Worker:
 def run_in_processes(arguments):
     """Yield what ``make_calls`` yields in several processes.
 
-    On CUDA the calls of a process that hangs or ends are made again one by one, to find the faulty one. While a kernel
-    hangs, other processes' kernels may wait for it: only the process that has waited longest is ended, and the time of
-    the others restarts.
+    If a process on CUDA hangs or ends, its calls are repeated one by one to find the faulty call. While a kernel hangs,
+    other processes' kernels may wait for it. Only the process that has waited longest is ended, and the waiting
+    times of the others restart.
     """
     starts = iter(range(0, arguments.calls, LAUNCHED))
     again = []  # (task, why) of processes that ended
-    reported = set()  # indices
+    reported = set()  # indices of calls
     end = time.time() + arguments.seconds
     workers = [Worker(arguments) for _ in range(arguments.jobs)]
 
@@ -595,7 +581,7 @@ def run_in_processes(arguments):
         return None if start is None else ((start, min(start + LAUNCHED, arguments.calls), False), None)
 
     def lose(worker, why):
-        """Replace a process by another one; yield the report of the call that ended it, if it is known."""
+        """Replace a process by a new one, and yield the report of the call that ended it if that call is known."""
         start, stop, alone = worker.task
         index, stage, call = worker.progress.read()
         index = index if start <= index < stop else start
@@ -663,11 +649,11 @@ def run_in_process(arguments):
             return
 
 
-# ---- the campaign ---------------------------------------------------------------------------------------------------
+# ---- the campaign ----------------------------------------------------------------------------------------------------
 
 
 def run_campaign(arguments):
-    """Make all calls, print the counts even if interrupted, and return the exit status."""
+    """Make all calls, print their numbers even if the campaign is interrupted, and return the exit status."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     begin = shown = time.monotonic()
     counts, failures = Counter(), 0
@@ -698,18 +684,24 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="fuzz.ops", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--calls", type=int, default=2000, help="how many calls (2000)")
-    parser.add_argument("--seed", type=int, default=0, help="of the campaign (0)")
+    parser.add_argument("--calls", type=int, default=2000, help="number of calls (2000)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the campaign (0)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--jobs", type=int, default=0, help="processes; 0 for this one, which a hang ends (0)")
+    parser.add_argument("--jobs", type=int, default=0, help="number of processes; 0 for this process alone (0)")
     parser.add_argument(
-        "--patience", type=float, default=20, metavar="SECONDS", help="end a process without progress for so long (20)"
+        "--patience",
+        type=float,
+        default=20,
+        metavar="SECONDS",
+        help="end a process that makes no progress for this time (20)",
     )
     parser.add_argument("--seconds", type=float, default=math.inf, help="make no more calls after this time")
-    parser.add_argument("--failures", type=int, default=20, help="stop after so many failures (20)")
-    parser.add_argument("--simplify", type=float, default=15, metavar="SECONDS", help="time for each failure (15)")
-    parser.add_argument("--op", choices=sorted(list_operators()), help="this operator alone")
-    parser.add_argument("--index", type=int, help="this call alone")
+    parser.add_argument("--failures", type=int, default=20, help="stop after this number of failures (20)")
+    parser.add_argument(
+        "--simplify", type=float, default=15, metavar="SECONDS", help="time to simplify each failure (15)"
+    )
+    parser.add_argument("--op", choices=sorted(list_operators()), help="call this operator alone")
+    parser.add_argument("--index", type=int, help="make this call alone")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="replace a choice")
     arguments = parser.parse_args(argv)
     if arguments.index is None:

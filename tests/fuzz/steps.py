@@ -1,12 +1,16 @@
-"""Training steps at lengths drawn at random, of our GPT-2 and of swapped models: eager, compiled, and as CUDA graphs.
+"""Makes training steps at random lengths, of our GPT-2 and of swapped models: eager, compiled, and as CUDA graphs.
 
 `python -m fuzz.steps --steps 300 --seed 1 --device cuda` (in tests/). Every step starts with new weights. Its loss and
-all its gradients are compared with those of torch's model in float64. The norm of a gradient's error may be twice that
-of torch's model in the same precision. The loss may be off by twice the mean magnitude of torch's errors of single
-tokens, which bounds the error of torch's mean but is not small by luck. One rounding to float32 is added to both.
-torch's errors may still be small by luck if a step has few tokens: a step that breaks the rule is repeated with other
-numbers, and then the root mean squares of the errors are compared. A failing step is printed as a command that repeats
-it; a step that takes longer than `SECONDS` ends the process.
+all its gradients are compared with those of torch's model in float64:
+
+- The norm of a gradient's error may be twice that of torch's model in the same precision.
+- The loss's error may be twice the mean magnitude of torch's errors of single tokens. This bounds the error of torch's
+  mean, but is not small by luck.
+- In both cases an error of one rounding to float32 is added.
+
+torch's errors may still be small by luck if a step has few tokens. A step that breaks the rule is therefore repeated
+with other numbers, and the root mean squares of the errors are compared. A failing step is printed as a command that
+repeats it. A step that takes longer than `SECONDS` ends the process.
 """
 
 import argparse
@@ -30,9 +34,9 @@ from swapped import hf_config, transformers
 SECONDS = 300  # Inductor may take two minutes
 IGNORED = -100
 TRIALS = 10
-UNUSED = 47  # columns of the vocabulary without a token: GPT-2 has 50257 of 50304
+UNUSED = 47  # columns of the padded vocabulary (50304) without a token of GPT-2 (50257)
 WAYS = ("eager", "compiled", "graphed")
-REPLAYED = 4  # the call that replays a graph: two run eagerly, the third captures
+REPLAYED = 4  # the first call that replays a graph, after two eager calls and the capture
 
 
 class Sizes(NamedTuple):
@@ -52,8 +56,8 @@ SIZES = {"cpu": Sizes(2, 2, 32, 64, 128, (64, 300)), "cuda": Sizes(2, 12, 768, 1
 class Family(NamedTuple):
     """A kind of model.
 
-    `make` returns our model and torch's, whose parameters have the same names; `loss` computes our mean loss of tokens
-    and targets; `logits` computes torch's logits. With `shifts` targets are the next tokens of the same sequence.
+    `make` returns our model and torch's, whose parameters have the same names. `loss` computes our mean loss of tokens
+    and targets, and `logits` torch's logits. With `shifts` the targets are the next tokens of the same sequence.
     """
 
     make: Callable
@@ -87,7 +91,7 @@ def make_huggingface(sizes):
             n_embd=sizes.channels,
             n_positions=sizes.positions,
             vocab_size=sizes.vocabulary - UNUSED,
-            pad_token_id=None,  # otherwise it searches for padding, which synchronises
+            pad_token_id=None,  # otherwise the model searches for padding, which synchronizes
         )
     )
     return gptkernels.swap(copy.deepcopy(torchs)), torchs
@@ -116,7 +120,7 @@ if transformers is None:
 
 
 class Models:
-    """The models of a family; ours with its optimizer and a step for each way to run."""
+    """The models of a family. Ours has an optimizer, and a step for each way to run it."""
 
     def __init__(self, family, device, backend):
         self.family = family
@@ -137,7 +141,7 @@ class Models:
 
     @torch.no_grad()
     def redraw(self, generator):
-        """Draw weights so large that every one of them matters."""
+        """Draw new weights that are so large that each of them affects the loss."""
         for name, p in self.ours.named_parameters():
             drawn = torch.randn(p.shape, generator=generator, device=p.device)
             is_norm = "ln_" in name and name.endswith("weight")
@@ -223,11 +227,11 @@ def main(argv=None):
     parser = argparse.ArgumentParser(
         prog="fuzz.steps", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=20, help="how many steps (20)")
-    parser.add_argument("--seed", type=int, default=0, help="of the campaign (0)")
+    parser.add_argument("--steps", type=int, default=20, help="number of steps (20)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the campaign (0)")
     parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    parser.add_argument("--backend", default="inductor", help="of torch.compile (inductor)")
-    parser.add_argument("--index", type=int, help="this step alone")
+    parser.add_argument("--backend", default="inductor", help="backend of torch.compile (inductor)")
+    parser.add_argument("--index", type=int, help="make this step alone")
     arguments = parser.parse_args(argv)
     indices = range(arguments.steps) if arguments.index is None else [arguments.index]
     torch._dynamo.config.recompile_limit = 64  # all families share the code of `Models.loss`

@@ -1,4 +1,4 @@
-"""The fuzzer of files: a short campaign finds nothing, and planted defects are found."""
+"""A short campaign of the fuzzer of files finds nothing, and planted faults are found."""
 
 import json
 import os
@@ -34,8 +34,8 @@ def raise_without_a_message(path):
         (lambda path: json.loads(path.read_bytes()), True, "refused", ""),
     ],
 )
-def test_outcomes_of_mutants(tmp_path, load, checksummed, outcome, found):
-    kind = files.Kind("x", b"sound", load, checksummed)
+def test_outcomes_of_damaged_files(tmp_path, load, checksummed, outcome, found):
+    kind = files.Kind("x", b"intact", load, checksummed)
     judged = files.judge(files.Call(kind, b"other"), tmp_path)
     assert judged[0] == outcome
     assert found in judged[1]
@@ -50,7 +50,7 @@ def crash(call, folder):
 
 
 def test_the_campaign_survives_crashes_and_hangs(monkeypatch):
-    """The children are forked, so that they have the replaced functions."""
+    """The child processes are forked, so that they have the replaced functions."""
     kind, calls = files.Kind("x", b"", None), [b"", b"crash", b"", b"hang", b""]
     monkeypatch.setattr(files, "make_kinds", lambda folder: [])
     monkeypatch.setattr(files, "make_call", lambda kinds, seed, number: files.Call(kind, calls[number]))

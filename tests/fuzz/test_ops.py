@@ -1,4 +1,4 @@
-"""The fuzzer of operators finds planted faults, prints how to repeat them, and finds nothing in a short campaign."""
+"""A short campaign of the operators' fuzzer finds nothing; planted faults are found, with commands that repeat them."""
 
 import dataclasses
 import math
@@ -20,18 +20,23 @@ from helpers import all_dtypes, double, randn
 ops = torch.ops.gptkernels
 
 
+def run_main(*arguments):
+    """Run the fuzzer, and restore the number of threads."""
+    threads = torch.get_num_threads()
+    try:
+        return fuzzer.main([*arguments])
+    finally:
+        torch.set_num_threads(threads)
+
+
 @pytest.mark.parametrize(("size", "calls"), [("small", 40), ("real", 3)])
 @pytest.mark.parametrize("op", sorted(fuzzer.list_operators()))
 def test_a_short_campaign_finds_nothing(op, size, calls, device, capfd):
-    threads = torch.get_num_threads()
-    try:
-        status = fuzzer.main(["--calls", str(calls), "--op", op, "--set", f"size={size}", "--device", device.type])
-    finally:
-        torch.set_num_threads(threads)
+    status = run_main("--calls", str(calls), "--op", op, "--set", f"size={size}", "--device", device.type)
     assert status == 0, capfd.readouterr().out
 
 
-# There is one more tile or block of rows than the GPU has SMs, so that one SM computes two.
+# There is one tile or block of rows more than the GPU has SMs.
 ONE_MORE = {"size": "real", "broken": "False"} | {
     f"{name}.{choice}": "1" for name in ("x", "a", "rows", "lead", "queries") for choice in ("tiles each", "more tiles")
 }
@@ -72,7 +77,7 @@ def test_seed_and_index_determine_a_call():
 
 
 def test_a_fault_is_found_and_can_be_repeated(monkeypatch, capfd):
-    """A softmax omits a row's last element if rows are wider than 20."""
+    """The planted softmax omits the last element of rows that are wider than 20."""
 
     def faulty(draw):
         call = OPERATORS["softmax"].draw(draw)
@@ -87,25 +92,21 @@ def test_a_fault_is_found_and_can_be_repeated(monkeypatch, capfd):
         return dataclasses.replace(call, ours=wrong)
 
     monkeypatch.setitem(OPERATORS, "faulty", Operator("faulty", faulty))
-    threads = torch.get_num_threads()
-    try:
-        assert fuzzer.main(["--calls", "60", "--op", "faulty", "--seed", "3", "--failures", "1"]) == 1
-        printed = capfd.readouterr().out
-        command = re.search(r"python -m fuzz.ops (.*)", printed).group(1)
-        assert fuzzer.main(shlex.split(command)) == 1
-        repeated = capfd.readouterr().out
-    finally:
-        torch.set_num_threads(threads)
+    assert run_main("--calls", "60", "--op", "faulty", "--seed", "3", "--failures", "1") == 1
+    printed = capfd.readouterr().out
+    command = re.search(r"python -m fuzz.ops (.*)", printed).group(1)
+    assert run_main(*shlex.split(command)) == 1
+    repeated = capfd.readouterr().out
     for simple in ("dtype = torch.float32", "x.layout = contiguous"):
         assert simple in repeated
     assert repeated.rstrip().endswith(printed.split("\n\n")[0].rstrip().splitlines()[-1])
 
 
-# The rule compares units in the last place: a fault of a few of them must be told from bad luck.
+# The rule compares errors of a few ulps: it must distinguish small faults from bad luck.
 
 
 def make_off_by(units):
-    """Return a function that multiplies results by 1 + units in the last place of their dtype."""
+    """Return a function that multiplies results by 1 + ``units`` ulps."""
 
     def change(out):
         if isinstance(out, tuple | list):
@@ -116,7 +117,7 @@ def make_off_by(units):
 
 
 class DoutOffBy(torch.autograd.Function):
-    """The identity, whose gradient is off by some units in the last place."""
+    """The identity, with a gradient that is off by ``units`` ulps."""
 
     @staticmethod
     def forward(ctx, out, units):
@@ -154,7 +155,7 @@ def test_a_gradient_off_by_a_few_ulps_is_found(op, device):
 
 
 def test_a_missing_row_is_found_if_torch_misses_it_too(device):
-    """Both gradients of linear's weight lack the last row of a sum over thousands."""
+    """Our and torch's gradients of linear's weight omit the last row of a sum over thousands."""
 
     def faulty(draw):
         call = OPERATORS["linear"].draw(draw)
@@ -167,7 +168,7 @@ def test_a_missing_row_is_found_if_torch_misses_it_too(device):
         return dataclasses.replace(call, ours=without_last_row, torchs=without_last_row)
 
     replaced = {"size": "real", "dtype": "torch.bfloat16", "x.dims": "1", "gradients": "all", "broken": "False"}
-    replaced |= {"x.rows of a tile": "4"}  # one of many more rows is less than bfloat16's rounding
+    replaced |= {"x.rows of a tile": "4"}  # with many more rows a missing one is less than bfloat16's rounding
     replaced |= {"x.values": "normal", "weight.values": "normal", "dout0.values": "normal", "x.layout": "contiguous"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(OPERATORS, "faulty", Operator("faulty", faulty))
@@ -194,9 +195,9 @@ def test_errors_of_several_trials():
 
     errors = fuzzer.Errors()
     errors.add(one * 0, one * 0, one.double() * 0)
-    errors.add(one * 1e-7, one * 1e-7, one.double() * 1e-17)  # the formula cancels but for roundings
-    errors.add(one, one * 1.1, one.double())  # a larger result's error counts nothing for one that cancels
-    assert errors.worst_of_torchs() == pytest.approx(4e-7)  # torch's is credited four times where terms cancel
+    errors.add(one * 1e-7, one * 1e-7, one.double() * 1e-17)  # the formula's terms cancel, except for rounding errors
+    errors.add(one, one * 1.1, one.double())  # the error of a larger result is ignored where terms cancel
+    assert errors.worst_of_torchs() == pytest.approx(4e-7)  # torch's error counts four times where terms cancel
 
     errors = fuzzer.Errors(noise=1e-6, luck=2.0)
     errors.add(one + 1e-6, one + 3e-7, one.double())
@@ -205,7 +206,7 @@ def test_errors_of_several_trials():
     assert errors.worst_of_torchs() == 1e-6
 
 
-def test_a_trial_keeps_special_arguments(device):
+def test_trials_keep_what_is_special_about_arguments(device):
     """Constants, zeros, equal rows, infinities and integers stay what they are."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(7, generator=generator)
@@ -242,16 +243,12 @@ def test_a_lost_device_ends_the_campaign_with_a_report(monkeypatch, capfd):
     monkeypatch.setattr(fuzzer, "find_failures", lose)
     monkeypatch.setattr(Draw, "op", "gelu", raising=False)
     monkeypatch.setattr(Draw, "call", "gelu(x)", raising=False)
-    threads = torch.get_num_threads()
-    try:
-        assert fuzzer.main(["--calls", "1000", "--device", "cuda"]) == 1
-    finally:
-        torch.set_num_threads(threads)
+    assert run_main("--calls", "1000", "--device", "cuda") == 1
     assert "calls 0 to 31: CUDA error: misaligned address; --jobs 1 finds out which one" in capfd.readouterr().out
 
 
 def work_with_faults(*args):
-    """Work in a process in which call 3 of gelu hangs and call 40 ends the process."""
+    """Run a worker in which call 3 of gelu hangs and call 40 ends the process."""
     draw_gelu = OPERATORS["gelu"].draw
 
     def faulty(draw):
@@ -267,11 +264,9 @@ RIGHT_WORK = fuzzer.work
 
 
 def test_a_call_that_hangs_or_ends_its_process_is_reported(monkeypatch, capfd):
-    """All other calls are made."""
     monkeypatch.setattr(fuzzer, "work", work_with_faults)
-    assert (
-        fuzzer.main(["--calls", "70", "--op", "gelu", "--jobs", "1", "--patience", "3", "--set", "broken=False"]) == 1
-    )
+    options = "--calls 70 --op gelu --jobs 1 --patience 3 --set broken=False"
+    assert fuzzer.main(options.split()) == 1
     printed = capfd.readouterr().out
     command = r"python -m fuzz.ops --seed 0 --index {} --op gelu --set broken=False\n  gelu\(x, .*\n  {}"
     assert re.search(command.format(3, "no progress for 3 s, after it entered the stage 'ours'"), printed)
@@ -280,21 +275,17 @@ def test_a_call_that_hangs_or_ends_its_process_is_reported(monkeypatch, capfd):
 
 
 def test_the_campaign_ends_after_its_time(capfd):
-    threads = torch.get_num_threads()
-    try:
-        assert fuzzer.main(["--calls", "1000000", "--seconds", "0.5", "--op", "gelu"]) == 0
-    finally:
-        torch.set_num_threads(threads)
+    assert run_main("--calls", "1000000", "--seconds", "0.5", "--op", "gelu") == 0
     made = int(re.search(r"fuzz.ops: (\d+) calls", capfd.readouterr().out).group(1))
     assert 1 <= made < 1_000_000
 
 
-# ---- defects found ---------------------------------------------------------------------------------------------------
+# ---- faults that the fuzzer found ------------------------------------------------------------------------------------
 
 
 @all_dtypes
 def test_attention_of_scale_zero(dtype, device):
-    """All keys have the same weight; oneDNN does not write a product with a factor of 0."""
+    """All keys have the same weight. oneDNN does not write the result of a product that is multiplied by 0."""
     op = ops.attention_probabilities
     qkv = randn(2, 63, 3 * 120, dtype=dtype, device=device)
     junk = torch.full((2, 5, 63, 63), float("nan"), dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""The campaign of training steps: a short one finds nothing, and a gradient without its last row is found."""
+"""A short campaign of training steps finds nothing, and a gradient without its last row is found."""
 
 import subprocess
 import sys
@@ -15,7 +15,7 @@ SHORT = ["--steps", "20", "--seed", "3", "--backend", "aot_eager"]  # Inductor t
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.large)])
 def test_a_short_campaign_finds_nothing(kind, device):
-    """The campaign is a process of its own, because a hang ends it."""
+    """The campaign has its own process, because a hang ends the process."""
     if kind != device.type:
         pytest.skip(f"--device {kind}")
     command = [sys.executable, "-m", "fuzz.steps", *SHORT, "--device", kind]

@@ -3,17 +3,29 @@ import math
 import pytest
 import torch
 
-import gptkernels
-from helpers import DTYPES, all_dtypes, all_widths, as_view, assert_as_exact_as_torch, raises, randn
+import gptkernels  # noqa: F401
+from helpers import (
+    DTYPES,
+    all_dtypes,
+    all_widths,
+    as_view,
+    assert_as_exact_as_torch,
+    assert_equal,
+    check_call,
+    low_dtypes,
+    raises,
+    randn,
+    warmed_up_and_captured,
+    with_dtypes,
+)
 
 ops = torch.ops.gptkernels
 
 OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
-low_dtypes = pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bfloat16", "float16"])
 
 
 class Lists:
-    """The tensors of some parameters, as the op takes them."""
+    """The op's lists of tensors for some parameters."""
 
     def __init__(self, params, state_dtype=None, masters=False):
         self.params = params
@@ -41,7 +53,7 @@ class Lists:
 
 
 def torch_steps(params, gradients, lr=1e-2, beta1=0.9, beta2=0.95, **options):
-    """torch.optim.AdamW's parameters and moments, one tensor after the other, by its plainest path."""
+    """Return torch.optim.AdamW's parameters, first moments and second moments, computed without fused kernels."""
     leaves = [p.clone().requires_grad_() for p in params]
     options = {"eps": 1e-8, "weight_decay": 0.1, **options}
     optimizer = torch.optim.AdamW(leaves, lr=lr, betas=(beta1, beta2), foreach=False, fused=False, **options)
@@ -50,7 +62,7 @@ def torch_steps(params, gradients, lr=1e-2, beta1=0.9, beta2=0.95, **options):
             leaf.grad = grad.to(leaf.dtype)
         optimizer.step()
     state = [optimizer.state[leaf] for leaf in leaves]
-    return [t.detach() for t in leaves], [s["exp_avg"] for s in state], [s["exp_avg_sq"] for s in state]
+    return [*(t.detach() for t in leaves), *(s["exp_avg"] for s in state), *(s["exp_avg_sq"] for s in state)]
 
 
 def make(shapes, dtype, device, steps=20, grad_dtype=None):
@@ -66,8 +78,8 @@ def run(params, gradients, state_dtype=None, masters=False, **options):
     return lists
 
 
-def same(a, b):
-    """Float64 results of the same formula: a few roundings apart, in 20 steps."""
+def assert_close(a, b):
+    """Compare float64 results of 20 steps, which may differ by a few roundings."""
     torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-15)
 
 
@@ -88,23 +100,15 @@ SHAPES = [(5, 7), (3,), (0,), (), (40, 33), (1,)]
 )
 def test_twenty_steps_match_torch_in_float64(options, device):
     params, gradients = make(SHAPES, torch.float64, device)
-    lists = run(params, gradients, **options)
-    for ours, torchs in zip(
-        (lists.params, lists.exp_avgs, lists.exp_avg_sqs), torch_steps(params, gradients, **options), strict=True
-    ):
-        for a, b in zip(ours, torchs, strict=True):
-            same(a, b)
+    assert_close(run(params, gradients, **options).all(), torch_steps(params, gradients, **options))
 
 
 def check(params, gradients):
-    eps = 1e-3 if params[0].dtype == torch.float16 else 1e-8  # torch rounds it to float16, where 1e-8 is 0
-    lists = run(params, gradients, eps=eps)
-    plain = torch_steps(params, gradients, eps=eps)
+    eps = 1e-3 if params[0].dtype == torch.float16 else 1e-8  # torch rounds eps to float16, where 1e-8 is 0
+    found, plain = run(params, gradients, eps=eps).all(), torch_steps(params, gradients, eps=eps)
     exact = torch_steps([p.double() for p in params], [[g.double() for g in grads] for grads in gradients], eps=eps)
-    ours = lists.params, lists.exp_avgs, lists.exp_avg_sqs
-    for name, found, torchs, truth in zip(("param", "exp_avg", "exp_avg_sq"), ours, plain, exact, strict=True):
-        for a, b, c in zip(found, torchs, truth, strict=True):
-            assert_as_exact_as_torch(a, b.to(a.dtype), c, name)
+    for i, (a, b, c) in enumerate(zip(found, plain, exact, strict=True)):
+        assert_as_exact_as_torch(a, b.to(a.dtype), c, f"params, exp_avgs, exp_avg_sqs: {i}")
 
 
 @all_dtypes
@@ -120,7 +124,7 @@ def test_twenty_steps_are_as_exact_as_torch(dtype, device):
 
 @pytest.mark.parametrize("beta2", [0.999, 0.99999])
 def test_first_step_has_the_size_of_lr(beta2, device):
-    """1 - beta2^t from float32 betas would be off by a per cent."""
+    """1 - beta2^t computed with float32 betas would be wrong by 1 %."""
     lists = run([torch.zeros(9, device=device)], [[torch.full((9,), 1e-2, device=device)]], beta2=beta2, lr=1e-3)
     torch.testing.assert_close(lists.params[0], torch.full((9,), -1e-3, device=device), rtol=2e-6, atol=0)
 
@@ -128,39 +132,25 @@ def test_first_step_has_the_size_of_lr(beta2, device):
 # ---- dtypes, layouts, lists ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("state_dtype", [None, torch.float32], ids=["own states", "float32 states"])
-@pytest.mark.parametrize("grad_dtype", [None, torch.float32], ids=["own grads", "float32 grads"])
+@pytest.mark.parametrize("float32", [[], ["state"], ["gradients"], ["gradients", "state"]], ids=str)
 @all_dtypes
-def test_float32_gradients_and_states(dtype, grad_dtype, state_dtype, device):
-    """One step of every combination, against float64."""
-    params, gradients = make([(5, 40), (7,)], dtype, device, steps=1, grad_dtype=grad_dtype)
-    lists = run(params, gradients, state_dtype=state_dtype)
-    exact = torch_steps([p.double() for p in params], [[g.double() for g in gradients[0]]])
-    for found, truth in zip((lists.params, lists.exp_avgs, lists.exp_avg_sqs), exact, strict=True):
-        for a, b in zip(found, truth, strict=True):
-            eps = torch.finfo(a.dtype).eps + (dtype != torch.float64) * 2**-22
-            torch.testing.assert_close(a.double(), b, rtol=4 * eps, atol=4 * eps * b.abs().max().item())
+def test_float32_gradients_and_states(dtype, float32, device):
+    choices = {"tensors": 2, "shape1.dims": 1, "shape1.0": 7, "shape0.0": 5, "shape0.1": 40, "step": 1}
+    check_call("adamw_", dtype, device, choices | {f"{name} in float32": torch.float32 for name in float32})
 
 
 @low_dtypes
-def test_master_parameters(dtype, device):
-    """The master takes float32's steps, the parameter is its rounding."""
+def test_master_parameters_take_float32s_steps(dtype, device):
     params, gradients = make([(40, 33), (7,)], dtype, device)
     lists = run(params, gradients, state_dtype=torch.float32, masters=True)
-    for found, truth in zip(
-        (lists.masters, lists.exp_avgs, lists.exp_avg_sqs),
-        torch_steps([p.float() for p in params], gradients),
-        strict=True,
-    ):
-        for a, b in zip(found, truth, strict=True):
-            torch.testing.assert_close(a, b)
-    for param, master in zip(lists.params, lists.masters, strict=True):
-        assert torch.equal(param, master.to(dtype))
+    found = [*lists.masters, *lists.exp_avgs, *lists.exp_avg_sqs]
+    torch.testing.assert_close(found, torch_steps([p.float() for p in params], gradients))
+    assert_equal(lists.params, [master.to(dtype) for master in lists.masters])
 
 
 @low_dtypes
 @pytest.mark.parametrize("state_dtype", [None, torch.float32], ids=["own states", "float32 states"])
-def test_parameters_that_other_code_has_changed(state_dtype, dtype, device):
+def test_changed_parameters_replace_their_masters(state_dtype, dtype, device):
     """A step starts from the parameter where its master does not round to it, and from the master elsewhere."""
     (param,), gradients = make([(1003,)], dtype, device, steps=1)
     master = param.float() * (1 + 2**-13)  # rounds to the parameter
@@ -169,7 +159,10 @@ def test_parameters_that_other_code_has_changed(state_dtype, dtype, device):
     param = torch.where(changed, param * 2, param)
     param[:4] = torch.tensor([math.nan, math.inf, 0.0, -0.0])
     master[2:4] = torch.tensor([0.0, -1e-30])
-    param[5], master[5] = math.inf, 3e38 if dtype == torch.bfloat16 else 1e30  # overflows: the master is kept
+    param[5], master[5] = (
+        math.inf,
+        3e38 if dtype == torch.bfloat16 else 1e30,
+    )  # the master rounds to infinity and is kept
     start = torch.where(master.to(dtype) == param, master, param.float())
     assert start[5] == (math.inf if dtype == torch.bfloat16 else 1e30)
     expected = Lists([start.to(dtype)], state_dtype, masters=True)
@@ -178,8 +171,7 @@ def test_parameters_that_other_code_has_changed(state_dtype, dtype, device):
     found.masters = [master]
     for lists in (found, expected):
         lists.step(gradients[0])
-    for a, b in zip(found.all(), expected.all(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+    assert_equal(found.all(), expected.all(), equal_nan=True)
     still = Lists([param.clone()], state_dtype, masters=True)
     still.masters = [master.clone()]
     still.step([torch.zeros_like(param)], lr=0.0)
@@ -196,15 +188,12 @@ def test_lists_of_mixed_dtypes(device):
 
 
 @pytest.mark.parametrize("count", [1, 159, 160, 161, 400])
-def test_more_tensors_than_one_launch_takes(count, device):
+def test_more_tensors_than_a_launch_supports(count, device):
     params, gradients = make([(1 + i % 7,) for i in range(count)], torch.float64, device, steps=2)
-    for a, b in zip(run(params, gradients).params, torch_steps(params, gradients)[0], strict=True):
-        same(a, b)
+    assert_close(run(params, gradients).params, torch_steps(params, gradients)[:count])
 
 
-def test_gpt2_is_one_launch(device):
-    if device.type != "cuda":
-        pytest.skip("CUDA only")
+def test_gpt2_is_one_launch(device, on_cuda):
     params, (grads,) = make([(1 + i % 7,) for i in range(148)], torch.bfloat16, device, steps=1)
     lists = Lists(params, torch.float32, masters=True)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -213,10 +202,10 @@ def test_gpt2_is_one_launch(device):
     assert len(kernels) == 1, kernels
 
 
-# A CUDA block takes 512 elements of float64, 1024 where the widest array is float32, 2048 of 16 bits.
+# A CUDA thread block updates 512 elements if the widest array is float64, 1024 if it is float32, otherwise 2048.
 @pytest.mark.parametrize("size", [511, 512, 513, 1023, 1025, 2047, 2048, 2049, 32767, 32768, 32769, 100_003])
 @all_dtypes
-def test_more_elements_than_a_chunk_holds(size, dtype, device):
+def test_sizes_around_those_of_thread_blocks(size, dtype, device):
     check(*make([(size,), (3,)], dtype, device, steps=2))
 
 
@@ -226,8 +215,9 @@ def test_every_tensor_has_its_own_step(device):
     lists.steps[1] += 7
     for grads in gradients:
         lists.step(grads)
-    same(lists.params[0], torch_steps(params, gradients)[0][0])
-    assert not torch.allclose(lists.params[1], torch_steps(params, gradients)[0][1], rtol=1e-3)
+    expected = torch_steps(params, gradients)
+    assert_close(lists.params[0], expected[0])
+    assert not torch.allclose(lists.params[1], expected[1], rtol=1e-3)
 
 
 @pytest.mark.parametrize("view", ["transposed", "sliced", "expanded"])
@@ -251,7 +241,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parameters_in_any_dense_layout(layout, masters, grads_in, device):
-    """To the bit as in rows: the order of the elements changes nothing."""
+    """The layout changes no bit."""
     shape, change = LAYOUTS[layout]
     params, gradients = make([shape, (3,)], torch.bfloat16, device, steps=3)
     params[0] = change(params[0])
@@ -269,8 +259,7 @@ def test_parameters_in_any_dense_layout(layout, masters, grads_in, device):
         plain.step([g.contiguous() for g in grads])
         lists.step(grads)
         assert torch.equal(grads[0], before)
-    for a, b in zip(lists.all(), plain.all(), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(lists.all(), plain.all())
 
 
 @all_dtypes
@@ -281,59 +270,65 @@ def test_misaligned(dtype, device):
     lists.exp_avgs = [as_view(t, "misaligned") for t in lists.exp_avgs]
     for grads in gradients:
         lists.step([as_view(grads[0], "misaligned")])
-    # On CUDA single elements and packs are compiled apart, and may fuse other multiplications and additions.
+    # On CUDA the code for single elements may contract other multiplications and additions than the code for packs.
     rtol = 0 if device.type == "cpu" else 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(lists.params[0], plain.params[0], rtol=rtol, atol=rtol)
     torch.testing.assert_close(lists.exp_avgs[0], plain.exp_avgs[0], rtol=rtol, atol=rtol)
 
 
-def test_nothing_to_do(device):
+def test_no_tensors_and_no_elements(device):
     Lists([]).step([])
     Lists([torch.zeros(0, 3, device=device)]).step([torch.zeros(0, 3, device=device)])
 
 
-# ---- learning rate, gradient scaler ----------------------------------------------------------------------------------
+# ---- learning rate, gradient scaler, clipping ------------------------------------------------------------------------
 
 
-def test_lr_on_either_device(device):
-    params, gradients = make([(5, 7)], torch.float32, device)
-    first = run(params, gradients, lr=torch.tensor(0.25))
-    for lr in (torch.tensor(0.25, dtype=torch.float64), torch.tensor(0.25, device=device), torch.tensor([0.25])):
-        assert torch.equal(run(params, gradients, lr=lr).params[0], first.params[0])
+@with_dtypes(torch.float64, torch.float32, torch.bfloat16)
+def test_learning_rate_in_either_dtype_and_on_either_device(dtype, device):
+    params, gradients = make([(5, 7)], dtype, device)
+    wide = torch.tensor(0.1, dtype=torch.float64)
+    for value, tensors in [
+        (0.25, [torch.tensor(0.25), torch.tensor(0.25, device=device), torch.tensor([0.25])]),
+        (0.1, [wide, wide.to(device)]),
+    ]:
+        expected = run(params, gradients, lr=value)
+        for lr in tensors:
+            assert_equal(run(params, gradients, lr=lr).params, expected.params)
 
 
-def test_grad_scale_divides(device):
+CLIP = {"grad_norm": 3.0, "max_grad_norm": 2.0}
+
+
+@pytest.mark.parametrize("options", [{}, CLIP, {**CLIP, "maximize": True}], ids=str)
+def test_gradients_are_divided_by_grad_scale_before_they_are_clipped(options, device):
     params, gradients = make([(5, 7), (33,)], torch.float32, device)
-    plain = run(params, gradients)
+    options = {name: torch.tensor(3.0, device=device) if name == "grad_norm" else o for name, o in options.items()}
+    plain = run(params, gradients, **options)
     scaled = [[grad * 4096 for grad in grads] for grads in gradients]
     kept = [grad.clone() for grad in scaled[0]]
-    lists = run(params, scaled, grad_scale=torch.tensor(4096.0, device=device))
-    for a, b in zip(lists.all(), plain.all(), strict=True):
-        assert torch.equal(a, b)
-    for a, b in zip(scaled[0], kept, strict=True):
-        assert torch.equal(a, b)
+    lists = run(params, scaled, grad_scale=torch.tensor(4096.0, device=device), **options)
+    assert_equal(lists.all(), plain.all())
+    assert_equal(scaled[0], kept)
 
 
 @pytest.mark.parametrize("norm", [0.0, 0.5, 1.0, 3.0, 1e30, float("inf"), float("nan")])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+@with_dtypes(torch.float64, torch.float32)
 def test_clipping_has_the_bits_of_torchs(norm, dtype, device):
-    """The gradients as clip_grad_norm_ leaves them, without writing them."""
+    """The gradients are used as clip_grad_norm_ would change them, but are not written."""
     params, gradients = make([(5, 7), (3000,)], dtype, device, steps=3)
     norm = torch.tensor(norm, device=device)
     scale = (2.0 / (norm + 1e-6)).clamp(max=1.0)
     expected = run(params, [[grad * scale for grad in grads] for grads in gradients])
     kept = [grad.clone() for grad in gradients[0]]
-    lists = run(params, gradients, grad_norm=norm, max_grad_norm=2.0)
-    for a, b in zip(lists.all(), expected.all(), strict=True):
-        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
-    for a, b in zip(gradients[0], kept, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(run(params, gradients, grad_norm=norm, max_grad_norm=2.0).all(), expected.all(), equal_nan=True)
+    assert_equal(gradients[0], kept)
 
 
 @pytest.mark.parametrize("masters", [False, True])
 @low_dtypes
 def test_clipped_gradients_are_not_rounded(masters, dtype, device):
-    """A product of 16 bits would be; float32 gradients show that this one is not."""
+    """The results are those of gradients that are clipped in float32."""
     params, gradients = make([(40, 33), (7,)], dtype, device, steps=3)
     state = torch.float32 if masters else None
     norm = torch.tensor(3.0, device=device)
@@ -342,21 +337,9 @@ def test_clipped_gradients_are_not_rounded(masters, dtype, device):
     expected = run(params, clipped, state, masters)
     lists = run(params, gradients, state, masters, grad_norm=norm, max_grad_norm=2.0)
     for a, b in zip(lists.all(), expected.all(), strict=True):
-        if device.type == "cpu":
-            assert torch.equal(a, b)
-        else:  # compiled apart
-            torch.testing.assert_close(a, b, rtol=4 * torch.finfo(a.dtype).eps, atol=1e-5)
-
-
-@pytest.mark.parametrize("maximize", [False, True])
-def test_clipping_comes_after_the_scale(maximize, device):
-    params, gradients = make([(5, 7), (33,)], torch.float32, device)
-    clip = {"grad_norm": torch.tensor(3.0, device=device), "max_grad_norm": 2.0, "maximize": maximize}
-    plain = run(params, gradients, **clip)
-    scaled = [[grad * 4096 for grad in grads] for grads in gradients]
-    lists = run(params, scaled, grad_scale=torch.tensor(4096.0, device=device), **clip)
-    for a, b in zip(lists.all(), plain.all(), strict=True):
-        assert torch.equal(a, b)
+        # On CUDA the code for float32 gradients may contract other multiplications and additions.
+        eps, atol = (0, 0) if device.type == "cpu" else (4 * torch.finfo(a.dtype).eps, 1e-5)
+        torch.testing.assert_close(a, b, rtol=eps, atol=atol)
 
 
 def test_found_inf_changes_nothing(device):
@@ -365,15 +348,14 @@ def test_found_inf_changes_nothing(device):
     before = [t.clone() for t in lists.all()]
     gradients[0][0][2, 3] = torch.inf
     lists.step(gradients[0], found_inf=torch.tensor(1.0, device=device))
-    for a, b in zip(lists.all(), before, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(lists.all(), before)
     lists.step(gradients[1], found_inf=torch.tensor(0.0, device=device))
     assert not torch.equal(lists.params[0], before[0])
 
 
 @all_dtypes
 def test_without_beta1_the_average_is_the_gradient(dtype, device):
-    """To the bit, also after a gradient that was much larger."""
+    """The average is exact also if the last gradient was much larger."""
     params, gradients = make([(127,)], dtype, device, steps=2)
     gradients[0][0] *= 1000
     lists = run(params, gradients, beta1=0.0)
@@ -392,18 +374,14 @@ def test_infinity_and_nan_stay_in_their_place(value, dtype, device):
     assert torch.equal(param[keep], clean[keep])
 
 
-def test_extremes(device):
-    tiny = torch.finfo(torch.float32).smallest_normal / 4
-    for scale in (tiny, 1e15):
+def test_denormal_and_large_gradients(device):
+    for scale in (torch.finfo(torch.float32).smallest_normal / 4, 1e15):
         params, gradients = make([(127,)], torch.float32, device, steps=2)
         gradients = [[grad * scale for grad in grads] for grads in gradients]
-        lists = run(params, gradients)
-        expected = torch_steps(params, gradients)
-        for ours, torchs in zip((lists.params, lists.exp_avgs, lists.exp_avg_sqs), expected, strict=True):
-            torch.testing.assert_close(ours, torchs)
+        torch.testing.assert_close(run(params, gradients).all(), torch_steps(params, gradients))
 
 
-# ---- what torch asks of an op ----------------------------------------------------------------------------------------
+# ---- autograd and CUDA graphs ----------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("masters", [False, True])
@@ -418,7 +396,7 @@ def test_versions_of_written_tensors(masters, device):
     assert [t._version for t in grads] == before[1]
 
 
-def test_step_of_a_saved_parameter_is_detected(device):
+def test_backward_detects_a_step_of_a_saved_parameter(device):
     param = torch.ones(3, device=device, requires_grad=True)
     loss = (param * param).sum()
     with torch.no_grad():
@@ -427,7 +405,7 @@ def test_step_of_a_saved_parameter_is_detected(device):
         loss.backward()
 
 
-def test_parameters_that_require_grad_need_no_grad(device):
+def test_step_needs_no_grad(device):
     param = torch.ones(3, device=device, requires_grad=True)
     with raises("adamw_ has no derivative", "no_grad"):
         Lists([param]).step([torch.ones(3, device=device)])
@@ -436,19 +414,12 @@ def test_parameters_that_require_grad_need_no_grad(device):
         Lists([torch.ones(3, device=device)]).step([torch.ones(3, device=device)])
 
 
-def test_cuda_graph_replays_with_other_numbers(device):
-    if device.type != "cuda":
-        pytest.skip("CUDA only")
+def test_cuda_graph_replays_with_another_lr_and_norm(device, on_cuda):
     params, gradients = make([(5, 7), (3000,)], torch.float32, device, steps=1)
     lists = Lists([p.clone() for p in params])
     lr, norm = torch.tensor(0.0, device=device), torch.tensor(1.0, device=device)
     options = {"lr": lr, "grad_norm": norm, "max_grad_norm": 1.0}
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        lists.step(gradients[0], **options)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        lists.step(gradients[0], **options)
+    graph, _ = warmed_up_and_captured(lambda: lists.step(gradients[0], **options))
     expected = Lists([p.clone() for p in params])
     expected.step(gradients[0], **options)
     for value in (0.5, 0.25):
@@ -456,8 +427,7 @@ def test_cuda_graph_replays_with_other_numbers(device):
         norm.fill_(8 * value)
         graph.replay()
         expected.step(gradients[0], lr=value, grad_norm=norm, max_grad_norm=1.0)
-    for a, b in zip(lists.all(), expected.all(), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(lists.all(), expected.all())
 
 
 # ---- bad input -------------------------------------------------------------------------------------------------------
@@ -465,7 +435,7 @@ def test_cuda_graph_replays_with_other_numbers(device):
 
 def test_bad_lists(device):
     def refused(*fragments, index=0, name=None, value=None, masters=False, dtype=torch.bfloat16):
-        """Replace an element of a list by a function of it, or remove it."""
+        """Replace an element of a list by a function of it, or remove it, and expect an error."""
         params, (grads,) = make([(5, 8), (3, 4)], dtype, device, steps=1)
         lists = Lists(params, masters=masters)
         lists.grads = grads
@@ -500,21 +470,6 @@ def test_bad_lists(device):
         refused(*fragments, index=1, name=name, value=value, masters=name == "masters")
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
-def test_float64_learning_rate_on_the_device(dtype, device):
-    grads = [torch.randn(50, dtype=dtype, device=device)]
-    updated = []
-    for lr in (0.1, torch.tensor(0.1, dtype=torch.float64), torch.tensor(0.1, dtype=torch.float64, device=device)):
-        parameter = torch.ones(50, dtype=dtype, device=device, requires_grad=True)
-        optimizer = gptkernels.optim.AdamW([parameter], lr=lr)
-        for _ in range(3):
-            parameter.grad = grads[0]
-            optimizer.step()
-        updated.append(parameter)
-    assert torch.equal(updated[0], updated[1])
-    assert torch.equal(updated[0], updated[2])
-
-
 def test_bad_options(device):
     def refused(*fragments, **options):
         with raises("adamw_", *fragments):
@@ -535,9 +490,7 @@ def test_bad_options(device):
     refused("grad_norm and max_grad_norm clip together, got only max_grad_norm", max_grad_norm=1.0)
 
 
-def test_tensors_on_different_devices(device):
-    if device.type == "cpu":
-        pytest.skip("one device only")
+def test_tensors_on_different_devices(device, on_cuda):
     x = torch.ones(3, device=device)
     with raises("adamw_", r"grads\[0\] is on cpu", r"params\[0\] is on cuda"):
         Lists([x]).step([x.cpu()])

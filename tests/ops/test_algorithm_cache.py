@@ -1,12 +1,10 @@
-"""cuBLASLt's algorithms, timed once and kept in a file: csrc/cuda/gemm/algorithm_cache.h."""
-
-import os
-import subprocess
-import sys
+"""The file of cuBLASLt's algorithms, which are timed once: csrc/cuda/gemm/algorithm_cache.h."""
 
 import pytest
 
-# A product that is worth timing, three times over: bias in the epilogue, plain, and accumulated in float32.
+from helpers import run_python
+
+# Matmuls that are large enough to be timed: with a bias in the epilogue, without, and accumulated in float32.
 PROGRAM = """
 import hashlib, torch, gptkernels
 ops = torch.ops.gptkernels
@@ -36,23 +34,19 @@ print(digest.hexdigest())
 
 
 def run(folder):
-    env = {**os.environ, "GPTKERNELS_MATMUL_CHOICES": str(folder)}
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, check=False)
+    done = run_python(PROGRAM, GPTKERNELS_MATMUL_CHOICES=str(folder))
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-@pytest.fixture(autouse=True)
-def _on_cuda(device):
-    if device.type != "cuda":
-        pytest.skip("CUDA only")
+pytestmark = pytest.mark.usefixtures("on_cuda")
 
 
 def test_kept_choices_give_the_same_bits(tmp_path):
     first = run(tmp_path / "new" / "folder")
     (file,) = (tmp_path / "new" / "folder").iterdir()
     lines = file.read_text().splitlines()
-    assert len(lines) >= 1 + 4  # x @ W^T + b, both gradients, and a product that accumulates
+    assert len(lines) >= 1 + 4  # a header, x @ W^T + b, both gradients, and a matmul that accumulates
     assert run(tmp_path / "new" / "folder") == first
     assert file.read_text().splitlines() == lines
 
@@ -61,7 +55,7 @@ def test_damaged_file_is_ignored(tmp_path):
     run(tmp_path)
     (file,) = tmp_path.iterdir()
     first, *lines = file.read_text().splitlines()
-    damaged = [" ".join([*line.split()[:21], *["7"] * 8]) for line in lines]  # no such algorithms
+    damaged = [" ".join([*line.split()[:21], *["7"] * 8]) for line in lines]  # algorithms that do not exist
     file.write_text("\n".join([first, "x", lines[0][:30], *damaged]))
     run(tmp_path)
     assert not set(damaged) & set(file.read_text().splitlines())
@@ -70,12 +64,12 @@ def test_damaged_file_is_ignored(tmp_path):
     assert file.read_text().startswith(first)
 
 
-def test_disabled(tmp_path, monkeypatch):
+def test_off_writes_no_file(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert run("off") == run("off")
     assert not list(tmp_path.iterdir())
 
 
-def test_unwritable_folder(tmp_path):
+def test_unwritable_folder_is_ignored(tmp_path):
     (tmp_path / "file").write_text("")
     run(tmp_path / "file" / "folder")

@@ -1,36 +1,26 @@
-"""The CPU's own float32 products, wherever they can serve: errors by the same rule as everywhere, always the same bits.
-
-What calls them is tested by its own files, with whichever product is faster there.
-"""
+"""Our float32 matmuls on the CPU. The operators' own tests use whichever of our matmuls and BLAS's is faster."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import gptkernels  # noqa: F401
+from gptkernels.testing.cases.products import mlp_formula
 from helpers import as_view, assert_as_exact_with_gradients, assert_same_bits, gradients, randn
 
 ops = torch.ops.gptkernels
 
-# (N, K, M): less than a tile of 24 rows and a panel of 64 columns, parts of them at the end of each dimension, and more
-# terms than a part of 256 or a panel of 512 has.
+# (N, K, M): fewer than a tile's 24 rows and a panel's 64 columns, tiles that are not full in each dimension, and more
+# terms than a part's 256 or a panel's 512.
 SIZES = [
-    (1, 1, 1),
-    (24, 16, 64),
-    (25, 65, 67),
-    (100, 513, 130),
-    (70, 1030, 16),
-    (300, 128, 512),
-    (1025, 40, 50),
+    (1, 1, 1), (24, 16, 64), (25, 65, 67), (100, 513, 130), (70, 1030, 16), (300, 128, 512), (1025, 40, 50),
     (33, 2000, 129),
-]
+]  # fmt: skip
 all_sizes = pytest.mark.parametrize(("rows", "inner", "width"), SIZES)
 
 
 @pytest.fixture(autouse=True)
-def own(monkeypatch, device):
-    if device.type != "cpu":
-        pytest.skip("the CPU's kernels")
+def own(monkeypatch, on_cpu):
     monkeypatch.setenv("GPTKERNELS_MATMUL", "own")
 
 
@@ -42,7 +32,7 @@ def matrix(rows, columns, transposed=False, scale=1.0):
 @pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
 @all_sizes
 def test_linear(rows, inner, width, transposed):
-    """All layouts: the weight's and its gradient's, and x's."""
+    """x, the weight and its gradient have all layouts."""
     weight, bias, dout = matrix(width, inner, transposed, inner**-0.5), matrix(1, width)[0], matrix(rows, width)
     names = ("dx", "dweight", "dbias")
     for x in (matrix(rows, inner), matrix(rows, inner, True), as_view(matrix(rows, inner), "misaligned")):
@@ -70,13 +60,8 @@ def test_mlp(rows, inner, width, transposed):
     def composed(x, fc_weight, fc_bias, proj_weight, proj_bias):
         return F.linear(F.gelu(F.linear(x, fc_weight, fc_bias), approximate="tanh"), proj_weight, proj_bias)
 
-    def formula(x, fc_weight, fc_bias, proj_weight, proj_bias):
-        u = F.linear(x, fc_weight, fc_bias)
-        post = u * torch.sigmoid(2 * (2 / torch.pi) ** 0.5 * (u + 0.044715 * u**3))
-        return F.linear(post, proj_weight, proj_bias)
-
     names = ("dx", "dfc_weight", "dfc_bias", "dproj_weight", "dproj_bias")
-    assert_as_exact_with_gradients(lambda *a: ops.mlp(*a)[0], composed, formula, args, dout, names)
+    assert_as_exact_with_gradients(lambda *a: ops.mlp(*a)[0], composed, mlp_formula, args, dout, names)
     _, pre_gelu, post_gelu = ops.mlp(*args)
     assert torch.equal(post_gelu, ops.gelu(pre_gelu))
     assert_same_bits(lambda: ops.mlp(*args))
@@ -84,8 +69,7 @@ def test_mlp(rows, inner, width, transposed):
     assert_same_bits(lambda: ops.mlp_backward(dout, *saved, [True] * 5))
 
 
-def test_column_sums_alone():
-    """A bias gradient, where no other is wanted, is the same."""
+def test_one_gradient_has_the_bits_that_it_has_among_all():
     args, dout = mlp_inputs(100, 65, 512), matrix(100, 65)
     _, pre_gelu, post_gelu = ops.mlp(*args)
     saved = args[0], args[1], args[3], pre_gelu, post_gelu
@@ -102,8 +86,7 @@ def test_elements_are_independent():
         assert torch.equal(ops.linear(x[:rows], weight[:columns], None), whole[:rows, :columns])
 
 
-def test_accumulation():
-    """Chunks of rows add up their parts of the weight's gradient."""
+def test_weight_gradient_is_accumulated_over_chunks():
     x, weight, targets = matrix(100, 65), matrix(129, 65, scale=0.1), torch.randint(0, 129, (100,))
 
     def ours(x, weight):
@@ -112,14 +95,12 @@ def test_accumulation():
     def torchs(x, weight):
         return F.cross_entropy(F.linear(x, weight), targets, reduction="sum")
 
-    found = gradients(ours, (x, weight), torch.tensor(1.0))
-    for ours_, expected in zip(found, gradients(torchs, (x, weight), torch.tensor(1.0)), strict=True):
-        torch.testing.assert_close(ours_, expected, rtol=1e-5, atol=1e-5)
+    found, expected = (gradients(f, (x, weight), torch.tensor(1.0)) for f in (ours, torchs))
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan"), 1e38])
-def test_special_values(value):
-    """What is not finite stays in its row, also of the gradients."""
+def test_special_values_stay_in_their_row(value):
     args = mlp_inputs(60, 70, 130)
     clean = ops.mlp(*args)[0]
     args[0][2, 7] = value
@@ -131,7 +112,7 @@ def test_special_values(value):
     assert dx[others].isfinite().all()
 
 
-def test_blas(monkeypatch):
+def test_environment_variable_selects_blas(monkeypatch):
     x, weight = matrix(100, 300), matrix(128, 300)
     own = ops.linear(x, weight, None)
     monkeypatch.setenv("GPTKERNELS_MATMUL", "blas")

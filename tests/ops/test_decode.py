@@ -1,4 +1,4 @@
-"""A decoding step against the model's own full forward, and generation by it: graphed, eager and by modules."""
+"""A decoding step beside the model's forward of all tokens; generation with CUDA graphs, without, and by modules."""
 
 import concurrent.futures
 import gc
@@ -8,13 +8,13 @@ import torch
 
 from gptkernels.models import GPT2, GPT2Config, decoding
 from gptkernels.nn import KeyValueCache
-from helpers import DTYPES, all_dtypes, assert_as_exact_as_torch, raises
+from helpers import all_dtypes, assert_as_exact_as_torch, assert_equal, raises
 from reference_gpt2 import ReferenceGPT2
 
 ops = torch.ops.gptkernels
 
-# Shapes for the fast kernels (head sizes 32, 64 and 128 in 16 bits; widths of 1, 2, 3 and 7 packs a lane) and for the
-# simple ones.
+# Shapes for the fast kernels (head sizes 32, 64 and 128 in 16 bits; widths of 1, 2, 3 and 7 packs for each lane), and
+# for the simple kernels.
 SHAPES = {
     "64": {"n_layer": 2, "n_head": 3, "n_embd": 192},
     "32": {"n_layer": 1, "n_head": 4, "n_embd": 128},
@@ -41,7 +41,7 @@ def make(dtype, device, **changes):
 
 
 def references(model):
-    """The model in torch's ops, in its dtype and in float64."""
+    """Return the model in torch's ops, in its own dtype and in float64."""
     found = []
     for dtype in (model.lm_head.weight.dtype, torch.float64):
         reference = ReferenceGPT2(model.config).to(model.lm_head.weight.device, dtype)
@@ -51,7 +51,7 @@ def references(model):
 
 
 def arguments(model, tokens, capacity=None):
-    """The op's weights, an empty cache, and its options."""
+    """Return the op's weights and an empty cache."""
     weights = decoding._Weights.of(model, tokens)
     config = model.config
     size = config.n_head, capacity or config.block_size, config.n_embd // config.n_head
@@ -62,7 +62,7 @@ def arguments(model, tokens, capacity=None):
 
 
 def logits_of_all(model, tokens):
-    """Logits (B, T, V), a token at a time."""
+    """Return the logits (B, T, V) of one decoding step after the other."""
     weights, cache = arguments(model, tokens)
     with torch.no_grad():
         parts = [
@@ -75,16 +75,16 @@ def logits_of_all(model, tokens):
 @all_dtypes
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_against_the_formula(shape, batch, dtype, device):
+def test_matches_float64(shape, batch, dtype, device):
     if device.type == "cpu" and shape == "wide" and batch == 1:
-        pytest.skip("slow on a CPU, which has one kernel for all")
+        pytest.skip("slow on a CPU, where all shapes have the same kernel")
     model = make(dtype, device, **SHAPES[shape])
     tokens = torch.randint(65, (batch, min(model.config.block_size, 12)), device=device)
     torchs, exact = (reference(tokens)[0].detach() for reference in references(model))
     assert_as_exact_as_torch(logits_of_all(model, tokens), torchs, exact)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@all_dtypes
 @pytest.mark.parametrize(
     ("shape", "room", "steps"),
     [
@@ -94,7 +94,7 @@ def test_against_the_formula(shape, batch, dtype, device):
     ids=["one sequence", "three sequences"],
 )
 def test_long_sequences(shape, room, steps, dtype, device):
-    """The keys of one sequence, spread over a cluster; sequences of different lengths, with several rounds of keys."""
+    """A cluster shares the keys of a single sequence. Several sequences need several iterations over their keys."""
     model = make(dtype, device, **SHAPES[shape], block_size=room)
     tokens = torch.randint(65, (len(steps[0]), room), device=device)
     torchs, exact = (reference(tokens)[0].detach() for reference in references(model))
@@ -109,7 +109,7 @@ def test_long_sequences(shape, room, steps, dtype, device):
 
 
 def test_norm_of_a_constant_row_is_its_bias(device):
-    """The mean's rounding error is not divided by the standard deviation, sqrt(eps)."""
+    """The rounding error of the mean must not be divided by the standard deviation, sqrt(eps)."""
     wte = torch.full((5, 192), 1.37, device=device)
     norm, head = torch.randn(2, 192, device=device), torch.randn(65, 192, device=device)
     tokens = torch.zeros(2, 1, dtype=torch.int64, device=device)
@@ -121,8 +121,8 @@ def test_norm_of_a_constant_row_is_its_bias(device):
         assert (logits - exact).abs().max() < 2e-5
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_deterministic_and_rows_are_independent(dtype, device):
+@all_dtypes
+def test_steps_are_deterministic_and_rows_independent(dtype, device):
     model = make(dtype, device, **SHAPES["64"])
     tokens = torch.randint(65, (8, 6), device=device)
     once = logits_of_all(model, tokens)
@@ -168,22 +168,26 @@ def generate(model, tokens, count, seed=5, **options):
     return model.generate(tokens, count, generator=generator, **options), generator.get_state()
 
 
+def generate_like_eager(model, *args, **options):
+    """Generate with CUDA graphs and without, compare tokens and the generator's state, and return the tokens."""
+    graphed = generate(model, *args, **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoding._Graphs, "FEWEST", 10**9)
+        assert_equal(graphed, generate(model, *args, **options))
+    return graphed[0]
+
+
 @all_dtypes
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 7}, {"temperature": 1.3, "top_p": 0.8}], ids=str)
-def test_same_tokens_with_and_without_graphs(options, dtype, device):
-    """And the generator is left where it would be. Also where the window slides after the graphs."""
+def test_graphs_change_no_token(options, dtype, device):
+    """In some calls the window slides after the graphs' steps."""
     model = make(dtype, device, **SHAPES["256"])
     for batch, prompt, count in ((1, 1, 40), (1, 4, 30), (2, 30, 20), (8, 3, 5), (1, 38, 6)):
         tokens = torch.randint(65, (batch, prompt), device=device)
-        graphed = generate(model, tokens, count, **options)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decoding._Graphs, "FEWEST", 10**9)
-            eager = generate(model, tokens, count, **options)
-        assert torch.equal(graphed[0], eager[0])
-        assert torch.equal(graphed[1], eager[1])
+        generate_like_eager(model, tokens, count, **options)
 
 
-def test_stopped_stream_leaves_the_generator_at_its_last_token(device):
+def test_a_closed_stream_has_drawn_for_its_tokens_alone(device):
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (1, 2), device=device)
     for count in range(1, 25, 4):
@@ -197,8 +201,8 @@ def test_stopped_stream_leaves_the_generator_at_its_last_token(device):
 
 
 @pytest.mark.parametrize("called", ["as one operator", "by modules", "by modules, nine prompts"])
-def test_prompts_of_different_lengths(called, device):
-    """Each is continued as if it were alone: in float32 no token differs. The longer ones' windows slide."""
+def test_prompts_of_different_lengths_are_continued_apart(called, device):
+    """In float32 no token differs from that of a prompt alone. The windows of the longer prompts slide."""
     model = make(torch.float32, device, **SHAPES["64"])
     if called != "as one operator":
         model.transformer.h[1].attn.c_proj.register_forward_hook(lambda *_: None)
@@ -213,7 +217,7 @@ def test_prompts_of_different_lengths(called, device):
 
 
 def test_prompts_of_one_length_are_a_batch(device):
-    """Draws included, and int32 stays int32."""
+    """The draws are those of a batch, and int32 tokens stay int32."""
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (3, 7), device=device, dtype=torch.int32)
     expected, state = generate(model, tokens, 20)
@@ -237,10 +241,8 @@ def test_bad_prompts_of_different_lengths(device):
 
 
 @pytest.fixture
-def captures(device, monkeypatch):
-    """How many steps each capture had."""
-    if device.type != "cuda":
-        pytest.skip("graphs are of CUDA")
+def captures(on_cuda, monkeypatch):
+    """Record the number of steps of each capture."""
     found, capture = [], decoding._Graphs._capture
     monkeypatch.setattr(
         decoding._Graphs, "_capture", lambda self, steps, weights: found.append(steps) or capture(self, steps, weights)
@@ -249,20 +251,10 @@ def captures(device, monkeypatch):
 
 
 def test_graphs_are_kept_with_the_model(captures, device):
-    """For the same kind of draws; they see weights that were changed in place, and parameters that were replaced."""
+    """Weights may be changed in place. Other kinds of draws and replaced parameters are captured again."""
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (2, 3), device=device)
-
-    def same_as_eager(seed, **options):
-        graphed = generate(model, tokens, 20, seed, **options)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(decoding._Graphs, "FEWEST", 10**9)
-            eager = generate(model, tokens, 20, seed, **options)
-        assert torch.equal(graphed[0], eager[0])
-        assert torch.equal(graphed[1], eager[1])
-        return graphed[0]
-
-    first = same_as_eager(5, top_k=9)
+    first = generate_like_eager(model, tokens, 20, top_k=9)
     generate(model, tokens, 20, 5, top_k=9)
     captures.clear()
     assert torch.equal(generate(model, tokens, 20, 5, top_k=9)[0], first)
@@ -276,7 +268,7 @@ def test_graphs_are_kept_with_the_model(captures, device):
     generate(model, tokens, 20, 5, top_k=8)
     assert captures == [1, 8]
     model.transformer.ln_f.weight = torch.nn.Parameter(model.transformer.ln_f.weight.detach() * 2)
-    same_as_eager(7, top_k=8)
+    generate_like_eager(model, tokens, 20, 7, top_k=8)
     assert captures == [1, 8, 1, 8]
 
 
@@ -293,9 +285,7 @@ def test_two_streams_of_a_model_at_once(captures, device):
         assert torch.equal(torch.stack(found, 1)[i : i + 1], expected[:, 2:])
 
 
-def test_two_threads_each_on_a_stream_of_its_own(device):
-    if device.type != "cuda":
-        pytest.skip("streams are of CUDA")
+def test_two_threads_with_their_own_streams(device, on_cuda):
     models = [make(torch.bfloat16, device, **SHAPES["124M"]) for _ in range(2)]
     prompt = torch.zeros(1, 1, dtype=torch.int64, device=device)
     alone = [generate(model, prompt, 39, seed)[0] for seed, model in enumerate(models)]
@@ -332,12 +322,11 @@ def test_default_generator(device):
             patch.setattr(decoding._Graphs, "FEWEST", fewest)
             torch.manual_seed(9)
             found.append((model.generate(tokens, 30), torch.rand(3, device=device)))
-    assert torch.equal(found[0][0], found[1][0])
-    assert torch.equal(found[0][1], found[1][1])
+    assert_equal(*found)
 
 
 def test_modules_and_operator_agree(device):
-    """In float32 no token differs: their logits differ by roundings."""
+    """In float32 no token differs, because their logits differ by rounding errors alone."""
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (2, 3), device=device)
     fused = generate(model, tokens, 30)[0]
@@ -346,7 +335,7 @@ def test_modules_and_operator_agree(device):
     hook.remove()
 
 
-def test_changed_models_run_by_modules(device):
+def test_changed_models_are_run_by_modules(device):
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (2, 3), device=device)
     assert decoding._Weights.of(model, tokens) is not None
@@ -363,7 +352,7 @@ def test_changed_models_run_by_modules(device):
     dropped = make(torch.float32, device, **SHAPES["64"], dropout=0.5)
     assert decoding._Weights.of(dropped, tokens) is not None
     assert decoding._Weights.of(dropped.train(), tokens) is None
-    changed = make(torch.float32, device, **SHAPES["64"]).train()  # of no dropout, says its configuration
+    changed = make(torch.float32, device, **SHAPES["64"]).train()  # its configuration has no dropout
     assert decoding._Weights.of(changed, tokens) is not None
     changed.transformer.h[1].resid_dropout.p = 0.5
     assert decoding._Weights.of(changed, tokens) is None
@@ -371,7 +360,7 @@ def test_changed_models_run_by_modules(device):
 
 @pytest.mark.parametrize("step", [1, 2, 7, 20])
 def test_nonfinite_logits(step, device):
-    """The error comes at the step, and the process's CUDA context is as good as before."""
+    """The step raises an error, and the process can use the device afterwards."""
     model = make(torch.float32, device, **SHAPES["64"])
     with torch.no_grad():
         model.transformer.wpe.weight[step] = torch.inf

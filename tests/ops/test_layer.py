@@ -1,16 +1,15 @@
-"""``layer`` and ``fp8_layer``. Blocks of a model, with float8 products too, are compared in test_fused_block.py."""
+"""``layer`` and ``fp8_layer``. tests/models/test_fused_block.py compares them in a model, also with float8 matmuls."""
 
 import pytest
 import torch
-from torch.utils.flop_counter import FlopCounterMode
 
 from gptkernels.block.tensors import BlockParameters, FP8LayerSaved, LayerSaved, Weights
 from gptkernels.rules import ops
 from gptkernels.rules.fp8 import new_history
-from helpers import DTYPES, assert_close_in_scale, raises, randn, refused
+from helpers import DTYPES, assert_close_in_scale, count_flops, raises, randn, refused
 
 B, T, C, HEADS, F = 2, 8, 32, 2, 64
-# The stream's dtype, and that of products.
+# The dtypes of the residual stream and of the matmuls.
 PAIRS = [*((dtype, dtype) for dtype in DTYPES), (torch.float32, torch.bfloat16), (torch.float32, torch.float16)]
 SAME, MIXED = (torch.float32, torch.float32), (torch.float32, torch.bfloat16)
 EVERY = [True] * 14
@@ -19,7 +18,7 @@ both_forms = pytest.mark.parametrize("approximate", ["tanh", "none"])
 
 
 def arguments(wide, low, device, values=True, biases=True, transposed=False):
-    """The arguments of the forward up to the options."""
+    """Return the arguments of the forward without the options."""
 
     def vector(size, dtype=wide, given=biases):
         return randn(size, dtype=dtype, device=device) if given else None
@@ -42,7 +41,7 @@ def arguments(wide, low, device, values=True, biases=True, transposed=False):
 
 
 def histories(device):
-    """The amax histories of a layer's products and of their gradients."""
+    """Return the amax histories of a layer's matmuls, and of their gradients."""
     return [[new_history(device) for _ in range(4)] for _ in range(2)]
 
 
@@ -51,7 +50,7 @@ def options(approximate="tanh"):
 
 
 def dropouts(device, *probabilities):
-    """The dropouts of values, attention and its output, each with its own seed and offset."""
+    """Return the arguments of the dropouts of values, attention and the second addition."""
     numbers = torch.randint(2**40, (len(probabilities), 2), generator=torch.Generator().manual_seed(6)).to(device)
     return [x for p, pair in zip(probabilities, numbers, strict=True) for x in (p, *(pair if p else (None, None)))]
 
@@ -60,7 +59,7 @@ NONE = dropouts("cpu", 0.0, 0.0, 0.0)
 
 
 def by_operators(args, approximate="tanh", dropped=NONE):
-    """The outputs of the forward, by single operators, which autograd differentiates."""
+    """Compute the outputs of the forward by single operators, which autograd differentiates."""
     stream, values, values_bias, *parameters = args
     p, (_, _, eps_1, eps_2) = BlockParameters(*parameters), FP8_OPTIONS
     if values is None:
@@ -85,7 +84,7 @@ def by_operators(args, approximate="tanh", dropped=NONE):
 
 
 def backward_arguments(args, outputs, mask, approximate="tanh"):
-    """The arguments of the backward; the gradients of both results are drawn."""
+    """Return the arguments of the backward, with random gradients of both results."""
     out, saved, p = outputs[0], LayerSaved(*outputs[1:]), BlockParameters(*args[3:])
     if args[1] is None:
         saved = saved._replace(residual_1=args[0])
@@ -95,14 +94,14 @@ def backward_arguments(args, outputs, mask, approximate="tanh"):
 
 
 def fp8_backward_arguments(args, outputs, adds_past=True):
-    """The arguments of the backward with float8 products, which has the gradients of all parameters."""
+    """Return the arguments of the backward with float8 matmuls."""
     _, residual_1, residual_2, *saved = outputs
     residual_1, p = args[0] if args[1] is None else residual_1, BlockParameters(*args[3:14])
     kept = residual_1, residual_2, saved, p.norm_1_weight, p.norm_2_weight, args[15]
     return torch.randn_like(residual_2), torch.randn_like(residual_2), *kept, HEADS, None, adds_past, EVERY
 
 
-def assert_equal(found, expected):
+def assert_same_bits_and_strides(found, expected):
     for i, (a, b) in enumerate(zip(found, expected, strict=True)):
         assert a.dtype == b.dtype, i
         assert a.stride() == b.stride(), i
@@ -114,21 +113,19 @@ def compare(args, approximate="tanh", dropped=NONE, **which):
     outputs = ops.layer(*args, *options(approximate), *dropped)
     leaves = [t if t is None else t.detach().requires_grad_() for t in args]
     expected = by_operators(leaves, approximate, dropped)
-    assert_equal(outputs, expected)
+    assert_same_bits_and_strides(outputs, expected)
     given = backward_arguments(args, outputs, EVERY, approximate)
     dstream, dvalues, *gradients = ops.layer_backward(*given, *dropped, **which)
-    if args[1] is None:  # autograd adds the gradient past the first norm and that through it
+    if args[1] is None:  # autograd adds the gradients of both uses of the stream
         dstream = dstream + dvalues
     found = [dstream, dvalues if dvalues.numel() else dstream, *gradients]
     results = expected[0], expected[1 + LayerSaved._fields.index("residual_2")]
     wanted = [t for t in leaves if t is not None]
     found = [d for d, t in zip(found, args, strict=True) if t is not None]
-    assert_equal(found, torch.autograd.grad(results, wanted, given[:2]))
+    assert_same_bits_and_strides(found, torch.autograd.grad(results, wanted, given[:2]))
 
 
-def test_names():
-    """The NamedTuples have the names of the schemas, in the same order."""
-
+def test_namedtuples_have_the_names_of_the_schemas():
     def names(values):
         return tuple(value.name for value in values)
 
@@ -156,15 +153,14 @@ def test_has_the_bits_of_single_operators(wide, low, transposed, approximate, de
 
 @both_forms
 @pytest.mark.parametrize(("wide", "low"), PAIRS, ids=str)
-def test_first_layer(wide, low, approximate, device):
-    """Without values and without biases."""
+def test_layer_without_values_and_biases(wide, low, approximate, device):
     args = arguments(wide, low, device, values=False, biases=False)
     compare(args, approximate, has_values=False, adds_past=False)
     given = backward_arguments(args, ops.layer(*args, *options(approximate)), EVERY, approximate)
     past, through, _, *expected = ops.layer_backward(*given, has_values=False, adds_past=False)
     dstream, _, _, *found = ops.layer_backward(*given, has_values=False)
     assert_close_in_scale(dstream, past + through, wide)
-    assert_equal(found, expected)
+    assert_same_bits_and_strides(found, expected)
 
 
 @pytest.mark.parametrize(
@@ -186,22 +182,22 @@ def test_dropout(wide, low, probabilities, device):
 @both_forms
 @pytest.mark.parametrize(("wide", "low"), [SAME, MIXED], ids=str)
 def test_recomputed_gelu(wide, low, approximate, device):
-    """The other outputs have the same bits, and the gradients those from the GELU as an operator of its own."""
+    """All other outputs keep their bits, and the gradients are those of a forward with a GELU computed by ops.gelu."""
     args = arguments(wide, low, device)
     *outputs, post = ops.layer(*args, *options(approximate), keep_post_gelu=False)
     assert post.shape == (0,)
-    assert_equal(outputs, ops.layer(*args, *options(approximate))[:-1])
+    assert_same_bits_and_strides(outputs, ops.layer(*args, *options(approximate))[:-1])
     again = [*outputs, ops.gelu(outputs[-1], approximate=approximate)]
     found, expected = (
         ops.layer_backward(*backward_arguments(args, kept, EVERY, approximate)) for kept in ([*outputs, post], again)
     )
-    assert_equal(found, expected)
+    assert_same_bits_and_strides(found, expected)
     torch.library.opcheck(ops.layer, (*args, *options(approximate)), {"keep_post_gelu": False})
 
 
 @pytest.mark.parametrize(("wide", "low"), [SAME, MIXED], ids=str)
 def test_output_mask(wide, low, device):
-    """A gradient that is not wanted has no elements; the others keep their bits."""
+    """An unwanted gradient has no elements, and the others keep their bits."""
     args = arguments(wide, low, device)
     dout, _, *given, _ = backward_arguments(args, ops.layer(*args, *options()), None)
     every = ops.layer_backward(dout, None, *given, EVERY)
@@ -209,7 +205,7 @@ def test_output_mask(wide, low, device):
         for mask in ([j == i for j in range(14)], [j != i for j in range(14)]):
             found = ops.layer_backward(dout, None, *given, mask)
             for j, (a, b) in enumerate(zip(found, every, strict=True)):
-                if mask[j] or (j == 0 and mask[1] and wide == low):  # one gradient is both
+                if mask[j] or (j == 0 and mask[1] and wide == low):  # dstream and dvalues are one gradient
                     assert torch.equal(a, b), (mask, j)
                 elif j > 1:
                     assert a.numel() == 0, (mask, j)
@@ -217,25 +213,19 @@ def test_output_mask(wide, low, device):
 
 def test_flops(device):
     args, eight = arguments(*SAME, device), histories(device)
-    products, attention = 2 * B * T * C * (3 * C + C + 2 * F), 4 * B * T * T * C
-
-    def count(op, *args):
-        with FlopCounterMode(display=False) as counter:
-            outputs = op(*args)
-        return counter.get_total_flops(), outputs
-
+    matmuls, attention = 2 * B * T * C * (3 * C + C + 2 * F), 4 * B * T * T * C
+    expected = (matmuls + attention, 2 * matmuls + 5 * attention // 2)
     for approximate in ("tanh", "none"):
-        forward, outputs = count(ops.layer, *args, *options(approximate))
-        backward, _ = count(ops.layer_backward, *backward_arguments(args, outputs, EVERY, approximate))
-        assert (forward, backward) == (products + attention, 2 * products + 5 * attention // 2)
-    forward, outputs = count(ops.fp8_layer, *args, *eight, *FP8_OPTIONS)
-    backward, _ = count(ops.fp8_layer_backward, *fp8_backward_arguments((*args, *eight), outputs))
-    assert (forward, backward) == (products + attention, 2 * products + 5 * attention // 2)
+        forward, outputs = count_flops(ops.layer, *args, *options(approximate))
+        given = backward_arguments(args, outputs, EVERY, approximate)
+        assert (forward, count_flops(ops.layer_backward, *given)[0]) == expected
+    forward, outputs = count_flops(ops.fp8_layer, *args, *eight, *FP8_OPTIONS)
+    given = fp8_backward_arguments((*args, *eight), outputs)
+    assert (forward, count_flops(ops.fp8_layer_backward, *given)[0]) == expected
 
 
 @pytest.mark.parametrize(("wide", "low", "values"), [(*SAME, True), (*MIXED, False), (*MIXED, True)], ids=str)
-def test_opcheck(wide, low, values, device):
-    """With dropout, and for a first layer."""
+def test_opcheck_with_dropout_or_without_values(wide, low, values, device):
     args, dropped = arguments(wide, low, device, values), dropouts(device, 0.1, 0.2, 0.3) if values else NONE
     torch.library.opcheck(ops.layer, (*args, *options(), *dropped))
     outputs = ops.layer(*args, *options(), *dropped)
@@ -246,11 +236,11 @@ def test_opcheck(wide, low, values, device):
             torch.library.opcheck(ops.layer_backward, (*given, *dropped), which)
 
 
-def test_opcheck_of_a_first_layer_with_float8_products(device):
+def test_opcheck_with_float8_matmuls_and_without_values(device):
     args = *arguments(torch.bfloat16, torch.bfloat16, device, values=False), *histories(device)
     torch.library.opcheck(ops.fp8_layer, (*args, *FP8_OPTIONS))
     outputs = ops.fp8_layer(*args, *FP8_OPTIONS)
-    # opcheck's test of the schema would multiply float8 tensors.
+    # torch cannot multiply float8 tensors, as opcheck's test of the schema does.
     tests = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
     for adds_past in (True, False):
         given = fp8_backward_arguments(args, outputs, adds_past)
@@ -271,7 +261,7 @@ def test_bad_input(device):
     refused(ops.layer_backward, given, "adds_past must be true where there are values", adds_past=False)
 
 
-def test_bad_input_with_float8_products(device):
+def test_bad_input_with_float8_matmuls(device):
     args, (eight, of_douts) = arguments(*SAME, device), histories(device)
     few, rest = [history[:4] for history in eight], (eight, of_douts, *FP8_OPTIONS)
     for given, message in [

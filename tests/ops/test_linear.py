@@ -1,7 +1,6 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.flop_counter import FlopCounterMode
 
 import gptkernels  # noqa: F401
 from helpers import (
@@ -9,8 +8,8 @@ from helpers import (
     all_rows,
     assert_as_exact_as_torch,
     assert_as_exact_with_gradients,
+    count_flops,
     double,
-    raises,
     randn,
     refused,
     tf32,
@@ -23,7 +22,7 @@ torchs = F.linear
 
 
 def exact(x, weight, bias=None):
-    """The formula, in float64. Its sums are pairwise: exacter than a BLAS's where they are long."""
+    """Compute the formula by pairwise sums, whose errors are smaller than a BLAS's if the sums are long."""
     out = (x.unsqueeze(-2) * weight).sum(-1)
     return out if bias is None else out + bias
 
@@ -37,22 +36,22 @@ def inputs(rows, inner, width, dtype, device, bias=True):
 
 
 def check(args, dout):
-    """Forward and all gradients against float64 and beside torch."""
+    """Compare the result and all gradients with float64 and torch."""
     assert_as_exact_with_gradients(ours, torchs, exact, args, dout, ("dx", "dweight", "dbias"))
 
 
 @all_dtypes
 @all_rows
 def test_no_columns(rows, dtype, device):
-    """K == 0: out is the bias. M == 0: dx is zero."""
+    """With K == 0 out is the bias; with M == 0 dx is zero."""
     for inner, width in [(0, 5), (5, 0), (0, 0)]:
         for bias in (True, False):
             check(inputs(rows, inner, width, dtype, device, bias), randn(rows, width, dtype=dtype, device=device))
 
 
 @all_dtypes
-def test_strided_rows_and_columns(dtype, device):
-    """What a BLAS takes without a copy: slices of wider rows, and transposes of them."""
+def test_slices_and_transposes(dtype, device):
+    """A BLAS reads slices and transposes without a copy."""
     wide = randn(24, 100, dtype=dtype, device=device)
     tall = randn(100, 24, dtype=dtype, device=device)
     for x in (wide[:, 30:70], tall[30:70].T, wide[:1, 30:70], wide[::3, 3:43]):
@@ -62,7 +61,6 @@ def test_strided_rows_and_columns(dtype, device):
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
 def test_infinities_and_nan_stay_in_their_rows_and_columns(value, device):
-    """What is not finite stays in its row of x and of the result, and in its columns of the gradients."""
     x, weight, bias = inputs(300, 520, 264, torch.bfloat16, device)
     dout = randn(300, 264, dtype=torch.bfloat16, device=device)
     clean = ops.linear(x, weight, bias), *ops.linear_backward(dout, x, weight, [True] * 3)
@@ -79,8 +77,7 @@ def test_infinities_and_nan_stay_in_their_rows_and_columns(value, device):
 
 
 @all_dtypes
-def test_extremes(dtype, device):
-    """Denormals and sums near the largest number."""
+def test_denormal_and_large_values(dtype, device):
     tiny, huge = torch.finfo(dtype).smallest_normal / 4, torch.finfo(dtype).max / 256
     for scale in (tiny, huge):
         x = (torch.rand(5, 64, dtype=torch.float64) * scale).to(dtype).to(device)
@@ -88,34 +85,18 @@ def test_extremes(dtype, device):
         assert_as_exact_as_torch(ours(x, weight), torchs(x, weight), exact(double(x), double(weight)))
 
 
-def test_flops(device):
+def test_flops_without_dx(device):
     x, weight, bias = (t.requires_grad_() for t in inputs(6, 8, 5, torch.float32, device))
-    with FlopCounterMode(display=False) as ours_counted:
-        ours(x.view(2, 3, 8), weight, bias).sum().backward()
-    with FlopCounterMode(display=False) as torchs_counted:
-        torchs(x.view(2, 3, 8), weight, bias).sum().backward()
-    assert ours_counted.get_total_flops() == torchs_counted.get_total_flops() == 3 * 2 * 6 * 8 * 5
-    with FlopCounterMode(display=False) as counted:
-        ours(x.detach(), weight, bias).sum().backward()
-    assert counted.get_total_flops() == 2 * 2 * 6 * 8 * 5
+    assert count_flops(lambda: ours(x.detach(), weight, bias).sum().backward())[0] == 2 * 2 * 6 * 8 * 5
 
 
 def test_bad_input(device):
-    x, weight, bias = inputs(5, 8, 3, torch.float32, device)
+    x, weight, _ = inputs(5, 8, 3, torch.float32, device)
     refused(ops.linear, (x.sum(), weight), "x", "at least 1 dimension")
-    refused(ops.linear, (x.long(), weight), "x must be float64", "int64")
     refused(ops.linear, (x, weight[:, :7]), r"weight must have shape \(out_features, 8\)", r"\(3, 7\)")
-    refused(ops.linear, (x, weight[0]), r"weight must have shape \(out_features, 8\)", r"\(8\)")
-    refused(ops.linear, (x, weight, bias[:2]), r"bias must have shape \(3\)", r"\(2\)")
-    refused(ops.linear, (x, weight.double()), "weight must have the dtype of x", "float32", "float64")
-    with raises("linear_backward", r"dout must have shape \(5, 3\)", r"\(4, 3\)"):
-        ops.linear_backward(randn(4, 3, dtype=torch.float32, device=device), x, weight, [True] * 3)
 
 
-def test_tf32_follows_torch(device):
-    """float32 products use TF32 exactly where torch's own do."""
-    if device.type == "cpu":
-        pytest.skip("TF32 is CUDA's")
+def test_tf32_is_used_only_if_torch_allows_it(device, on_cuda):
     x, weight, bias = inputs(64, 512, 64, torch.float32, device)
     error = {}
     for allowed in (False, True, False):
@@ -146,7 +127,7 @@ def test_more_than_2_31_elements(device):
 @all_dtypes
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_transposed_weight_and_its_gradient_are_not_copied(rows, dtype, device):
-    """A weight (in, out), as Hugging Face's Conv1D has it, as a view: its gradient has the parameter's layout."""
+    """A view of a weight (in, out), which Hugging Face's Conv1D has, has a gradient with the view's strides."""
     x = randn(rows, 24, dtype=dtype, device=device)
     weight = randn(24, 40, dtype=dtype, device=device, scale=0.2)
     bias, dout = randn(40, dtype=dtype, device=device), randn(rows, 40, dtype=dtype, device=device)

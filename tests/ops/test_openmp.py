@@ -1,4 +1,4 @@
-"""How the threads of `gptkernels train` wait: passively, unless the user says otherwise."""
+"""The OpenMP threads of `gptkernels train` wait passively, unless the user chose another policy."""
 
 import os
 import subprocess
@@ -49,5 +49,5 @@ def test_torchs_library_obeys(given, seen):
         timeout=60,
     )
     if "OMP_WAIT_POLICY" not in result.stderr:
-        pytest.skip("this torch's OpenMP does not show its settings")
+        pytest.skip("this OpenMP does not print its settings")
     assert f"OMP_WAIT_POLICY = {seen}" in result.stderr

@@ -1,4 +1,4 @@
-"""The protocols by which warps, blocks and clusters wait for each other (docs/protocols.md), explored as models."""
+"""Models of the protocols by which warps, thread blocks and clusters synchronize (docs/protocols.md) have no faults."""
 
 import itertools
 import re
@@ -15,10 +15,14 @@ from protocols.layernorm_ring import layernorm_ring
 from protocols.products import fp8_gelu, matmul
 
 CAUSAL = [(".xxx", "xxxx"), (".xx", "xxx"), ("x", "x"), (".", "x")]
-RUNS = [("x......x", "xxxxxxxx"), ("xx.....x", "xxxxxxxx"), ("xxx", "...")]  # hidden ones longer than the ring
+RUNS = [
+    ("x......x", "xxxxxxxx"),
+    ("xx.....x", "xxxxxxxx"),
+    ("xxx", "..."),
+]  # more hidden blocks than the ring has buffers
 TILES_128 = [(3, (0, 1)), (1, (0, 0)), (2, (1, 0))]
 
-# The least number of states, and scenarios with the kernels' own constants.
+# The least number of states, and scenarios with the constants of the kernels.
 MODELS = {
     "forward, four warpgroups": (
         10_000,
@@ -83,7 +87,7 @@ MODELS = {
 }
 
 
-# Explored once, but not with every wait and arrival left out.
+# These scenarios are explored once, but not without each of their waits and arrivals.
 LARGE = {
     "forward, four warpgroups": [partial(four_warpgroups, [(9, 9, 9, 1), (9, 8, 8, 9)], warpgroups=4)],
     "backward_head": [
@@ -93,11 +97,11 @@ LARGE = {
     ],
 }
 
-# Waits that can be left out: another wait implies them, or they exist for speed.
+# Waits that a kernel does not need, because another wait implies them.
 REDUNDANT = {
-    # The storing thread arrives at tile_empty only after it has read the dq before from dout.
+    # The storing thread arrives at tile_empty after it has read the last dq from dout.
     "backward_128's dquery": {("taking thread", "wait", "dout_empty")},
-    # It is enough that the loading thread of each block waits.
+    # It suffices that the loading thread of each thread block waits.
     "matmul": {(f"block *'s {role} *", "wait", "cluster_barrier") for role in ("product", "finish")},
 }
 
@@ -148,7 +152,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_choice(name):
-    """Explores every choice that the data can make at small sizes."""
+    """All choices that data of small sizes can make are explored."""
     states = [choice().explore() for choice in CHOICES[name]]
     print(f"{name}: {sum(states)} states of {len(states)} choices")
     assert len(states) > 20
@@ -156,7 +160,7 @@ def test_every_choice(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_wait_and_arrival_is_needed(name):
-    """A model without one of them, or with the other parity, must fault: this shows that models find such errors."""
+    """A model without one of its waits or arrivals, or with the other parity, must have a fault."""
 
     def is_found(place, change):
         for scenario in MODELS[name][1]:
@@ -178,7 +182,7 @@ def test_every_wait_and_arrival_is_needed(name):
 @pytest.mark.parametrize(
     ("model", "fault"),
     [
-        # The forward that hung: a group without queries passed over all blocks but one.
+        # This forward hung: a group without queries skipped all blocks but one.
         (partial(four_warpgroups, [(8, 8), (8, 1)], most_skipped=8), Deadlock),
         (partial(four_warpgroups, [(11, 11), (11, 1)], most_skipped=MOST_SKIPPED + 1), Deadlock),
         (partial(two_warpgroups, [2, 2], stages=1), Deadlock),
@@ -215,15 +219,15 @@ def test_too_few_buffers(model, fault):
     }.items(),
 )
 def test_models_match_the_kernels(file, calls):
-    """A wait or an arrival that is added or removed in a kernel must be in its model too; then change the number."""
+    """If a kernel's number of waits or arrivals changes, change its model and this number."""
     code = re.sub(r"//.*", "", (CUDA / file).read_text())
     names = r"m?barrier_(wait|arrive\w*|expect)|\w+_barrier|cluster_(arrive|wait)|bar\.(sync|arrive)"
     assert len(re.findall(rf"\b({names})\b", code)) == calls
 
 
 @pytest.mark.parametrize(("blocks", "tiles"), list(itertools.product(range(1, 4), range(1, 7))))
-def test_the_counter_gives_each_tile_once(blocks, tiles):
-    """TileOrder: every order in which blocks can take a tile; a block ends at the first that is beyond the end."""
+def test_tile_order_assigns_each_tile_once(blocks, tiles):
+    """Thread blocks take tiles in every possible order. A thread block ends at the first tile beyond the last."""
     level, states = {(0, *((block,) for block in range(blocks)))}, 0
     while level:
         states += len(level)
@@ -240,7 +244,7 @@ def test_the_counter_gives_each_tile_once(blocks, tiles):
 
 
 @pytest.mark.parametrize(("width", "tiles"), [(width, tiles) for width in range(1, 6) for tiles in range(width, 14)])
-def test_tiles_dealt_out_there_and_back_are_taken_once(width, tiles):
+def test_tiles_assigned_back_and_forth_are_taken_once(width, tiles):
     formula = "round * width + (round % 2 ? width - 1 - own : own)"
     assert formula in (CUDA / "attention/tile_order.cuh").read_text()
     rounds = range(1, tiles // width + 2)

@@ -31,11 +31,7 @@ def test_infinities_and_nan(width, dtype, device):
 
 
 def test_bad_input(device):
-    x = torch.randn(5, 8, device=device)
-    refused(ops.softmax, (x.sum(),), "x", "at least 1 dimension")
-    refused(ops.softmax, (x.long(),), "x must be float64", "int64")
-    refused(ops.softmax_backward, (x[:4], x), r"dout must have shape \(5, 8\)", r"\(4, 8\)")
-    refused(ops.softmax_backward, (x.double(), x), "dout must have the dtype of out", "float32", "float64")
+    refused(ops.softmax, (torch.ones((), device=device),), "x", "at least 1 dimension")
 
 
 @pytest.mark.large

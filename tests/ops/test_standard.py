@@ -1,23 +1,21 @@
-"""Tests of every operator, from the table of operators; an operator's own file tests what is special to it."""
+"""Tests of every operator, generated from the table of operators. An operator's own file has its special tests."""
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from gptkernels.testing import checks
 from gptkernels.testing.cases import CASES, ODD, OPERATORS, ORDINARY, SMALL, Case
-from helpers import all_views, assert_as_exact_as_torch, assert_same_bits, raises
+from helpers import all_views, assert_as_exact_as_torch, assert_equal, assert_same_bits, count_flops, name_of, raises
 
 all_cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
-def name_of(dtype):
-    return str(dtype).removeprefix("torch.")
-
-
-def with_dtypes(cases):
-    """A parameter for each of the cases in each of its dtypes."""
+def cases_with_dtypes(cases):
+    """Parametrize by each of the cases in each of its dtypes."""
     pairs = [(case, dtype) for case in cases for dtype in case.operator.dtypes]
     return pytest.mark.parametrize(
         ("case", "dtype"), pairs, ids=[f"{case.name}-{name_of(dtype)}" for case, dtype in pairs]
@@ -34,27 +32,26 @@ EDGES = [
     for operator in OPERATORS.values()
     for choices in operator.edges
     for dtype in operator.dtypes
-    if not (choices.get("mixed") and dtype.itemsize > 2)  # a wider x has the residual's dtype
+    if not (choices.get("mixed") and dtype.itemsize > 2)  # x is narrower than the residual only in 16 bits
 ]
 
 
 @pytest.mark.parametrize(("operator", "choices", "dtype"), EDGES)
-def test_matches_float64(operator, choices, dtype, device):
-    """The result and all gradients at sizes at which kernels change."""
+def test_matches_float64_at_edge_sizes(operator, choices, dtype, device):
     case = Case(operator, next(iter(operator.variants)))
     checks.hold_to_the_rule(case.call(ORDINARY, dtype, device, **choices))
 
 
 @all_views
-@with_dtypes(CASES)
+@cases_with_dtypes(CASES)
 def test_views(case, dtype, view, device):
-    """Arguments and the results' gradients in another layout."""
+    """The arguments and the gradients of the results are not contiguous."""
     checks.hold_to_the_rule(case.call(ODD, dtype, device, view=view), view)
 
 
-@with_dtypes(CASES)
+@cases_with_dtypes(CASES)
 def test_one_misaligned_argument(case, dtype, device):
-    """Whole packs are loaded only where all arguments allow it."""
+    """A kernel may load packs only if all its arguments are aligned."""
     for name in case.call(ORDINARY, dtype, device).args:
         checks.hold_to_the_rule(case.call(ORDINARY, dtype, device, **{f"{name}.layout": "misaligned"}))
 
@@ -63,14 +60,14 @@ SEVERAL_OUTPUTS = [case for case in CASES if case.operator.name == "residual_lay
 
 
 @pytest.mark.parametrize("unused", [0, 1])
-@with_dtypes(SEVERAL_OUTPUTS)
+@cases_with_dtypes(SEVERAL_OUTPUTS)
 def test_unused_output(case, dtype, unused, device):
     checks.hold_to_the_rule(case.call(ODD, dtype, device), unused=[unused])
 
 
 @all_cases
 def test_gradient_of_one_argument(case, device):
-    """An argument alone has the gradient that it has among the others."""
+    """The gradient of an argument does not depend on which other gradients are computed."""
     call = case.call(ODD, case.opcheck_dtype(), device)
     names = list(call.differentiable())
     if len(names) < 2:
@@ -82,7 +79,7 @@ def test_gradient_of_one_argument(case, device):
 
 
 def rows_of(case):
-    """The name of the choice of the leading dimensions; None where the operator takes no others."""
+    """Return the name of the choice of the leading dimensions; None if the operator has no such choice."""
     return next((name for name in case.operator.sizes if name.endswith(".rows")), None)
 
 
@@ -94,21 +91,15 @@ def test_leading_shapes(case, rows, device):
 
 
 IN_ROWS = (
-    "gelu",
-    "layernorm",
-    "residual_layernorm",
-    "softmax",
-    "linear",
-    "mlp",
-    "fused_classifier",
-    "fused_classifier_",
+    *("gelu", "layernorm", "residual_layernorm", "softmax"),
+    *("linear", "mlp", "fused_classifier", "fused_classifier_"),
 )
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
-@with_dtypes([case for case in CASES if case.operator.name in IN_ROWS])
+@cases_with_dtypes([case for case in CASES if case.operator.name in IN_ROWS])
 def test_infinities_and_nan_stay_in_their_row(case, dtype, value, device):
-    """What the formula gives in the row of such a value, and the same bits in all others."""
+    """The row of such a value is the formula's, and all other rows keep their bits."""
     call = case.call(ODD, dtype, device, **{rows_of(case): 5})
     first, *others = call.args.values()
     clean, first = checks.outputs(call.ours(first, *others)), first.clone()
@@ -122,15 +113,15 @@ def test_infinities_and_nan_stay_in_their_row(case, dtype, value, device):
 
 
 def results(call):
-    """The outputs and gradients, as a function of nothing."""
+    """Return a function without arguments that computes the call's outputs and gradients."""
     torch.manual_seed(1)
     douts = [torch.randn(out.shape).to(out) for out in checks.outputs(call.ours(*call.args.values()))]
     return lambda: checks.with_gradients(call, call.ours, list(call.args.values()), douts)
 
 
-@with_dtypes(CASES)
+@cases_with_dtypes(CASES)
 def test_deterministic(case, dtype, device):
-    """The same bits again, and with another number of threads where torch's BLAS has no part."""
+    """Repeated calls give the same bits, also with other numbers of threads unless torch's BLAS computes a part."""
     rows = rows_of(case)
     many = {rows: 20 if rows == "lead.rows" else 1000} if rows else {}
     call = case.call(ORDINARY, dtype, device, **many)
@@ -140,9 +131,9 @@ def test_deterministic(case, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=name_of)
 @all_cases
 def test_opcheck(case, dtype, device):
-    """float32 is ``gptkernels check``'s; a registration can tell apart only whether sums are in float64."""
+    """``gptkernels check`` runs opcheck in float32. A registration distinguishes only whether sums are float64."""
     if dtype not in case.operator.dtypes:
-        pytest.skip("the op does not take the dtype")
+        pytest.skip("the op does not support the dtype")
     if dtype == torch.float64 and case.variant != next(iter(case.operator.variants)):
         pytest.skip("only the first variant")
     checks.opcheck(case, device, dtype)
@@ -150,7 +141,7 @@ def test_opcheck(case, dtype, device):
 
 @all_cases
 def test_output_masks(case, device):
-    """An op with a mask of outputs or gradients has the same outputs under a FakeTensorMode, whatever the mask."""
+    """An op with a mask of outputs or gradients has the same outputs under a FakeTensorMode for every mask."""
     for op, args, kwargs in case.call(SMALL, case.opcheck_dtype(), device).invocations():
         for i, mask in enumerate(args):
             if not isinstance(mask, list) or not all(isinstance(wanted, bool) for wanted in mask):
@@ -162,7 +153,7 @@ def test_output_masks(case, device):
 
 @all_cases
 def test_compile(case, device):
-    """Without a break of the graph, with the same results and gradients."""
+    """The compiled graph has no break."""
     call = case.call(SMALL, case.opcheck_dtype(), device)
     tensors = [t.detach().requires_grad_() for t in call.differentiable().values()]
 
@@ -180,22 +171,20 @@ def test_compile(case, device):
         torch.testing.assert_close(a, b)
 
 
-FOLLOWS_TORCH = (
-    "gelu",
-    "softmax",
-    "causal_softmax",
-    "linear",
-    "mlp",
-)  # their counterparts are torch's functions under autocast
+# Under autocast these operators return the dtypes of torch's functions.
+FOLLOWS_TORCH = ("gelu", "softmax", "causal_softmax", "linear", "mlp")
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
 @all_cases
 def test_autocast(case, low, device):
-    """The bits of a call with arguments in the dtype that autocast's rule gives; gradients in the arguments' dtypes."""
+    """Autocast gives the bits of a call with arguments in the dtype that its rule demands.
+
+    Gradients have the dtypes of the arguments.
+    """
     rule = case.operator.autocast
     if torch.float32 not in case.operator.dtypes or rule == "torch's steps":
-        pytest.skip("the op takes no float32, or has a test in test_autocast.py")
+        pytest.skip("the op does not support float32, or has a test in test_autocast.py")
     dtype = torch.bfloat16 if low else torch.float32
     call = case.call(ODD, dtype, device)
     wide_on_cuda = torch.float32 if device.type == "cuda" else dtype
@@ -207,21 +196,61 @@ def test_autocast(case, low, device):
         if case.operator.name in FOLLOWS_TORCH:
             assert outs[0].dtype == checks.outputs(call.torchs(*call.args.values()))[0].dtype
     cast = [t.to(target) if t is not None and t.dtype == dtype else t for t in call.args.values()]
-    for a, b in zip(outs, checks.outputs(call.ours(*cast)), strict=True):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b)
+    assert_equal(outs, checks.outputs(call.ours(*cast)))
     if wanted:
         inputs = [t for t in leaves if t is not None and t.requires_grad]
         for gradient in torch.autograd.grad(outs, inputs, [torch.ones_like(out) for out in outs]):
             assert gradient.dtype == dtype
 
 
-@all_cases
-def test_tensors_on_different_devices(case, device):
-    """An argument that shares its dtype with the first must share its device, too."""
-    if device.type == "cpu":
-        pytest.skip("one device only")
-    call = case.call(SMALL, case.opcheck_dtype(), device)
-    for name in [name for name in call.tied if call.args[name] is not None][1:]:
-        with raises(case.operator.name, f"{name} is on cpu", "is on cuda"):
-            call.ours(*{**call.args, name: call.args[name].cpu()}.values())
+# Arguments with any number of rows or columns, or with any shape.
+ANY_ROWS = [
+    *("attn_mask", "weight", "proj_weight", "mlp_proj_weight", "head", "wpe"),
+    *("saved", "x_t", "weight_t", "fc_weight_t"),
+]
+ANY_COLUMNS, ANY_SHAPE = ("dlogits",), ("tensors", "steps")
+# With another shape, these would have an index outside of their memory or of another tensor's.
+INDICES = ("tokens", "targets", "sequences", "lengths", "wte", "dwte")
+OF_PARTS = ("layer", "layer_backward", "fp8_layer", "fp8_layer_backward")  # errors may name other ops' arguments
+
+
+def wrong_tensors(t, name):
+    """Yield tensors that an op must refuse in place of the argument t, and fragments of the errors."""
+    refused = "must .*got"
+    if name != "attn_mask":
+        yield t.to(torch.int64 if t.is_floating_point() else torch.float32), (refused, name)
+    if t.is_floating_point() and name != "tensors":
+        yield t.to(torch.float64 if t.dtype == torch.float32 else torch.float32), (refused,)
+    if t.is_cuda and name != "steps":
+        yield t.cpu(), ("is on cpu",)
+    if name in (*INDICES, *ANY_SHAPE):
+        return
+    yield t[None], (refused,)
+    if t.dim() and name not in ANY_ROWS:
+        yield t[:-1], (refused,)
+    if t.dim() and name not in ANY_COLUMNS:
+        yield t[..., :-1], (refused,)
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.name != "embedding"], ids=lambda case: case.name)
+def test_wrong_dtypes_shapes_and_devices_are_refused(case, device):
+    """Each tensor is replaced in turn. An op's first tensor may have another shape or device; the others must fit."""
+    for op, args, kwargs in case.call(SMALL, case.opcheck_dtype(), device).invocations():
+        leaves, structure = tree_flatten(args)
+        names = [op._schema.arguments[i].name for i, arg in enumerate(args) for _ in tree_leaves(arg)]
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        for i in places:
+            for wrong, fragments in itertools.islice(wrong_tensors(leaves[i], names[i]), 1 if i == places[0] else None):
+                changed = tree_unflatten([*leaves[:i], wrong, *leaves[i + 1 :]], structure)
+                with torch.no_grad(), raises(r"gptkernels::\w+: ", *fragments[: 1 if op._opname in OF_PARTS else 2]):
+                    op(*changed, **kwargs)
+
+
+MATMULS = ("linear", "mlp", "attention_probabilities")
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.operator.name in MATMULS], ids=lambda case: case.name)
+def test_flops_are_torchs(case, device):
+    call = case.call(ODD, case.opcheck_dtype(), device)
+    ours, torchs = (count_flops(results(each))[0] for each in (call, dataclasses.replace(call, ours=call.torchs)))
+    assert ours == torchs > 0

@@ -1,19 +1,19 @@
-"""AdamW that rounds bfloat16 parameters and moments up or down at random: `rounding_seed`."""
+"""AdamW with `rounding_seed`, which rounds bfloat16 parameters and moments up or down at random."""
 
 import numpy as np
 import pytest
 import torch
+from test_adamw import OPTIONS, SHAPES
 
 from gptkernels.optim import AdamW
 from helpers import philox, raises, randn
 
 ops = torch.ops.gptkernels
-OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 STATES = pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 
 
 def step(tensors, number=1, seed=7, **options):
-    """One step on copies of lists (params, grads, exp_avgs, exp_avg_sqs)."""
+    """Make a step on copies of the lists (params, grads, exp_avgs, exp_avg_sqs), and return them."""
     lists = [[t.clone() for t in part] for part in tensors]
     steps = [torch.full((), float(number), device=p.device) for p in lists[0]]
     ops.adamw_(*lists, steps, lr=torch.tensor(1e-3, dtype=torch.float64), **{**OPTIONS, **options}, rounding_seed=seed)
@@ -21,7 +21,7 @@ def step(tensors, number=1, seed=7, **options):
 
 
 def made(sizes, device, state_dtype=torch.bfloat16):
-    """Parameters, gradients and moments in the middle of a run."""
+    """Return parameters, gradients and moments as in the middle of a run."""
     params, grads, first, second = (
         [randn(*shape, dtype=torch.bfloat16, device=device) for shape in sizes] for _ in range(4)
     )
@@ -29,7 +29,7 @@ def made(sizes, device, state_dtype=torch.bfloat16):
 
 
 def in_float32(tensors):
-    """The same step before anything is rounded: the arithmetic of bfloat16 is that of float32."""
+    """Return the results of the same step before they are rounded to bfloat16."""
     lists = [[t.float() for t in part] for part in tensors]
     steps = [torch.ones((), device=p.device) for p in lists[0]]
     ops.adamw_(*lists, steps, lr=torch.tensor(1e-3, dtype=torch.float64), **OPTIONS)
@@ -37,7 +37,7 @@ def in_float32(tensors):
 
 
 def expected_bits(exact, seed, number, tensor, array):
-    """bfloat16 values, as bits: the 16 bits that are cut off are the chance of the neighbour farther from 0."""
+    """Return bfloat16 bits: the 16 bits that are cut off are the probability of rounding away from 0."""
     values = exact.flatten().cpu().numpy().view(np.uint32)
     groups = -(-len(values) // 8)
     counters = np.zeros((groups, 4), np.uint64)
@@ -47,13 +47,10 @@ def expected_bits(exact, seed, number, tensor, array):
     return ((values + random) >> 16).astype(np.uint16)
 
 
-SHAPES = [(5, 7), (3,), (0,), (), (40, 33), (1,), (100_003,)]
-
-
 @STATES
-def test_bits_of_philox(state_dtype, device):
-    """On CUDA 16-bit results come of approximate divisions and roots: a few numbers are rounded elsewhere."""
-    tensors = made(SHAPES, device, state_dtype)
+def test_rounding_adds_philoxs_bits(state_dtype, device):
+    """CUDA uses approximate divisions and roots for 16-bit results, so that a few elements are rounded differently."""
+    tensors = made([*SHAPES, (100_003,)], device, state_dtype)
     seed = 0x123456789ABC
     found, exact = step(tensors, seed=seed), in_float32(tensors)
     for array, part in enumerate((0, 2, 3)):
@@ -70,10 +67,13 @@ def test_bits_of_philox(state_dtype, device):
 
 @STATES
 def test_mean_is_exact(state_dtype, device):
-    """2^20 equal elements, all of whose new values lie between the same two neighbours."""
+    """All new values of 2^20 equal elements are between the same two bfloat16 numbers."""
     n = 2**20
-    full = lambda value, dtype: [torch.full((n,), value, dtype=dtype, device=device)]  # noqa: E731
-    tensors = (full(1.0, torch.bfloat16), full(0.5, torch.bfloat16), full(0.3, state_dtype), full(0.2, state_dtype))
+    low = torch.bfloat16
+    tensors = [
+        [torch.full((n,), value, dtype=dtype, device=device)]
+        for value, dtype in ((1.0, low), (0.5, low), (0.3, state_dtype), (0.2, state_dtype))
+    ]
     found, exact = step(tensors), in_float32([[t[:1] for t in part] for part in tensors])
     for part in (0, 2, 3) if state_dtype == torch.bfloat16 else (0,):
         truth = exact[part][0].double().item()
@@ -94,7 +94,7 @@ def test_seeds_steps_and_tensors_have_different_bits(device):
     assert torch.equal(first[0][0], step(twice)[0][0])
     assert not torch.equal(first[0][0], first[0][1])
     assert not torch.equal(first[0][0], step(twice, seed=8)[0][0])
-    # Enough to tell apart what step 1 and step 2 round by: nothing else differs without bias correction.
+    # Without bias correction steps 1 and 2 differ only in their random bits.
     plain = {"beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0}
     assert not torch.equal(step(two, 1, **plain)[0][0], step(two, 2, **plain)[0][0])
     moments = step((one[0], one[1], [one[3][0]], [one[3][0]]), beta1=0.5, beta2=0.5)
@@ -105,7 +105,7 @@ def test_seeds_steps_and_tensors_have_different_bits(device):
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("size", [1, 7, 8, 511, 2049, 32769])
 def test_bits_do_not_depend_on_alignment(size, offset, state_dtype, device):
-    """Aligned tensors are updated in packs, others one element at a time."""
+    """Aligned tensors are updated in packs, other tensors one element at a time."""
     tensors = made([(size,)], device, state_dtype)
     moved = tuple([torch.cat([t.new_zeros(offset), t])[offset:] for t in part] for part in tensors)
     lists = [[part[0].as_strided((size,), (1,), part[0].storage_offset())] for part in moved]
@@ -118,9 +118,8 @@ def test_bits_do_not_depend_on_alignment(size, offset, state_dtype, device):
 def test_nonfinite_and_exact_values_stay(device):
     special = torch.tensor([np.nan, np.inf, -np.inf, 0.0, -0.0, 1.0, 2.0**-133], dtype=torch.bfloat16, device=device)
     zeros = torch.zeros_like(special)
-    no_decay = {"weight_decay": 0.0}
     for seed in range(20):
-        found = step(([special], [zeros], [zeros], [zeros]), seed=seed, **no_decay)[0][0]
+        found = step(([special], [zeros], [zeros], [zeros]), seed=seed, weight_decay=0.0)[0][0]
         assert torch.equal(found.view(torch.int16)[1:], special.view(torch.int16)[1:])
         assert found[0].isnan()
 
@@ -144,11 +143,11 @@ def test_bad_input(device):
         AdamW([torch.nn.Parameter(masters[0])], master_weights=True, rounding_seed=1)
 
 
-# The optimizer.
+# ---- the optimizer ---------------------------------------------------------------------------------------------------
 
 
 def trained(steps, device, **options):
-    """2^14 parameters at 1 that are pulled down by less, a step, than half a bfloat16's last bit there."""
+    """Train 2^14 parameters from 1 by steps that are smaller than half of bfloat16's spacing there."""
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.ones(2**14, dtype=torch.bfloat16, device=device))
     optimizer = AdamW([parameter], lr=2e-4, weight_decay=0.0, **options)
@@ -159,7 +158,7 @@ def trained(steps, device, **options):
 
 
 def test_small_updates_are_not_lost(device):
-    """A step is lr, 0.0002; below 1 the last bit is 0.0039."""
+    """A step is lr = 0.0002, and bfloat16's spacing below 1 is 0.0039."""
     nearest, _ = trained(100, device)
     assert nearest.eq(1).all()
     rounded, optimizer = trained(100, device, rounding_seed=3)

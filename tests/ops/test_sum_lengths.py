@@ -1,7 +1,7 @@
-"""Products add up every term of their sums, whatever the number of terms.
+"""Matmuls and column sums add all terms of a sum, for every number of terms.
 
-Some of cuBLASLt's algorithms leave out the last terms (examples/cublas_tail), and torch's own products take them. So
-nothing here is compared with torch: the operands are such that a sum is exact in every dtype and shows a missing term.
+Some of cuBLASLt's algorithms omit the last terms (examples/cublas_tail), also in torch's matmuls. Results are therefore
+not compared with torch: a sum of these operands is exact in every dtype, and a missing term changes it.
 """
 
 import pytest
@@ -13,17 +13,17 @@ from helpers import DTYPES, tf32
 
 ops = torch.ops.gptkernels
 
-# The terms after the last multiple of 64 are fewer than the parts that cuBLASLt likes to make of such a sum.
+# After the last multiple of 64, these have fewer terms than the number of parts into which cuBLASLt may split the sum.
 SHORT, LONG = [9, 65, 519, 1027], [2057, 4097, 8200, 16385, 24645, 57123, 65537, 131071]
 FLOAT8 = [16, 80, 528], [2064, 16400, 20 * 128 * 3 + 16, 33 * 128 * 7 + 16, 48 * 128 * 5 + 32, 131088]
-# (rows, columns) of a result: few tiles for many multiprocessors, some timed, some with an odd leading dimension.
+# (rows, columns) of a result: fewer tiles than SMs, sizes that are timed or not, and an odd leading dimension.
 SIZES = [(104, 1600), (3072, 64), (64, 64), (17, 40)]
 all_sizes = pytest.mark.parametrize(("rows", "columns"), SIZES)
 
 
 @pytest.fixture(params=[*SHORT, *LONG])
 def terms(request, device):
-    """How many terms a sum has."""
+    """The number of terms of a sum."""
     if device.type == "cpu" and request.param in LONG:
         pytest.skip("long sums are for CUDA")
     return request.param
@@ -31,7 +31,7 @@ def terms(request, device):
 
 @pytest.fixture(params=[*DTYPES, "tf32"], ids=lambda d: str(d).removeprefix("torch."))
 def dtype(request, device):
-    """Every dtype, and float32 with products in TF32."""
+    """Each dtype, and float32 with TF32 matmuls."""
     if request.param == "tf32" and device.type == "cpu":
         pytest.skip("TF32 is CUDA's")
     with tf32(request.param == "tf32"):
@@ -39,7 +39,7 @@ def dtype(request, device):
 
 
 def windows(rows, terms, dtype, device):
-    """(rows, terms): 1, 2, ... 128 in 8 neighbouring terms, else 0. Of four rows, one has the last 8, one the first."""
+    """Return (rows, terms): 1, 2, ... 128 in 8 neighbouring terms, at an end in half of the rows, and 0 elsewhere."""
     first = torch.arange(rows, device=device) * 7919 % (terms - 7)
     first[::4] = terms - 8
     first[1::4] = 0
@@ -48,15 +48,15 @@ def windows(rows, terms, dtype, device):
 
 
 def assert_complete(*sums):
-    """The sums are of all terms of windows, times 1."""
+    """Assert that sums have all terms of ``windows``, each multiplied by 1."""
     for found in sums:
         wrong = found != 255
-        assert not wrong.any(), f"{wrong.sum()} of {wrong.numel()} sums: {found[wrong][:4].tolist()} in place of 255"
+        assert not wrong.any(), f"{wrong.sum()} of {wrong.numel()} sums: {found[wrong][:4].tolist()} instead of 255"
 
 
 @all_sizes
 def test_linear(rows, columns, terms, dtype, product, device):
-    """The weight's gradient adds up the rows, the output its input's columns, dx the output's."""
+    """dweight sums over the rows, the result over x's columns, dx over the result's columns."""
 
     def ones(*shape):
         return torch.ones(shape, dtype=dtype, device=device)
@@ -71,7 +71,7 @@ def test_linear(rows, columns, terms, dtype, product, device):
 
 
 def test_second_derivative_of_linear(terms, dtype, device):
-    """dx is differentiated for the weight: the sum is over the rows of dout."""
+    """The derivative of dx by the weight sums over the rows of dout."""
     dout = windows(64, terms, dtype, device).T.contiguous()
     x = torch.ones(terms, 40, dtype=dtype, device=device, requires_grad=True)
     weight = torch.ones(64, 40, dtype=dtype, device=device, requires_grad=True)
@@ -80,7 +80,7 @@ def test_second_derivative_of_linear(terms, dtype, device):
 
 
 def test_mlp(terms, dtype, product, device):
-    """Both weights' gradients; GELU is the identity here, and so is each half of the projection."""
+    """GELU is the identity here, as is each half of the projection."""
     width, hidden = 64, 128
     dout = windows(width, terms, dtype, device).T.contiguous()
     x, post = (torch.ones(terms, n, dtype=dtype, device=device) for n in (width, hidden))
@@ -92,7 +92,7 @@ def test_mlp(terms, dtype, product, device):
 
 @pytest.mark.parametrize("width", [64, 200])
 def test_linear_cross_entropy(width, terms, dtype, product, device):
-    """Each row's softmax is 1 at class 0, which is the target of all but three groups of 8 rows."""
+    """Each row's softmax is 1 at class 0. Class 0 is the target of all rows but three groups of 8."""
     x = torch.ones(terms, width, dtype=dtype, device=device)
     weight = torch.zeros(72, width, dtype=dtype, device=device)
     weight[0] = 100
@@ -118,7 +118,7 @@ def test_linear_cross_entropy(width, terms, dtype, product, device):
 
 
 def test_attention_probabilities(terms, dtype, device):
-    """Batches of products. All scores are 0, so a query's probabilities are the same for all keys it sees."""
+    """All scores are 0, so that a query's probabilities are equal for all keys that it sees."""
     if terms > 4200:
         pytest.skip("the probabilities would fill the memory")
     qkv = torch.zeros(1, terms, 3, 2, 24, dtype=dtype, device=device)
@@ -128,7 +128,7 @@ def test_attention_probabilities(terms, dtype, device):
     out, probabilities = ops.attention_probabilities(qkv, 2, 0.0)
     share = probabilities[0, 0].double()
     dqkv = ops.attention_probabilities_backward(some[None].contiguous(), qkv, probabilities, 2, 0.0)
-    # TF32 has 10 bits of a probability's fraction.
+    # TF32 keeps 10 bits of a probability's fraction.
     eps = 2.0**-10 if torch.backends.cuda.matmul.allow_tf32 and dtype == torch.float32 else torch.finfo(dtype).eps
     for found, exact in ((out, share @ some.double()), (dqkv[..., 96:], share.T @ some.double())):
         torch.testing.assert_close(found[0].double(), exact, rtol=4 * eps, atol=1e-30)
@@ -137,7 +137,7 @@ def test_attention_probabilities(terms, dtype, device):
 @pytest.mark.parametrize("terms", [*FLOAT8[0], 5280, 8496])
 @pytest.mark.parametrize("fast", [False, True])
 def test_nan_reaches_every_float8_sum(fast, terms, device):
-    """Also where the other factor is 0, at the first term, the last, and one in between."""
+    """NaN is the first, the last or another term, and is multiplied by 0."""
     one = torch.ones((), device=device)
     zeros = torch.zeros(16, terms, device=device)
     for at in (0, terms // 2, terms - 1):
@@ -162,7 +162,7 @@ def test_float8(rows, columns, dtype, a_format, b_format, fast, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_float8_weight_gradient(terms, dtype, device):
-    """Rows are padded to a multiple of 16."""
+    """The kernels pad rows to a multiple of 16."""
     x, weight = (torch.ones(n, 64, dtype=dtype, device=device) for n in (terms, 96))
     _, *saved = ops.fp8_linear(x, weight, None, None, None, [True, True])
     dout = windows(96, terms, dtype, device).T.contiguous()

@@ -1,4 +1,4 @@
-"""``gptkernels.testing.gradcheck_ops`` and ``gptkernels check``: nothing wrong passes, nothing is left out."""
+"""``gptkernels.testing.gradcheck_ops`` and ``gptkernels check`` check every operator and find wrong ones."""
 
 import dataclasses
 import json
@@ -20,8 +20,7 @@ def case_dtypes(case):
     return {str(dtype).removeprefix("torch.") for dtype in case.operator.dtypes}
 
 
-def test_every_op_passes(device):
-    """As the command runs it."""
+def test_every_op_passes_gptkernels_check(device):
     state = torch.random.get_rng_state()
     report = gradcheck_ops(device=device)
     assert report.passed, str(report)
@@ -58,7 +57,7 @@ def test_progress_and_choice(device):
     assert report.results == [result for results in shown for result in results]
 
 
-# Each function breaks gelu in one way, which the checks must find.
+# Each function is a gelu with one fault, which the checks must find.
 def slightly_off(x):
     return ops.gelu(x) * (1 + 3e-2)
 
@@ -106,7 +105,7 @@ def test_wrong_operators_are_found(wrong, failing, message, device, monkeypatch)
     assert any(message in result.message for result in results)
 
 
-def test_failure_is_reported_as_exit_status(monkeypatch, capsys):
+def test_failure_sets_the_exit_status(monkeypatch, capsys):
     def draw(draw):
         raise RuntimeError("broken on purpose")
 
@@ -119,7 +118,7 @@ def test_failure_is_reported_as_exit_status(monkeypatch, capsys):
     assert "7 checks on cpu in 0 s: 7 FAILED" in out
 
 
-def test_the_command(device, capsys):
+def test_gptkernels_check_prints_a_table_or_json(device, capsys):
     assert main(["check", "--device", str(device), "--op", "softmax", "--op", "global_norm"]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0].split() == ["op", *CHECKS]
@@ -130,7 +129,7 @@ def test_the_command(device, capsys):
     assert [result["check"] for result in found["results"]] == list(CHECKS)
 
 
-def test_wrong_arguments_are_explained(capsys):
+def test_unknown_operators_and_devices_are_errors(capsys):
     assert main(["check", "--op", "abacus"]) == 2
     assert "there is no op 'abacus'; there are gelu, " in capsys.readouterr().err
     assert main(["check", "--device", "abacus"]) == 2
@@ -139,7 +138,7 @@ def test_wrong_arguments_are_explained(capsys):
         gradcheck_ops(["gelu", "abacus"])
 
 
-def test_without_cuda_kernels(monkeypatch):
+def test_cuda_without_kernels_is_an_error(monkeypatch):
     monkeypatch.setattr("gptkernels._library.without_cuda_because", "there is a reason")
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     with pytest.raises(ValueError, match="no CUDA kernels are loaded: there is a reason"):
@@ -153,7 +152,7 @@ def test_exactness_rule_is_public():
         gptkernels.testing.assert_as_exact_as_torch(torch.tensor([1.5, 2.0]), exact.float(), exact)
 
 
-def test_odd_size_is_odd():
+def test_odd_sizes_are_no_multiples_of_8():
     for case in CASES:
         args = case.call(ODD, torch.bfloat16).args.values()
         dim = 0 if case.name.startswith("fp8") else -1  # features of float8 layers are multiples of 16

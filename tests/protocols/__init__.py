@@ -1,1 +1,1 @@
-"""Models of synchronisation between warps, thread blocks and clusters, explored by tests/ops/test_protocols.py."""
+"""Models of synchronization between warps, thread blocks and clusters, for tests/ops/test_protocols.py."""

@@ -1,8 +1,8 @@
-"""Models of the two kernels of attention/sm90/backward.cu, which load by backward_loader.cuh and skip hidden blocks by
-backward_mask.cuh.
+"""Models of the two kernels of attention/sm90/backward.cu, which use backward_loader.cuh and backward_mask.cuh.
 
-A tile has a string for each of its halves, with a letter for each block: "x" if the half's queries (keys) see it, "."
-if a mask or causality hides it. Without ``masked`` at most one block is hidden, the first.
+A tile has a string for each of its halves, with a letter for each block: "x" if the half's queries (or keys) see a key
+(or query) of the block, "." if a mask or causality hides all of them. Without ``masked`` at most the first block is
+hidden.
 """
 
 from .checker import Buffers, Model, Staging, add_warps, find_constant, find_ring_size, load_tiles
@@ -12,7 +12,7 @@ MASK = "attention/sm90/backward_mask.cuh"
 
 
 def backward(tiles, dkey, masked=True, group=1, stages=None, most_passed=None, warps=1):
-    """Model the kernel of dq, or of dk and dv, where ``group`` query heads share the keys of a tile."""
+    """Model the kernel of dq, or of dk and dv, in which ``group`` query heads share the keys of a tile."""
     stages = stages or find_ring_size(FILE, "ring")
     most_passed = find_constant(MASK, "kMostPassed", kStages=stages) if most_passed is None else most_passed
     model = Model()

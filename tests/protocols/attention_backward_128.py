@@ -1,6 +1,7 @@
 """Models of the two kernels of attention/sm90/backward_128.cu.
 
-A tile is (blocks, passed): its blocks of keys (queries), and how many of the first each half passes over, at most one.
+A tile is (blocks, passed): its number of key (or query) blocks, and how many of the first of them each half skips, at
+most one.
 """
 
 from .checker import Buffers, Model, Ring, add_warps, find_constant, find_ring_size
@@ -98,7 +99,7 @@ def dquery_128(tiles, keys=None, values=None, warps=1):
             if last:
                 key_at.free(p, freed)
                 freed = None
-                p.sync(barrier(tile_dout))  # all its warps are done with dout
+                p.sync(barrier(tile_dout))  # all warps of the warpgroup have read dout
                 p.write(own_douts[warp](tile_dout, 1))
                 p.arrive(dquery_full(tile_dout))
                 if more:
@@ -162,7 +163,7 @@ def dkey_128(tiles, group=1, stages=None, warps=1):
         def probabilities():
             nonlocal freed
             if freed is not None:
-                blocks.free(p, freed)  # its dk
+                blocks.free(p, freed)  # dk of the last block is complete
             freed = ring
 
         more = begin_tile()
@@ -186,7 +187,7 @@ def dkey_128(tiles, group=1, stages=None, warps=1):
             p.read(blocks(now))
             if last:
                 p.read(*[rows(tile) for rows in own])
-                p.sync(barrier(tile))  # all its warps are done with keys and values
+                p.sync(barrier(tile))  # all warps of the warpgroup have read keys and values
                 p.write(own[warp](tile, 1))
                 p.arrive(gradients_full(tile))
             if more:

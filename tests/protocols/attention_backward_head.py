@@ -1,4 +1,4 @@
-"""A model of attention/sm90/backward_one_pass.cu, with lengths in blocks of 64."""
+"""A model of attention/sm90/backward_one_pass.cu. Lengths are numbers of blocks of 64."""
 
 from .checker import Buffers, Model, Ring, Staging, find_constant, find_ring_size
 
@@ -9,7 +9,7 @@ def backward_head(heads, queries, keys, causal=True, query_offset=0, stages=None
     tile_buffers, head_buffers, helpers = (find_constant(FILE, name) for name in ("kTiles", "kHeads", "kHelpers"))
     model, tiles = Model(), (keys + 1) // 2
     key_at = Buffers(model, "tile", tile_buffers, 2 + dquery_warps)
-    value_at = [Ring(("values", half), tile_buffers, writes=2) for half in range(2)]  # dv is stored through them
+    value_at = [Ring(("values", half), tile_buffers, writes=2) for half in range(2)]  # dv is stored through this memory
     blocks = Buffers(model, "block", stages or find_ring_size(FILE, "ring"), 2)
     parts = [Buffers(model, ("part", warpgroup), find_constant(FILE, "kParts"), dquery_warps) for warpgroup in range(2)]
     statistics_empty = Ring("statistics_empty", head_buffers)
@@ -104,7 +104,7 @@ def backward_head(heads, queries, keys, causal=True, query_offset=0, stages=None
                 p.read(*[rows(head) for rows in statistics[block]])
                 p.read(blocks(slot), key_at(at), values(at))
                 if freed is not None:
-                    blocks.free(p, freed)  # its dk
+                    blocks.free(p, freed)  # dk of the last block is complete
                 freed = slot
                 p.wait(own_parts.empty(part - own_parts.size))
                 p.write(own_parts(part))

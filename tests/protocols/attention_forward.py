@@ -16,7 +16,7 @@ MOST_SKIPPED = find_constant(FORWARD, "kMostSkipped", kStages=find_stages("FourW
 
 
 def four_warpgroups(tiles, stages=None, most_skipped=None, warpgroups=2):
-    """A tile is how many key tiles each group of its queries sees, 1 if the group is beyond the last query."""
+    """A tile is the number of key tiles that each group of its queries sees, 1 for a group beyond the last query."""
     stages = stages or find_stages("FourWarpgroups")
     most_skipped = find_constant(FORWARD, "kMostSkipped", kStages=stages) if most_skipped is None else most_skipped
     model = Model()
@@ -62,7 +62,7 @@ def four_warpgroups(tiles, stages=None, most_skipped=None, warpgroups=2):
 
 
 def two_warpgroups(tiles, turns_at_exponentials=True, stages=None, warpgroups=2, warps=1):
-    """A tile is its number of key tiles, which both warpgroups compute."""
+    """A tile is its number of key tiles. Both warpgroups compute all of them."""
     stages = stages or find_stages("TwoWarpgroups")
     model = Model(turn=2 * warps)
     queries = Buffers(model, "query", find_ring_size(FORWARD, "query"), warpgroups * warps)
@@ -72,7 +72,7 @@ def two_warpgroups(tiles, turns_at_exponentials=True, stages=None, warpgroups=2,
 
     def compute(p, warpgroup, warp):
         key = query = tile = 0
-        value = None  # number of the p v product in flight
+        value = None  # number of the value tile whose matmul is in flight
         turns, turn = [Ring(("turn", i)) for i in range(2)], [0, 0]
         model.arrivals |= {own.name: 2 * warps for own in turns}
 

@@ -1,12 +1,11 @@
-"""A model checker for synchronisation protocols: explores every interleaving of a few processes.
+"""A model checker of synchronization protocols, which explores every interleaving of a few processes.
 
-A process is a list of operations, recorded once by a function that is written like the kernel's code. The operations of
-a process must not depend on the interleaving, so each choice by the data (visible blocks, tiles) is a separate model.
-The state of a model is then the position of each process, which determines the barriers' phases and the buffers'
-contents.
+A process is a list of operations, which a function with the structure of the kernel's code records once. The operations
+must not depend on the interleaving, so that each choice by the data (visible blocks, tiles) is a separate model. The
+state of a model is the position of each process. It determines the phases of barriers and the contents of buffers.
 
 A wait, the accesses after it and the arrivals after these are one step, because no other process can observe a state in
-between. A copy by TMA is a separate step, of a process that copies in the background.
+between. A copy by TMA is a separate step of a process that copies in the background.
 """
 
 import itertools
@@ -18,7 +17,7 @@ CUDA = Path(__file__).parents[2] / "csrc" / "cuda"
 
 
 class Fault(AssertionError):
-    """A model has reached a state that no kernel may reach."""
+    """A model has reached a state that is forbidden in a kernel."""
 
 
 class Deadlock(Fault):
@@ -26,7 +25,7 @@ class Deadlock(Fault):
 
 
 class WrongPhase(Fault):
-    """A barrier is more than one phase from the one that a process waits for or arrives in."""
+    """A process waits for, or arrives in, a phase that is not the barrier's current phase or next to it."""
 
 
 class WrongData(Fault):
@@ -34,7 +33,7 @@ class WrongData(Fault):
 
 
 def find_constant(file, name, **known):
-    """Compute an integer constant from a kernel's source; ``known`` has values of constants that it depends on."""
+    """Compute an integer constant from a kernel's source. ``known`` has values of constants that it depends on."""
     if name in known:
         return known[name]
     source = (CUDA / file).read_text()
@@ -47,7 +46,7 @@ def find_constant(file, name, **known):
 
 
 def find_ring_size(file, name):
-    """Find how many buffers a kernel's ring has; ``name`` is a RingPosition in it."""
+    """Find the number of buffers of a kernel's ring; ``name`` is a RingPosition in it."""
     found = set(re.findall(rf"RingPosition<(\w+)> (?:\w+, )*{name}\b", (CUDA / file).read_text()))
     assert len(found) == 1, f"{file}: {name} is a position in {found or 'no ring'}"
     size = found.pop()
@@ -69,15 +68,15 @@ class Ring:
 
 
 class Buffers(Ring):
-    """A ring of buffers with barriers "full" and "empty" each; ``readers`` release a buffer after each use."""
+    """A ring of buffers, each with barriers "full" and "empty". After a use ``readers`` processes release a buffer."""
 
     def __init__(self, model, name, size, readers, writes=1):
         super().__init__(name, size, writes)
         self.full, self.empty, self.filled = Ring((name, "full"), size), Ring((name, "empty"), size), 0
-        model.arrivals |= {self.full.name: 2, self.empty.name: readers}  # full: the announcement, and the bytes
+        model.arrivals |= {self.full.name: 2, self.empty.name: readers}  # full: the announcement and the bytes
 
     def fill(self, p, *others):
-        """Load the next use after the buffer's previous use is released: the kernels' ``phase ^ 1``."""
+        """Load the next use of a buffer after its previous use was released, as the kernels do with ``phase ^ 1``."""
         p.wait(self.empty(self.filled - self.size))
         p.load(self.full(self.filled), self(self.filled), *others)
         self.filled += 1
@@ -97,7 +96,7 @@ class Buffers(Ring):
 
 
 class Staging:
-    """A buffer for a warpgroup's results; its first warp reads all rows, or every warp does."""
+    """A buffer for the results of a warpgroup. Its first warp reads all rows, or every warp does."""
 
     def __init__(self, model, name, warps, all_read=False):
         self.barrier, self.stored, self.all_read = Ring((name, "barrier")), [0] * warps, all_read
@@ -117,7 +116,7 @@ class Staging:
 
 
 def load_tiles(p, tile, counts, *blocks):
-    """Load tiles with these counts of blocks, and then the mark of the end."""
+    """Load tiles that have these numbers of blocks, and then a mark of the end."""
     for count in [*counts, 0]:
         tile.fill(p)
         for _ in range(count):
@@ -133,7 +132,7 @@ def add_warps(model, warpgroups, warps, run):
 
 
 class Process:
-    """Records the operations of one thread, or of threads that do the same."""
+    """Records the operations of a thread, or of threads that do the same."""
 
     def __init__(self, model, name):
         self.model, self.name, self.operations, self.issued = model, name, [], 0
@@ -143,7 +142,7 @@ class Process:
         self.operations.append(("wait", *barrier))
 
     def reach(self, counter):
-        """Wait until a counter, which has no parity, has passed the value."""
+        """Wait until a counter, which has no parity, has passed a value."""
         self.operations.append(("reach", *counter))
 
     def arrive(self, *barriers):
@@ -155,19 +154,19 @@ class Process:
         self.wait(barrier)
 
     def read(self, *buffers):
-        """Read the contents of this write; a read that takes time is recorded at its start and end."""
+        """Read the contents of this write. A read that takes time is recorded at its start and at its end."""
         self.operations += [("read", *buffer) for buffer in buffers]
 
     def write(self, *buffers):
         self.operations += [("write", *buffer) for buffer in buffers]
 
     def load(self, barrier, *buffers):
-        """Announce bytes to a barrier and start their copy, which arrives there as well."""
+        """Announce bytes to a barrier and start their copy, which arrives at the barrier, too."""
         self.arrive(barrier)
         self.copy(barrier, *buffers)
 
     def copy(self, barrier, *buffers):
-        """Start a copy, which arrives at the barrier at its end; copies are ordered only within one ring."""
+        """Start a copy, which arrives at the barrier when it ends. Only copies of the same ring are ordered."""
         copies = self.model.process(f"{self.name}'s copies for {barrier[0][0]}")
         issued = (f"{copies.name} issued",)
         self.arrive((issued, copies.issued))
@@ -187,7 +186,7 @@ def find_earlier(operations, key):
 
 
 class Model:
-    """Processes, and the number of arrivals that complete a phase of each kind of barrier (default 1)."""
+    """Processes, and the numbers of arrivals that complete a phase of each kind of barrier (default: 1)."""
 
     def __init__(self, **arrivals):
         self.arrivals, self.processes = arrivals, {}
@@ -196,7 +195,7 @@ class Model:
         return self.processes.setdefault(name, Process(self, name))
 
     def places(self):
-        """List where each role waits and arrives: (role, "wait", "reach" or "arrive", name of the barriers)."""
+        """Return where each role waits and arrives: (role, "wait", "reach" or "arrive", name of the barriers)."""
         return {
             (re.sub(r"\d+", "*", process.name), kind, strip_numbers(key))
             for process in self.processes.values()
@@ -205,7 +204,7 @@ class Model:
         }
 
     def mutants(self, place, change):
-        """Yield the model with one process's operations there changed, for each process of the role."""
+        """Yield the model with the operations of one process at a place changed, for each process of the role."""
         for name, process in self.processes.items():
             if re.sub(r"\d+", "*", name) == place[0]:
                 original, process.operations = process.operations, []
@@ -242,7 +241,7 @@ class Model:
         ]
 
     def perform(self, state, process, step):
-        """Return whether the process can make the step now; raise a Fault if the step is wrong."""
+        """Return whether the process can make the step now. Raise a Fault if the step is wrong."""
         for kind, key, n, total, totals, arrivals in step:
             for index, table in totals:
                 total += table[state[index]]
@@ -268,7 +267,7 @@ class Model:
         return list(self.processes)[process]
 
     def explore(self):
-        """Visit all states, level by level in the number of steps; return how many there are."""
+        """Visit all states in the order of the number of steps, and return their number."""
         self.compile()
         programs = [[*steps, None] for steps in self.programs]
         level, states = {(0,) * len(programs)}, 0

@@ -1,7 +1,7 @@
 """Models of gemm/sm90_mainloop.cuh and fp8/sm90_gelu.cu.
 
-In a cluster, the first write of a block's memory initialises its barriers and the second ends it: nobody may send there
-before the one or after the other.
+In a cluster, the first write of a thread block's memory initializes its barriers, and the second write ends the thread
+block. Other thread blocks may send to this memory only between the two writes.
 """
 
 from .checker import Buffers, Model, Ring, Staging, add_warps, find_constant, find_ring_size
@@ -13,7 +13,7 @@ class Cluster:
     """The barriers, buffers and loading threads of thread blocks that share an operand."""
 
     def __init__(self, model, stages, blocks, threads, arrivals):
-        """Create ``threads`` for the whole cluster; ``arrivals`` release a stage."""
+        """Create a cluster with ``threads`` in all; ``arrivals`` release a stage."""
         self.model, self.blocks, self.stages = model, range(blocks), stages
         self.alive, self.met = Ring("block", blocks, writes=2), Ring("cluster_barrier")
         self.full, self.empty, self.a_at = (
@@ -62,7 +62,7 @@ class Cluster:
 
 
 def matmul(tiles, steps, stages=None, blocks=None, pairs=1, sums=2):
-    """Each of ``pairs`` warps computes a product that another warp finishes, adding column sums in ``sums`` buffers."""
+    """Each of ``pairs`` warps computes a matmul. Another warp finishes it, and adds column sums in ``sums`` buffers."""
     stages, blocks = stages or find_ring_size(MATMUL, "ring"), blocks or find_constant(MATMUL, "kCluster")
     cluster = Cluster(Model(), stages, blocks, blocks * (1 + 2 * pairs), blocks * pairs)
     for rank in range(blocks):
@@ -104,7 +104,7 @@ def matmul(tiles, steps, stages=None, blocks=None, pairs=1, sums=2):
 
 
 def fp8_gelu(tiles, steps, stages=None, warps=1, pieces=1):
-    """A pair has ``warps`` of one warpgroup, which transpose pieces together."""
+    """A pair has ``warps`` of a warpgroup, which transpose ``pieces`` together."""
     pairs = find_constant(GELU, "kPairs")
     model = Model(all=pairs * warps, turn=warps)
     a_at, b_at = Buffers(model, "a", stages or find_ring_size(GELU, "ring"), warps), Buffers(model, "weights", 1, 0)
@@ -130,7 +130,7 @@ def fp8_gelu(tiles, steps, stages=None, warps=1, pieces=1):
                 position += 1
             p.arrive(turn[1 - pair](own))
             a_at.free(p, position - 1)
-            position += steps  # the other pair's
+            position += steps  # skip the other pair's stages
             for _ in range(pieces):
                 transposed[pair].store(p, warp)
         p.write(largest[pair * warps + warp]())
