@@ -1,6 +1,7 @@
 """Small runs of the trainer, comparisons of runs, and errors of commands."""
 
 import csv
+from pathlib import Path
 
 import torch
 
@@ -33,9 +34,10 @@ def make_options(folder, device, **changes):
     return SMALL | files | {"device": str(device)} | changes
 
 
-def run(options, **changes):
-    """Train with the options and changes of them, and return the result."""
-    return train(TrainConfig(**options | changes))
+def train_with(options, **changes):
+    """Train with the options and changes of them, whose paths become strings; return the result."""
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in (options | changes).items()}
+    return train(TrainConfig(**given))
 
 
 def write_text(prefix):

@@ -164,7 +164,7 @@ def options(tmp_path, device):
 
 def test_a_run_answers_questions(options, capsys):
     given = options | {"steps": 60, "val_every": 30, "learning_rate": 1e-2, "checkpoint_every": 0, "sample_every": 0}
-    result = train(TrainConfig(**given))
+    result = train_with(given)
     assert result.accuracy == 1
     assert "step 60: 2 of 2 questions answered rightly, accuracy 1.0000" in capsys.readouterr().out
     log = (result.output / "main.log").read_text()
@@ -176,8 +176,8 @@ def test_a_run_answers_questions(options, capsys):
 
 
 def test_questions_do_not_change_the_run(options, tmp_path):
-    plain = train(TrainConfig(**options | {"eval_file": None, "output": str(tmp_path / "plain")}))
-    assert train(TrainConfig(**options)).train_loss == plain.train_loss
+    plain = train_with(options, eval_file=None, output=tmp_path / "plain")
+    assert train_with(options).train_loss == plain.train_loss
 
 
 def test_a_question_that_is_too_long_is_reported(options, tmp_path, capsys):
@@ -188,7 +188,7 @@ def test_a_question_that_is_too_long_is_reported(options, tmp_path, capsys):
 
 
 def test_a_run_is_evaluated_without_training(options, tmp_path, capsys):
-    result = train(TrainConfig(**options))
+    result = train_with(options)
     before = {path.name: path.read_bytes() for path in result.output.iterdir()}
     capsys.readouterr()
     found = [
@@ -201,7 +201,7 @@ def test_a_run_is_evaluated_without_training(options, tmp_path, capsys):
 
 
 def test_evaluation_needs_no_training_data(options, tmp_path, capsys):
-    run = str(train(TrainConfig(**options)).output)
+    run = str(train_with(options).output)
     size = ["--layers", "1", "--heads", "2", "--channels", "16", "-b", "2", "-t", "16", "--device", options["device"]]
     command = ["train", "--eval-only", "--init-from", run, *size]
     assert main([*command, "--eval-file", options["eval_file"]]) == 0

@@ -44,7 +44,7 @@ def options(tmp_path, device):
 def checkpoint(options, monkeypatch):
     """Train three steps and return the checkpoint."""
     monkeypatch.setattr(_files, "_fsync", lambda path: None)
-    return train(TrainConfig(**options)).output / "checkpoint.safetensors"
+    return train_with(options).output / "checkpoint.safetensors"
 
 
 def read(path):
@@ -189,7 +189,7 @@ def test_mutants_are_resumed_or_refused(checkpoint, monkeypatch, seed, tmp_path)
 def test_the_log_of_a_resumed_run_is_in_its_folder(options, tmp_path, capsys):
     """A log elsewhere is written to only if the command line names it."""
     log = tmp_path / "losses.log"
-    train(TrainConfig(**options | {"log_file": str(log)}))
+    train_with(options, log_file=log)
     before = log.read_text()
     resume(options["output"], steps=4)
     assert log.read_text() == before

@@ -86,7 +86,7 @@ def test_a_hang_ends_the_run(options, hang, step, what, device, tmp_path):
     assert "The checkpoint of step 4 is kept" in child.stderr
     assert "in _train" in child.stderr  # the main thread's stack
     assert load_training_state(tmp_path / "run" / "checkpoint.safetensors").trainer["step"] == 4
-    whole = train(TrainConfig(**options | {"output": str(tmp_path / "whole")}))
+    whole = train_with(options, output=tmp_path / "whole")
     assert_same_run(resume(str(tmp_path / "run")).output, whole.output)
 
 
