@@ -67,7 +67,7 @@ def test_nanogpt_loads_ours(tmp_path, bias):
 
 
 def test_nanogpt_continues_our_run(tmp_path):
-    """Three steps here and three steps there are equal to six steps here. The embedding's moments lose their padding."""
+    """Three steps here and three there equal six steps here. The embedding's moments lose their padding."""
     config = dataclasses.replace(CONFIG, activation="gelu", dropout=0.5)
     ours = make_model(activation="gelu")
     optimizer = ours.configure_optimizers(0.1, 1e-2, (0.9, 0.95), "cpu")
