@@ -81,7 +81,7 @@ def test_low_precision_matches_torchs_fused_kernel(dtype, device):
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_master_weights_have_float32s_updates(dtype, max_grad_norm, device):
-    """Updates that are too small to change 16-bit parameters accumulate. Clipping does not round gradients to 16 bits."""
+    """Updates that are too small to change 16-bit parameters accumulate. Clipping does not round the gradients."""
     ours = make_parameters(dtype, device)
     wide = [torch.nn.Parameter(p.detach().float()) for p in ours]
     optimizer = AdamW(ours, lr=1e-5, master_weights=True, max_grad_norm=max_grad_norm)
