@@ -162,7 +162,7 @@ def test_saved_tensor_hooks_see_only_the_ops_tensors(device):
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
 def test_residual_layernorm_has_the_dtypes_of_torchs_steps(residual_dtype, x_dtype, dropout_p, device):
-    """Dropout is in x's dtype, the sum in its operands' dtype, the norm in float32. The CPU applies CUDA's rule here."""
+    """Dropout is in x's dtype, the sum in its operands' dtype, the norm in float32. The CPU applies CUDA's rule."""
     x, residual = torch.randn(3, 8, device=device).to(x_dtype), torch.randn(3, 8, device=device).to(residual_dtype)
     weight, bias = torch.randn(8, device=device), torch.randn(8, device=device)
     dropout = (dropout_p, torch.tensor(3, device=device), torch.tensor(4, device=device)) if dropout_p else ()

@@ -88,7 +88,7 @@ def test_forward_over_reverse(case, device):
 
 @all_cases
 def test_forward_mode_without_gradients(case, device):
-    """Tangents flow under no_grad and through tensors without gradients. Tangents of single inputs add up to the whole."""
+    """Tangents flow under no_grad and through tensors without gradients. The tangents of single inputs add up."""
     function, inputs = draw_case(case, device)
     directions = [torch.randn_like(t) for t in inputs]
     _, whole = jvp(function, inputs, tuple(directions))
