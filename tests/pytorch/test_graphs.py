@@ -1,4 +1,4 @@
-"""A step that `gptkernels.graphed_step` replays as a CUDA graph has the bits of an eager step. On the CPU it is eager."""
+"""`gptkernels.graphed_step`: a step replayed as a CUDA graph has the bits of an eager step. On the CPU it is eager."""
 
 import copy
 import logging
