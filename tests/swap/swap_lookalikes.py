@@ -95,7 +95,7 @@ def attend(attn, q, k, v, mask=None, scale=None):
 
 @register
 def nano_window_in_training():
-    """In training mode, attention has windows of 2, 4 and 8 tokens. Each attention's `forward` is a functools.partial."""
+    """In training mode, attention has windows of 2, 4 and 8 tokens. Its `forward` is a functools.partial."""
 
     def windowed(attn, window, x):
         if not attn.training:
