@@ -299,11 +299,11 @@ def floors_of(*calls, **options):
     return {p.what: p.floor for p in pieces(found, Rates(bytes=1, flops=1), itemsize=2, parameters=10, **options)}
 
 
-ROWS, INNER, HIDDEN = 64, 16, 48  # rows of x, and the sizes of a matrix product
+ROWS, INNER, HIDDEN = 64, 16, 48  # of matmuls of (ROWS, INNER) and (INNER, HIDDEN)
 X, MATRIX = (2, 32, INNER), (HIDDEN, INNER)
 
 
-def test_float8_products_have_half_the_floor():
+def test_float8_matmuls_have_half_the_floor():
     terms = ROWS * INNER * HIDDEN
     found = floors_of(("fp8_linear", (X, MATRIX), ["fp8_quantize_kernel", "nvjet_a"]))
     assert found.pop("quantisation") == 0

@@ -31,7 +31,7 @@ OPTIONS = {
 }
 WITHOUT_FP8 = [name for name in OPTIONS if not name.startswith("float8")]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-both_products = pytest.mark.parametrize("options", [{}, FP8], ids=["plain", "float8"])
+both_precisions = pytest.mark.parametrize("options", [{}, FP8], ids=["plain", "float8"])
 
 
 def compute_loss(model, device, seed=5):
@@ -137,9 +137,9 @@ def count_saved_bytes(model, autocast):
     "frozen",
     ["transformer.h.0", "transformer.h.1", "ln_", "attn", "mlp", "mlp.c_fc", "bias", "weight", "transformer.w"],
 )
-@both_products
+@both_precisions
 def test_frozen_parameters(options, frozen, device, monkeypatch):
-    """With float8 products, a block with a frozen parameter is called; the other blocks stay nodes."""
+    """With float8 matmuls, a block with a frozen parameter is called; the other blocks stay nodes."""
     model = make_model(device, **options)
     for name, p in model.named_parameters():
         p.requires_grad_(frozen not in name)
@@ -217,7 +217,7 @@ def test_without_gradients_there_is_no_node(device):
     assert hidden.requires_grad
 
 
-def test_some_calls_with_float8_products_have_no_node(device, monkeypatch):
+def test_some_calls_with_float8_matmuls_have_no_node(device, monkeypatch):
     """There is no node in evaluation, without gradients, with the exact GELU or in autocast."""
     model = make_model(device, **FP8)
     before = [t.clone() for t in model.buffers()]
@@ -262,13 +262,13 @@ def test_a_modified_parameter_is_detected(device):
     assert_raises(RuntimeError, "modified by an inplace operation", loss.backward)
 
 
-def test_float8_products_refuse_a_second_derivative(device):
+def test_float8_matmuls_refuse_a_second_derivative(device):
     model = make_model(device, **FP8)
     call = compute_loss(model, device), list(model.parameters())
     assert_raises(RuntimeError, "no second derivative", torch.autograd.grad, *call, create_graph=True)
 
 
-@both_products
+@both_precisions
 def test_a_block_in_torchs_checkpoint_has_the_same_bits(options, device):
     """torch's checkpoint replaces saved tensors."""
     block = Block(GPT2Config(**small_models.SIZES | options), device)

@@ -199,7 +199,7 @@ def test_a_submodule_loads_a_state_without_a_head():
 @pytest.mark.parametrize("fill", ["to_empty", "load_state_dict"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_models_made_on_meta_stay_tied(fill, nested, tmp_path, device):
-    """A model whose memory is allocated later can be trained with float8 products, and saved."""
+    """A model whose memory is allocated later can be trained with float8 matmuls, and saved."""
     torch.manual_seed(0)
     config = dataclasses.replace(CONFIG, fp8=True)
     model, state = GPT2(config, "meta"), GPT2(config, device).state_dict()
@@ -386,7 +386,7 @@ class NoisyAdapter(torch.nn.Module):
     [(None, False), (None, True), *((change, False) for change in ("adapter", "probability", "attention", "hook"))],
 )
 def test_recomputed_blocks_have_the_same_gradient_bits(change, autocast, device):
-    """Modules that draw random numbers draw the same again. Without them, the graph saves less than half as much."""
+    """Changed modules draw the same random numbers again. An unchanged model saves less than half as much."""
     ours, _ = make_pair(device, torch.float64 if change else torch.float32)
     block = ours.transformer.h[0]
     if change == "adapter":
@@ -452,7 +452,7 @@ PROFILER = {"profiler::_record_function_enter_new", "profiler::_record_function_
 
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_a_training_step_runs_on_our_kernels(return_logits, device):
-    """A step has 2L + 1 norms, 2L of which also add, and two linear layers for each attention."""
+    """A step has 2L + 1 norms, 2L of which are fused with an addition, and two linear layers for each attention."""
     ours, _ = make_pair(device, torch.float32)
     tokens, targets = make_batch(device)
     optimizer = AdamW(ours.parameters())

@@ -26,7 +26,7 @@ def make_pair(device="cpu", **changes):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_configure_optimizers_matches_nanogpt(bias, device):
-    """The parameter groups match, and five steps with them."""
+    """The parameter groups match, and so do the parameters after five steps."""
     ours, theirs = make_pair(device, bias=bias)
     optimizer = ours.configure_optimizers(weight_decay=0.1, learning_rate=1e-2, betas=(0.8, 0.9), device_type="cpu")
     assert type(optimizer) is AdamW

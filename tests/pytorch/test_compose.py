@@ -180,18 +180,18 @@ def save_attention():
     return create_selective_checkpoint_contexts([ops.attention.default])
 
 
-def save_products():
+def save_matmuls():
     def policy(context, op, *args, **kwargs):
-        is_product = op in (ops.linear.default, ops.mlp.default, torch.ops.aten.mm.default)
-        return CheckpointPolicy.MUST_SAVE if is_product else CheckpointPolicy.PREFER_RECOMPUTE
+        is_matmul = op in (ops.linear.default, ops.mlp.default, torch.ops.aten.mm.default)
+        return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
 @pytest.mark.parametrize(
     ("contexts", "saved"),
-    [(None, set()), (save_attention, {"attention"}), (save_products, {"linear", "mlp"})],
-    ids=["all", "attention is saved", "products are saved"],
+    [(None, set()), (save_attention, {"attention"}), (save_matmuls, {"linear", "mlp"})],
+    ids=["all", "attention is saved", "matmuls are saved"],
 )
 @pytest.mark.parametrize("autocast", [False, True])
 def test_selective_checkpointing_by_our_ops(contexts, saved, autocast, device):

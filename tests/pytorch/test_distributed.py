@@ -226,7 +226,7 @@ def saved(folder):
 
 
 def load_checkpoint(model, folder):
-    """Load a checkpoint, with whatever sharding it was saved. Return the model and an optimizer with the state."""
+    """Load a checkpoint of any sharding. Return the model and an optimizer with its state."""
     optimizer = make_optimizer(model)
     for p in model.parameters():
         p.requires_grad_()

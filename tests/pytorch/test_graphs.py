@@ -110,10 +110,22 @@ def expect_captures(step, device, count):
     assert (step.eager_because, step.captures) == (reason, count if device.type == "cuda" else 0)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
-def test_has_the_bits_of_the_eager_step(device, accumulation):
-    data = make_batches(STEPS * accumulation)
-    step, losses = run_both(device, [data[i::STEPS] for i in range(STEPS)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"accumulation": 1},
+        {"accumulation": 2},
+        {"accumulation": 3},
+        {"autocast": True, "dtype": torch.float32},  # the graph casts the new parameters of each step
+        {"batches": 1, "dropout": 0.3, "lr": 0.0},  # only the masks of steps differ
+    ],
+    ids=str,
+)
+def test_has_the_bits_of_the_eager_step(device, case):
+    options = dict(case)
+    accumulation, batches = options.pop("accumulation", 1), options.pop("batches", None)
+    data = make_batches(batches or STEPS * accumulation) * (STEPS if batches else 1)
+    step, losses = run_both(device, [data[i::STEPS] for i in range(STEPS)], **options)
     expect_captures(step, device, 1)
     assert len(set(losses)) == STEPS
 
@@ -126,14 +138,6 @@ def test_learning_rates_change(device, where):
             group["lr"] = rate if where == "float" else torch.tensor(rate, device=device if where == "device" else None)
 
     step, _ = run_both(device, [[batch] for batch in make_batches(STEPS)], change)
-    expect_captures(step, device, 1)
-
-
-def test_each_replay_draws_the_mask_of_an_eager_step(device):
-    """The batch is the same and the learning rate is 0, so that only masks differ."""
-    (batch,) = make_batches(1)
-    step, losses = run_both(device, [[batch]] * STEPS, dropout=0.3, lr=0.0)
-    assert len(set(losses)) == STEPS
     expect_captures(step, device, 1)
 
 
@@ -162,13 +166,6 @@ def test_a_change_of_shape_captures_again(device):
     expect_captures(step, device, 3)
 
 
-def test_each_step_casts_the_new_parameters(device):
-    """The graph casts the float32 parameters."""
-    step, losses = run_both(device, [[b] for b in make_batches(1) * STEPS], autocast=True, dtype=torch.float32)
-    assert len(set(losses)) == STEPS
-    expect_captures(step, device, 1)
-
-
 def test_autocasts_cache_does_not_outlive_an_update(device):
     """One autocast context contains all steps."""
     plain, graphed = make_training(device, dtype=torch.float32), make_training(device, dtype=torch.float32)
@@ -181,34 +178,27 @@ def test_autocasts_cache_does_not_outlive_an_update(device):
     assert_same(plain, graphed)
 
 
-@pytest.mark.parametrize("option", ["weight_decay", "max_grad_norm", "requires_grad"])
-def test_changed_options_capture_again(device, option):
-    def change(i, model, optimizer):
-        if i != 4:
-            return
-        if option == "weight_decay":
-            optimizer.param_groups[0]["weight_decay"] = 0.5
-        elif option == "max_grad_norm":
-            optimizer.max_grad_norm = 0.01
-        else:
-            model.transformer.ln_f.bias.requires_grad_(False)
-
-    step, _ = run_both(device, [[batch] for batch in make_batches(8)], change)
-    expect_captures(step, device, 2)
-
-
-def test_a_loaded_state_is_captured_again(device):
-    """The graph does not continue with the moments and master weights of the previous state."""
+@pytest.mark.parametrize("what", ["weight_decay", "max_grad_norm", "requires_grad", "state"])
+def test_changed_options_and_loaded_states_capture_again(device, what):
+    """After a state was loaded, the graph does not continue with the previous moments and master weights."""
     saved = {}
 
     def change(i, model, optimizer):
-        if i == 3:
+        if i == 3 and what == "state":
             saved[model] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        if i == 5:
+        if i != 4:
+            return
+        if what == "weight_decay":
+            optimizer.param_groups[0]["weight_decay"] = 0.5
+        elif what == "max_grad_norm":
+            optimizer.max_grad_norm = 0.01
+        elif what == "requires_grad":
+            model.transformer.ln_f.bias.requires_grad_(False)
+        else:
             model.load_state_dict(saved[model][0])
             optimizer.load_state_dict(saved[model][1])
 
-    step, _ = run_both(device, [[batch] for batch in make_batches(9)], change)
+    step, _ = run_both(device, [[batch] for batch in make_batches(8)], change)
     expect_captures(step, device, 2)
 
 

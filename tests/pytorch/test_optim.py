@@ -167,7 +167,7 @@ def test_one_launch_per_group_and_dtype(device):
     assert calls.count["gptkernels::adamw_"] == 3
     others = {name for name in calls.count if not name.startswith(("gptkernels::", "profiler::"))}
     counting_steps = {"aten::_foreach_add_.Scalar", "aten::_foreach_add_.Tensor", "aten::ones"}
-    assert others <= counting_steps | {"aten::lift_fresh", "aten::detach"}  # make the learning rate a tensor
+    assert others <= counting_steps | {"aten::lift_fresh", "aten::detach"}  # these make a tensor of the learning rate
 
 
 @pytest.mark.parametrize("how", ["set_default_device", "with torch.device"])

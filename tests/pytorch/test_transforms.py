@@ -88,7 +88,7 @@ def test_forward_over_reverse(case, device):
 
 @all_cases
 def test_forward_mode_without_gradients(case, device):
-    """Tangents flow under no_grad and through tensors without gradients. The tangents of single inputs add up."""
+    """Tangents flow through tensors without gradients. The tangents of single inputs add up to the whole tangent."""
     function, inputs = draw_case(case, device)
     directions = [torch.randn_like(t) for t in inputs]
     _, whole = jvp(function, inputs, tuple(directions))
@@ -335,7 +335,7 @@ def test_ensemble_of_models(device):
 
 @pytest.mark.parametrize("module", ["LayerNorm", "Linear", "GELU", "Softmax", "MLP", "CausalSelfAttention"])
 def test_modules_have_per_sample_gradients_and_tangents(module, device):
-    """The recipe is that of torch.func's documentation."""
+    """The test follows the recipe of torch.func's documentation."""
     made = {
         "LayerNorm": lambda: nn.LayerNorm(8),
         "Linear": lambda: nn.Linear(8, 4),

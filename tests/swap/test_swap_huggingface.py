@@ -381,8 +381,8 @@ def test_keywords_of_attention_are_supported_or_refused(keyword, value, is_suppo
         assert_raises(ValueError, f"transformers_attention: .*{keyword}", call)
 
 
-def test_attention_with_a_position_bias_is_transformers(device, monkeypatch):
-    """A release of transformers whose attention does not have the argument raises an error."""
+def test_attention_with_a_position_bias_calls_transformers(device, monkeypatch):
+    """With a release of transformers that does not support the bias, the call is an error."""
     sdpa_attention = pytest.importorskip("transformers.integrations.sdpa_attention")
     gptkernels.register_attention("transformers")
     q, bias = torch.randn(1, 2, 7, 16, device=device), torch.randn(1, 2, 7, 7, device=device)

@@ -37,7 +37,7 @@ def assert_close_gradients(found, expected, tolerance, least=0.0):
 
 
 def make_swapped_or_not(family, device):
-    """Yield the swapped model, then the model without a swap, in float64; and the call."""
+    """Yield a model and its call twice, in float64: first swapped, then unswapped."""
     for is_swapped in (True, False):
         model, call = made(family, device)
         yield (gptkernels.swap(model) if is_swapped else model).double().eval(), call
@@ -85,7 +85,6 @@ def test_meta_tensors(family):
 
 @pytest.mark.parametrize("family", ["nanoGPT", "llm.c", pytest.param("GPT2LMHeadModel", marks=needs_transformers)])
 def test_pipelining(family, device):
-    """The stages of a swapped model compute what the model computes."""
     model, _ = made(family, device)
     model.config.use_cache = False
     model = gptkernels.swap(model).eval()
@@ -209,7 +208,7 @@ def test_compiles_whole(family, autocast, device):
 
 @all_families
 def test_functional_call_compiles_whole(family, device):
-    """The parameters are not those of the model."""
+    """The call gets other parameters than the model's."""
     skip_shared_blocks(family, device)
     torch._dynamo.reset()
     model, call = made(family, device)
@@ -245,9 +244,9 @@ def operators(calls, exact_gelu):
         "layer": ["residual_layernorm", *rest],
         "first layer": ["layernorm", *rest],
         "layer_backward": [*rest_backward, norm_backward],
-        "first layer_backward": [*rest_backward, "layernorm_backward"],  # and an addition
+        "first layer_backward": [*rest_backward, "layernorm_backward"],  # and torch's addition
         "linear_cross_entropy_with_logits": ["linear", "fused_classifier", "linear_backward"],
-        "fused_classifier_backward_": [],  # the loss's gradient, which a graph multiplies by in other ways
+        "fused_classifier_backward_": [],  # multiplies by the loss's gradient; graphs do it with other ops
     }
     found = Counter()
     for name, count in calls.items():
@@ -365,7 +364,7 @@ def test_reduce_overhead(family, device):
 
 @all_families
 def test_second_derivative(family, device):
-    """The norm of a gradient has the gradient that it has without the swap."""
+    """The gradient of a gradient's norm matches the unswapped model's."""
     found = []
     for model, call in make_swapped_or_not(family, device):
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -379,7 +378,7 @@ def test_second_derivative(family, device):
 
 @all_families
 def test_only_trained_parameters_have_gradients(family, device):
-    """The gradients are those without the swap."""
+    """The gradients match the unswapped model's."""
     found = []
     for model, call in make_swapped_or_not(family, device):
         for i, p in enumerate(model.parameters()):

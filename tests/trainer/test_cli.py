@@ -105,7 +105,7 @@ def test_a_run_of_zero_steps_writes_a_checkpoint(run_train, tmp_path):
     ],
 )
 def test_bad_input_is_reported_at_once(run_train, flags, message, tmp_path, capsys):
-    """No folder is made."""
+    """Bad input makes no folder for a run."""
     started = time.process_time()
     assert run_train(*flags) == 2
     assert time.process_time() - started < 1
@@ -142,7 +142,7 @@ def test_the_traceback_flag_raises_errors(prefix):
     ids=["bytes", "characters"],
 )
 def test_prepared_files_can_be_used(tmp_path, device, capsys, text, flags, vocabulary):
-    """A run on them can be continued by `generate` and `--init-from`."""
+    """`generate` and `--init-from` can use a run on prepared files."""
     (tmp_path / "text.txt").write_text(text)
     prefix, run = str(tmp_path / "out" / "data"), str(tmp_path / "run")
     assert main(["prepare", str(tmp_path / "text.txt"), "--output", prefix, *flags]) == 0
@@ -155,12 +155,9 @@ def test_prepared_files_can_be_used(tmp_path, device, capsys, text, flags, vocab
     assert main(["train", "-i", prefix, *SMALL, "--output", str(tmp_path / "other"), "--init-from", run, *on]) == 0
 
 
-def test_prepare_reports_a_missing_file(tmp_path, capsys):
+def test_prepare_reports_missing_files_and_nul_bytes(tmp_path, capsys):
     error = error_of(capsys, "prepare", tmp_path / "no.txt", "--output", tmp_path / "x")
     assert "gptkernels prepare: error: no such file" in error
-
-
-def test_prepare_reports_nul_bytes(tmp_path, capsys):
     (tmp_path / "binary").write_bytes(b"a\0b" * 100)
     assert main(["prepare", str(tmp_path / "binary"), "-o", str(tmp_path / "x")]) == 0
     assert "the text has NUL bytes" in capsys.readouterr().out
@@ -210,7 +207,7 @@ def test_flags_of_other_programs_have_suggestions(command, flags, answer, capsys
 
 
 def test_no_suggestion_hides_one_of_our_flags(capsys):
-    """All suggested flags exist."""
+    """Each flag that a suggestion names exists."""
     _, commands = cli._parser()
     flags = {name: commands[name]._option_string_actions for name in commands}
     for command, table in (("train", foreign_flags._TRAIN), ("generate", foreign_flags._GENERATE)):
@@ -222,7 +219,7 @@ def test_no_suggestion_hides_one_of_our_flags(capsys):
         assert foreign_flags.explain_flag(command, given, flags[command]) is None
 
 
-# These are the flags of nanoGPT's train.py and of llm.c's train_gpt2.py and train_gpt2.cu.
+# The flags of nanoGPT's train.py and of llm.c's train_gpt2.py and train_gpt2.cu.
 FOREIGN_FLAGS = """
     --out_dir --eval_interval --log_interval --eval_iters --eval_only --always_save_checkpoint --init_from --wandb_log
     --wandb_project --wandb_run_name --dataset --gradient_accumulation_steps --batch_size --block_size --n_layer

@@ -1,4 +1,4 @@
-"""A Hugging Face folder has the same logits there and here. Models that GPT2 cannot compute are refused."""
+"""transformers computes the same logits from a Hugging Face folder. Models that GPT2 cannot compute are refused."""
 
 import json
 import re
@@ -60,7 +60,7 @@ def save_without_prefix(state, folder):
     "kind", [None, pickle_state, pickle_as_before_1_6, pickle_in_shards, save_without_prefix, "shards"]
 )
 @pytest.mark.parametrize("activation", ["gelu_new", "gelu_pytorch_tanh", "gelu"])
-def test_their_models_have_the_same_logits_here(tmp_path, kind, activation):
+def test_models_of_transformers_have_the_same_logits_here(tmp_path, kind, activation):
     theirs = make_their_model(activation_function=activation)
     theirs.save_pretrained(tmp_path, **({"max_shard_size": "8KB"} if kind == "shards" else {}))
     if callable(kind):
@@ -76,7 +76,7 @@ def test_their_models_have_the_same_logits_here(tmp_path, kind, activation):
 
 @needs_transformers
 @pytest.mark.parametrize("changes", [{}, {"activation": "gelu"}, {"bias": False}], ids=str)
-def test_our_models_have_the_same_logits_there(tmp_path, changes):
+def test_our_models_have_the_same_logits_in_transformers(tmp_path, changes):
     ours = make_model(dropout=0.25, **changes).eval()
     ours.save_pretrained(tmp_path / "model")
     theirs, report = transformers.GPT2LMHeadModel.from_pretrained(tmp_path / "model", output_loading_info=True)
@@ -87,7 +87,7 @@ def test_our_models_have_the_same_logits_there(tmp_path, changes):
 
 
 @needs_transformers
-def test_bfloat16_parameters_stay_bfloat16_there(tmp_path):
+def test_bfloat16_parameters_are_bfloat16_in_transformers(tmp_path):
     model = make_model(dtype=torch.bfloat16)
     model.save_pretrained(tmp_path)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
@@ -96,7 +96,7 @@ def test_bfloat16_parameters_stay_bfloat16_there(tmp_path):
 
 
 @needs_transformers
-def test_biases_that_were_added_there_are_loaded(tmp_path):
+def test_biases_that_transformers_added_are_loaded(tmp_path):
     make_model(bias=False).save_pretrained(tmp_path)
     theirs = transformers.GPT2LMHeadModel.from_pretrained(tmp_path)
     theirs.transformer.h[0].attn.c_attn.bias.data.fill_(0.5)

@@ -1,4 +1,4 @@
-"""nanoGPT's checkpoints have the same logits there and here, runs continue there, and malicious pickles are refused."""
+"""nanoGPT computes the same logits from its checkpoints and continues our runs. Malicious pickles are refused."""
 
 import dataclasses
 import os
@@ -48,7 +48,7 @@ def test_nanogpts_checkpoint_has_the_same_logits_here(tmp_path, bias, kind):
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_nanogpt_loads_ours(tmp_path, bias):
+def test_nanogpt_loads_our_checkpoint(tmp_path, bias):
     """nanoGPT's model loads with strict=True, and its optimizer loads the state, as train.py does when it resumes."""
     ours = make_model(bias=bias, activation="gelu", dropout=0.125)
     ours.save_checkpoint(tmp_path / "model.safetensors")
@@ -67,7 +67,7 @@ def test_nanogpt_loads_ours(tmp_path, bias):
 
 
 def test_nanogpt_continues_our_run(tmp_path):
-    """Three steps here and three there equal six steps here. The embedding's moments lose their padding."""
+    """Three steps and three steps of nanoGPT equal six steps. The embedding's moments lose their padding."""
     config = dataclasses.replace(CONFIG, activation="gelu", dropout=0.5)
     ours = make_model(activation="gelu")
     optimizer = ours.configure_optimizers(0.1, 1e-2, (0.9, 0.95), "cpu")

@@ -55,44 +55,40 @@ def test_questions_are_read(path):
     assert [ending.tolist() for ending in questions[0].endings] == ENDINGS
 
 
+HEADER = [
+    (0, 20240520, r"magic is 20240520, which is a token file of llm.c, not 20240522"),
+    (1, 2, r"version is 2, known for a file of questions: 1"),
+    (2, 0, r"number of questions is 0"),
+    (2, 4, r"truncated: the file ends before question 3 of 4"),
+    (2, 2, r"bytes are left over after question 1|too long"),
+    (3, 1, r"too long: 3 questions of at most 1 bytes"),
+]
+QUESTION = [
+    (0, 1, "question 0 begins with 1, must be 65535"),
+    (1, 7, "question 0 has 7 bytes"),
+    (1, 60000, "question 0 has 60000 bytes, of which the file has"),
+    (2, 5, "question 0: its index is 5"),
+    (3, 4, "question 0: ending 4 of 4 cannot be the right one"),
+    (4, 1, "question 0: ending 2 of 1 cannot be"),
+    (4, 3, "question 0: 2 words are left over"),
+    (5, 0, "question 0: the context or an ending is empty"),
+    (5, 900, "question 0: the context or an ending is empty, or longer than the question"),
+    (6, 10, "question 0: token 10 at position 0 is outside the vocabulary of 10"),
+]
+
+
 @pytest.mark.parametrize(
-    ("place", "value", "message"),
+    ("offset", "word", "message"),
     [
-        (0, 20240520, r"magic is 20240520, which is a token file of llm.c, not 20240522"),
-        (1, 2, r"version is 2, known for a file of questions: 1"),
-        (2, 0, r"number of questions is 0"),
-        (2, 4, r"truncated: the file ends before question 3 of 4"),
-        (2, 2, r"bytes are left over after question 1|too long"),
-        (3, 1, r"too long: 3 questions of at most 1 bytes"),
+        *((4 * place, struct.pack("<i", value), message) for place, value, message in HEADER),
+        *((1024 + 2 * place, struct.pack("<H", value), message) for place, value, message in QUESTION),
     ],
 )
-def test_a_wrong_header_is_refused(path, place, value, message):
+def test_a_damaged_file_is_refused(path, offset, word, message):
     with open(path, "r+b") as file:
-        file.seek(4 * place)
-        file.write(struct.pack("<i", value))
+        file.seek(offset)
+        file.write(word)
     assert_raises(ValueError, rf"questions.bin: ({message})", read_questions, path, 10)
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "message"),
-    [
-        (0, 1, "question 0 begins with 1, must be 65535"),
-        (1, 7, "question 0 has 7 bytes"),
-        (1, 60000, "question 0 has 60000 bytes, of which the file has"),
-        (2, 5, "question 0: its index is 5"),
-        (3, 4, "question 0: ending 4 of 4 cannot be the right one"),
-        (4, 1, "question 0: ending 2 of 1 cannot be"),
-        (4, 3, "question 0: 2 words are left over"),
-        (5, 0, "question 0: the context or an ending is empty"),
-        (5, 900, "question 0: the context or an ending is empty, or longer than the question"),
-        (6, 10, "question 0: token 10 at position 0 is outside the vocabulary of 10"),
-    ],
-)
-def test_a_damaged_question_is_refused(path, place, value, message):
-    with open(path, "r+b") as file:
-        file.seek(1024 + 2 * place)
-        file.write(struct.pack("<H", value))
-    assert_raises(ValueError, rf"questions.bin: {message}", read_questions, path, 10)
 
 
 def test_a_truncated_file_is_refused(path):

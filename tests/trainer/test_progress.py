@@ -47,19 +47,23 @@ def test_a_terminal_has_a_bar_and_other_outputs_have_lines(monkeypatch, terminal
     assert ("\x1b[" in text) == terminal
 
 
-@pytest.mark.parametrize("terminal", [True, False])
-@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "No space left"), ValueError("closed file")])
-def test_output_that_fails_is_dropped(monkeypatch, error, terminal):
-    monkeypatch.setattr(sys, "stdout", Terminal(terminal, error))
+@pytest.mark.parametrize(
+    "stream",
+    [
+        None,
+        *(
+            Terminal(is_terminal, error)
+            for is_terminal in (True, False)
+            for error in (BrokenPipeError(), OSError(28, "No space left"), ValueError("closed file"))
+        ),
+    ],
+)
+def test_output_that_fails_is_dropped(monkeypatch, stream):
+    monkeypatch.setattr(sys, "stdout", stream)
     shown = progress.show_progress(2, 0, True)
     shown.say("text")
     shown.step(STEP)
     shown.close()
-
-
-def test_a_closed_standard_output_is_no_error(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)
-    progress.show_progress(5, 0, True).say("hello")
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -180,7 +180,7 @@ def test_mutants_are_resumed_or_refused(checkpoint, monkeypatch, seed, tmp_path)
 
 
 def test_the_log_of_a_resumed_run_is_in_its_folder(options, tmp_path, capsys):
-    """A log elsewhere is appended to, and only if the command line names it."""
+    """A log in another folder is written to only if the command line names it. Its old lines stay."""
     log = tmp_path / "losses.log"
     train_with(options, log_file=log)
     before = log.read_text() + "s:9 trl:4.0000\n"

@@ -1,4 +1,4 @@
-"""The trainer's options: the effect of each on a run, and that a run with each is resumed with the same bits."""
+"""Each option of the trainer has its effect on a run, and a run with the option is resumed with the same bits."""
 
 import functools
 import itertools
