@@ -94,24 +94,9 @@ class Local(published.CausalSelfAttention):
         return self.c_proj(attend_locally(x, self.c_attn, self.n_head, self.window()))
 
 
-class Window(Local):
-    def window(self):
-        return 4
-
-
-class EveryOther(Local):
-    def window(self):
-        return 5 if self.layer_idx % 2 else 10**6
-
-
-class Windows(Local):
-    def window(self):
-        return self.windows[1]
-
-
-class Buffer(Local):
-    def window(self):
-        return int(self.limit)
+def make_local(window):
+    """Return a class of attention whose method ``window`` returns the number of keys that a query sees."""
+    return type("Window", (Local,), {"window": window})
 
 
 class LongOnly(published.MLP):
@@ -146,11 +131,17 @@ def make_changed(path, kind, set_up=lambda part, i: None):
 
 
 CHANGED = {
-    "a window": ("attn", Window),
-    "a window in every other layer": ("attn", EveryOther, lambda a, i: setattr(a, "layer_idx", i)),
-    "a window by a tuple": ("attn", Windows, lambda a, i: setattr(a, "windows", (0, (99, 6)[i % 2]))),
+    "a window": ("attn", make_local(lambda self: 4)),
+    "a window in every other layer": (
+        *("attn", make_local(lambda self: 5 if self.layer_idx % 2 else 10**6)),
+        lambda a, i: setattr(a, "layer_idx", i),
+    ),
+    "a window by a tuple": (
+        *("attn", make_local(lambda self: self.windows[1])),
+        lambda a, i: setattr(a, "windows", (0, (99, 6)[i % 2])),
+    ),
     "a window by a buffer": (
-        *("attn", Buffer),
+        *("attn", make_local(lambda self: int(self.limit))),
         lambda a, i: a.register_buffer("limit", torch.tensor((99, 6)[i % 2])),
     ),
     "another function of long sequences": ("mlp", LongOnly),
