@@ -125,15 +125,15 @@ all_families = pytest.mark.parametrize(
 )
 
 
-def made(family, device, dropout=0.0):
+def make_model_and_call(family, device, dropout=0.0):
     """Return a family's model, and the function that calls it."""
     make, call = FAMILIES[family]
     return make(dropout).to(device), call
 
 
-def three(family, device, dropout=0.0):
+def make_copies_and_call(family, device, dropout=0.0):
     """Return the swapped model, the unswapped model and its float64 copy, and the function that calls them."""
-    model, call = made(family, device, dropout)
+    model, call = make_model_and_call(family, device, dropout)
     return gptkernels.swap(copy.deepcopy(model)), model, copy.deepcopy(model).double(), call
 
 

@@ -16,11 +16,11 @@ import gptkernels
 from swapped import (
     all_families,
     assert_as_exact,
-    made,
+    make_copies_and_call,
+    make_model_and_call,
     needs_transformers,
     our_dropout,
     results,
-    three,
     tokens,
 )
 
@@ -39,7 +39,7 @@ def assert_close_gradients(found, expected, tolerance, least=0.0):
 def make_swapped_or_not(family, device):
     """Yield a model and its call twice, in float64: first swapped, then unswapped."""
     for is_swapped in (True, False):
-        model, call = made(family, device)
+        model, call = make_model_and_call(family, device)
         yield (gptkernels.swap(model) if is_swapped else model).double().eval(), call
 
 
@@ -47,7 +47,7 @@ def make_swapped_or_not(family, device):
 @all_families
 def test_matches_float64(family, precision, device):
     """Outputs, loss and gradients are as exact as torch's. Under autocast, the models are in training mode."""
-    ours, torchs, exact, call = three(family, device)
+    ours, torchs, exact, call = make_copies_and_call(family, device)
     autocast = precision == "autocast"
     for model in (ours, torchs, exact):
         model.train(autocast)
@@ -76,7 +76,7 @@ def test_meta_tensors(family):
     """Outputs, loss and gradients on the meta device have the shapes and dtypes of those on the CPU."""
     found = {}
     for device in map(torch.device, ("cpu", "meta")):
-        model, call = made(family, "cpu")
+        model, call = make_model_and_call(family, "cpu")
         model = gptkernels.swap(model).to(device)
         model.config.pad_token_id = None  # otherwise transformers searches the tokens for this token
         found[device.type] = {name: (t.shape, t.dtype) for name, t in results(model, call, device).items()}
@@ -85,7 +85,7 @@ def test_meta_tensors(family):
 
 @pytest.mark.parametrize("family", ["nanoGPT", "llm.c", pytest.param("GPT2LMHeadModel", marks=needs_transformers)])
 def test_pipelining(family, device):
-    model, _ = made(family, device)
+    model, _ = make_model_and_call(family, device)
     model.config.use_cache = False
     model = gptkernels.swap(model).eval()
     kwargs = {"labels" if family == "GPT2LMHeadModel" else "targets": tokens(device, 1)}
@@ -99,8 +99,8 @@ def test_pipelining(family, device):
 @all_families
 def test_ten_steps_of_training(family, autocast, device):
     """The losses of ten steps of AdamW are as close to float64's losses as torch's are."""
-    models = three(family, device)[:3]
-    _, call = made(family, device)
+    models = make_copies_and_call(family, device)[:3]
+    _, call = make_model_and_call(family, device)
     losses = []
     for model, low in zip(models, (autocast, autocast, False), strict=True):
         model.train()
@@ -124,8 +124,8 @@ def test_dropout(family, autocast, device, monkeypatch):
 
     llm.c has no dropout. nanoGPT before torch 2 has a dropout layer whose mask only torch draws.
     """
-    models = three(family, device, dropout=0.2)[:3]
-    _, call = made(family, device)
+    models = make_copies_and_call(family, device, dropout=0.2)[:3]
+    _, call = make_model_and_call(family, device)
 
     def step(model, low, draw):
         with our_dropout(monkeypatch):
@@ -135,13 +135,13 @@ def test_dropout(family, autocast, device, monkeypatch):
         [step(m, low, draw) for m, low in zip(models, (autocast, autocast, False), strict=True)] for draw in range(4)
     ]
     assert_as_exact(*found[0], [pair[1:] for pair in found[1:]])
-    without = results(made(family, device)[0].train(), call, device, autocast)
+    without = results(make_model_and_call(family, device)[0].train(), call, device, autocast)
     assert not torch.allclose(without["output 0"], found[0][0]["output 0"], rtol=1e-3)
 
 
 @all_families
 def test_unswap_restores_the_model(family, device):
-    model, call = made(family, device)
+    model, call = make_model_and_call(family, device)
     classes, parameters = [type(m) for m in model.modules()], list(model.parameters())
     keys, dicts = list(model.state_dict()), [set(vars(m)) for m in model.modules()]
     model.eval()
@@ -162,13 +162,13 @@ def test_unswap_restores_the_model(family, device):
 
 @all_families
 def test_all_supported_modules_are_replaced(family, device):
-    model = gptkernels.swap(made(family, device)[0])
+    model = gptkernels.swap(make_model_and_call(family, device)[0])
     assert {entry.kind for entry in model.gptkernels_report.left} <= {"Dropout", "Identity", "GPT2SequenceSummary"}
 
 
 @all_families
 def test_copies_and_pickles_are_swapped_too(family, device):
-    model, call = made(family, device)
+    model, call = make_model_and_call(family, device)
     gptkernels.swap(model.eval())
     expected = results(model, call, device)
     stored = io.BytesIO()
@@ -194,7 +194,7 @@ def test_compiles_whole(family, autocast, device):
     if autocast:
         skip_shared_blocks(family, device)
     torch._dynamo.reset()
-    model, call = made(family, device)
+    model, call = make_model_and_call(family, device)
     gptkernels.swap(model)
     eager = results(model, call, device, autocast)
     expected = results(model, call, device) if autocast else eager
@@ -211,7 +211,7 @@ def test_functional_call_compiles_whole(family, device):
     """The call gets other parameters than the model's."""
     skip_shared_blocks(family, device)
     torch._dynamo.reset()
-    model, call = made(family, device)
+    model, call = make_model_and_call(family, device)
     gptkernels.swap(model)
     parameters = {name: (1.1 * p.detach()).requires_grad_() for name, p in model.named_parameters()}
 
@@ -282,7 +282,7 @@ def test_compiled_training(family, device):
         return make_boxed_func(graph.forward)
 
     for compiles in (False, True):
-        model, call = made(family, device, dropout=0.1)
+        model, call = make_model_and_call(family, device, dropout=0.1)
         model.config.use_cache = False  # with a cache, compiled blocks are single operators
         gptkernels.swap(model).train()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -313,7 +313,7 @@ def test_compiled_training(family, device):
 def test_compiled_frozen_parameters(family, autocast, device):
     """The same parameters have gradients as in eager mode, with the same values."""
     torch._dynamo.reset()
-    model, call = made(family, device)
+    model, call = make_model_and_call(family, device)
     gptkernels.swap(model).train()
     for name, p in model.named_parameters():
         if any(part in name for part in ("h.0.ln_1", "h.1.attn", "wte", "h.0.mlp.c_fc.weight", "h.1.ln_2.bias")):
@@ -343,7 +343,7 @@ def test_reduce_overhead(family, device):
     for dropout in (0.0, 0.5):
         for mode in (None, "reduce-overhead"):
             torch._dynamo.reset()
-            model, call = made(family, device, dropout=dropout)
+            model, call = make_model_and_call(family, device, dropout=dropout)
             gptkernels.swap(model).train()
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
             compiled = torch.compile(model, fullgraph=True, mode=mode) if mode else model
@@ -391,7 +391,7 @@ def test_only_trained_parameters_have_gradients(family, device):
 @all_families
 def test_activation_checkpointing(family, device):
     """The recomputation of the whole model draws the same dropout masks."""
-    model, call = made(family, device, dropout=0.2)
+    model, call = make_model_and_call(family, device, dropout=0.2)
     gptkernels.swap(model).train()
 
     def checkpointed(model, device, draw=0):
