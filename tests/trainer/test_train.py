@@ -439,7 +439,7 @@ def fill_disk(monkeypatch, count):
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(options, tmp_path, capsys):
-    """The disk becomes full at each of the points where a run writes."""
+    """The disk becomes full at every third of the points where a run writes."""
     given = options | {"steps": 2, "val_every": 1, "sample_every": 0, "checkpoint_every": 1}
     with pytest.MonkeyPatch.context() as patch:
         total = fill_disk(patch, 10**9)
