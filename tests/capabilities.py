@@ -1,10 +1,10 @@
-"""Runs tests with torch's kernels and with ours compiled for each instruction set: ``make test-capabilities``.
+"""Runs tests with torch's kernels and our kernels for each instruction set: ``make test-capabilities``.
 
     python tests/capabilities.py [--same] [pytest's arguments]
 
-ATEN_CPU_CAPABILITY chooses torch's copies and GPTKERNELS_CPU_CAPABILITY ours: default, avx2 or avx512, up to what this
-processor has. All pairs are run, or with --same only those where both are the same. Without other arguments the tests
-are those of the operators.
+ATEN_CPU_CAPABILITY selects torch's kernels and GPTKERNELS_CPU_CAPABILITY ours: default, avx2 or avx512, up to the best
+that this processor supports. The tests run with all pairs, or with --same only with pairs of equal instruction sets.
+Without other arguments, the operators' tests run.
 """
 
 import os
@@ -22,7 +22,7 @@ OPERATORS = [
 
 
 def list_available():
-    """Return the instruction sets of this processor."""
+    """Return the instruction sets that this processor supports."""
     code = "import gptkernels; print(gptkernels.info()['cpu capability'])"
     environment = {k: v for k, v in os.environ.items() if k != "GPTKERNELS_CPU_CAPABILITY"}
     best = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -30,7 +30,7 @@ def list_available():
 
 
 def run(torchs, ours, arguments):
-    """Return the exit status, and pytest's last line."""
+    """Run pytest, and return its exit status and the last line of its output."""
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": torchs, "GPTKERNELS_CPU_CAPABILITY": ours}
     command = [sys.executable, "-m", "pytest", *arguments]
     lines = []
@@ -44,7 +44,7 @@ def run(torchs, ours, arguments):
 def main(arguments):
     same = "--same" in arguments
     arguments = [a for a in arguments if a != "--same"] or OPERATORS
-    # This option restores pytest's counts, which its configuration here omits.
+    # addopts of this project omits pytest's counts.
     arguments = ["-o", "addopts=", "-o", "console_output_style=count", *arguments]
     found = list_available()
     for missing in CAPABILITIES[len(found) :]:

@@ -1,11 +1,13 @@
-"""Models, and files of them in every form, for the tests of conversion."""
+"""Models, and their files in every form, for the tests of conversion."""
 
 import dataclasses
 
+import pytest
 import torch
 
 import published
 from gptkernels.checkpoint import save_model, save_training_state
+from gptkernels.convert import load
 from gptkernels.models import GPT2, GPT2Config
 
 CONFIG = GPT2Config(block_size=8, vocab_size=50, n_layer=2, n_head=2, n_embd=16)
@@ -14,7 +16,7 @@ TARGETS = {"huggingface": "model", "nanogpt": "ckpt.pt", "llm.c": "model.bin", "
 
 
 def make_model(seed=0, dtype=torch.float32, **changes):
-    """Make a model whose parameters all have values of their own."""
+    """Return a model whose parameters all differ from their initial values."""
     torch.manual_seed(seed)
     model = GPT2(dataclasses.replace(CONFIG, padded_vocab_size=None, **changes))
     with torch.no_grad():
@@ -25,7 +27,7 @@ def make_model(seed=0, dtype=torch.float32, **changes):
 
 
 def unpad(model):
-    """Return the state that a file has: without the padding."""
+    """Return the model's state as files have it, without the padding of the vocabulary."""
     state = model.state_dict()
     return state | {name: state[name][: model.config.vocab_size] for name in (WTE, HEAD)}
 
@@ -38,8 +40,16 @@ def assert_same_bits(found, expected):
         assert torch.equal(found[name].contiguous().view(bits), tensor.contiguous().view(bits)), name
 
 
+def expect_one_line_error(path, message, read=load):
+    """Assert that reading a model raises a ValueError of one line with its path."""
+    with pytest.raises(ValueError, match=message) as error:
+        read(path)
+    assert str(path) in str(error.value)
+    assert "\n" not in str(error.value)
+
+
 def write_as(form, folder, model):
-    """Write a model in a form, if possible not by `convert`."""
+    """Write a model in a form, without `convert` where that is possible, and return the path."""
     folder.mkdir(exist_ok=True)
     path = folder / TARGETS.get(form, "checkpoint.safetensors")
     state, config = unpad(model), dataclasses.asdict(model.config)
@@ -63,9 +73,8 @@ def pickle_state(state, folder):
 
 
 def make_nanogpt(bias=True):
-    config = published.Config(block_size=8, vocab_size=50, n_layer=2, n_head=2, n_embd=16, bias=bias)
     torch.manual_seed(2)
-    model = published.GPT(config)
+    model = published.GPT(published.Config(block_size=8, vocab_size=50, n_layer=2, n_head=2, n_embd=16, bias=bias))
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -73,7 +82,7 @@ def make_nanogpt(bias=True):
 
 
 def nanogpt_groups(model):
-    """Return the groups that its configure_optimizers gives to AdamW."""
+    """Return the parameter groups that nanoGPT's configure_optimizers passes to AdamW."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
@@ -82,6 +91,7 @@ def nanogpt_groups(model):
 
 
 def make_checkpoint(trained, **changes):
+    """Return a checkpoint of a compiled model, as nanoGPT's train.py saves it, with changes."""
     optimizer = torch.optim.AdamW(nanogpt_groups(trained), lr=1e-3, betas=(0.9, 0.95))
     return {
         "model": {f"_orig_mod.{name}": tensor for name, tensor in trained.state_dict().items()},

@@ -1,4 +1,4 @@
-"""Models as users have them, written from the published structure of nanoGPT's model.py and llm.c's train_gpt2.py."""
+"""Models as users have them, with the structure of nanoGPT's model.py and of llm.c's train_gpt2.py."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ class Config:
 
 
 def initialise(model, config):
-    """Draw from N(0, 0.02), with a smaller deviation for projections into the residual stream."""
+    """Draw from N(0, 0.02). Projections into the residual stream have a smaller deviation."""
     for name, p in model.named_parameters():
         if p.dim() == 2:
             nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02)
@@ -30,11 +30,8 @@ def initialise(model, config):
             nn.init.zeros_(p)
 
 
-# ---- nanoGPT ---------------------------------------------------------------------------------------------------------
-
-
 class LayerNorm(nn.Module):
-    """A norm with an optional bias, which torch's norm once lacked."""
+    """A norm with an optional bias, which older releases of torch do not have."""
 
     def __init__(self, ndim, bias):
         super().__init__()
@@ -46,7 +43,7 @@ class LayerNorm(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """An attention by torch's fused function, or with a mask in a buffer."""
+    """Attention by torch's fused function, or with a mask in a buffer."""
 
     flash = True
 
@@ -80,8 +77,6 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """An MLP with the exact GELU."""
-
     def __init__(self, config):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
@@ -94,8 +89,6 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A block with norms before attention and MLP."""
-
     attention = CausalSelfAttention
 
     def __init__(self, config):
@@ -111,7 +104,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """nanoGPT's model; it returns logits of all positions if there are targets, else of the last one."""
+    """nanoGPT's model. It returns the logits of all positions if there are targets, otherwise of the last position."""
 
     block = Block
 
@@ -156,20 +149,16 @@ class GPT(nn.Module):
 
 
 class SlowAttention(CausalSelfAttention):
-    """An attention with a mask in a buffer, as before torch 2.0."""
+    """Attention with a mask in a buffer, as nanoGPT has it before torch 2.0."""
 
     flash = False
 
 
 class SlowBlock(Block):
-    """A block with SlowAttention."""
-
     attention = SlowAttention
 
 
 class SlowGPT(GPT):
-    """A model of blocks with SlowAttention."""
-
     block = SlowBlock
 
 
@@ -186,7 +175,7 @@ class NewGELU(nn.Module):
 
 
 class LlmcAttention(nn.Module):
-    """An attention without dropout; the flag FLASH selects torch's fused function."""
+    """Attention without dropout. The flag FLASH selects torch's fused function."""
 
     def __init__(self, config):
         super().__init__()
@@ -214,8 +203,6 @@ class LlmcAttention(nn.Module):
 
 
 class LlmcMLP(nn.Module):
-    """An MLP with NewGELU."""
-
     def __init__(self, config):
         super().__init__()
         self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd)
@@ -228,8 +215,6 @@ class LlmcMLP(nn.Module):
 
 
 class LlmcBlock(nn.Module):
-    """A block with torch's norm."""
-
     def __init__(self, config):
         super().__init__()
         self.ln_1 = nn.LayerNorm(config.n_embd)
@@ -243,7 +228,7 @@ class LlmcBlock(nn.Module):
 
 
 class LlmcGPT(nn.Module):
-    """A model that can return its loss without logits."""
+    """llm.c's model, which can return its loss without logits."""
 
     def __init__(self, config):
         super().__init__()

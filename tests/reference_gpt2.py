@@ -1,7 +1,6 @@
-"""GPT-2 in plain PyTorch: the reference that gptkernels' model and trainer are checked against.
+"""GPT-2 in plain PyTorch, the reference for the tests of models.
 
-It is written from the architecture alone, with `torch.nn` and `torch.nn.functional` only, and imports nothing
-from gptkernels. Parameters have nanoGPT's names, so `load_state_dict` works in both directions.
+The file imports nothing from gptkernels. Parameters have nanoGPT's names, so `load_state_dict` works both ways.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 
 
 class Config(Protocol):
-    """The fields of a configuration that the reference reads; `gptkernels.models.GPT2Config` has all of them."""
+    """The fields of `gptkernels.models.GPT2Config` that the reference reads."""
 
     block_size: int
     vocab_size: int
@@ -69,7 +68,7 @@ class Block(nn.Module):
 
 
 class ReferenceGPT2(nn.Module):
-    """GPT-2 without dropout; `wte` has `padded_vocab_size` rows, the logits `vocab_size` columns."""
+    """GPT-2 without dropout. `wte` has `padded_vocab_size` rows, and the logits have `vocab_size` columns."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -89,7 +88,7 @@ class ReferenceGPT2(nn.Module):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Draw N(0, 0.02), for a layer's two residual projections N(0, 0.02 / sqrt(2L)); set biases to 0."""
+        """Draw weights from N(0, 0.02), and from N(0, 0.02 / sqrt(2L)) for the projections into the residual stream."""
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, parameter in self.named_parameters():
             if name.endswith(".bias"):

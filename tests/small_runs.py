@@ -1,13 +1,16 @@
-"""Small runs of the trainer, and how tests compare them."""
+"""Small runs of the trainer, comparisons of runs, and errors of commands."""
 
 import csv
+from pathlib import Path
 
 import torch
 
 from gptkernels.checkpoint import load_training_state
 from gptkernels.data import load_tokenizer, write_tokens
+from gptkernels.trainer.cli import main
+from gptkernels.trainer.config import TrainConfig
 from gptkernels.trainer.logs import CSV_COLUMNS
-from gptkernels.trainer.train import Trainer
+from gptkernels.trainer.train import Trainer, train
 
 TEXT = b"the quick brown fox jumps over the lazy dog; " * 60
 SMALL = {
@@ -26,13 +29,19 @@ SMALL = {
 
 
 def make_options(folder, device, **changes):
-    """Write text to a folder, and return the options of a small run there."""
+    """Write a text to a folder, and return the options of a small run on it."""
     files = {"data": write_text(folder / "text"), "output": str(folder / "run")}
     return SMALL | files | {"device": str(device)} | changes
 
 
+def train_with(options, **changes):
+    """Train with the options and changes of them, whose paths become strings; return the result."""
+    given = {name: str(value) if isinstance(value, Path) else value for name, value in (options | changes).items()}
+    return train(TrainConfig(**given))
+
+
 def write_text(prefix):
-    """Write a data prefix: text in bytes, with its tokenizer."""
+    """Write TEXT as bytes with their tokenizer, and return the data prefix."""
     write_tokens(f"{prefix}_train.bin", [list(TEXT)])
     write_tokens(f"{prefix}_val.bin", [list(TEXT[:200])])
     load_tokenizer("bytes").save(prefix)
@@ -40,30 +49,34 @@ def write_text(prefix):
 
 
 def read_losses(run):
-    """Read a run's CSV but for times: (step, split, loss, learning rate, gradient norm)."""
+    """Return the rows of a run's CSV without times: (step, split, loss, learning rate, gradient norm)."""
     return [tuple(row[name] for name in CSV_COLUMNS[:5]) for row in read_log(run)]
 
 
 def read_log(run, split=None):
-    """Read the rows of a run's CSV, or of a split, as dictionaries."""
+    """Return the rows of a run's CSV, or those of one split, as dictionaries."""
     with open(run / "log.csv", newline="") as file:
         return [row for row in csv.DictReader(file) if split in (None, row["split"])]
 
 
+def load_step(run):
+    """Return the step of a run's checkpoint."""
+    return load_training_state(run / "checkpoint.safetensors").trainer["step"]
+
+
 def assert_same_run(one, other):
-    """The two runs have the same parameters, optimizer, data order and losses, to the bit."""
+    """Assert that two runs have the same bits of parameters, optimizer, data order and losses."""
     assert read_losses(one) == read_losses(other)
     states = [load_training_state(run / "checkpoint.safetensors") for run in (one, other)]
     for field in ("model", "optimizer", "rng"):
-        pair = [getattr(state, field) for state in states]
-        torch.testing.assert_close(*pair, rtol=0, atol=0)
+        torch.testing.assert_close(*(getattr(state, field) for state in states), rtol=0, atol=0)
     torch.testing.assert_close(*(state.trainer["outliers"] for state in states), rtol=0, atol=0, equal_nan=True)
     for name in ("step", "data"):
         assert states[0].trainer[name] == states[1].trainer[name]
 
 
 def at_step(monkeypatch, step, act):
-    """Make the trainer call `act` before update number `step`."""
+    """Make the trainer call `act` before the update of this number."""
     launch = Trainer._launch_step
 
     def launch_and_act(self):
@@ -75,4 +88,11 @@ def at_step(monkeypatch, step, act):
 
 
 def run_flags(options):
+    """Return the options as arguments of `gptkernels train`."""
     return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+
+
+def error_of(capsys, *command, status=2):
+    """Run a command of `gptkernels` that ends with this status, and return the text of its stderr."""
+    assert main([str(part) for part in command]) == status
+    return capsys.readouterr().err

@@ -39,19 +39,18 @@ def hf_config(dropout=0.0, **changes):
 
 
 def randomised(model):
-    """Set parameters to values so large that each one matters, the same for every class."""
+    """Set the parameters to values so large that each matters, with the same random numbers for every class."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in model.parameters():
             drawn = torch.randn(p.shape, generator=generator)
-            p.copy_(
-                1 + 0.1 * drawn if p.dim() == 1 and bool((p == 1).all()) else drawn * (0.1 if p.dim() == 2 else 0.05)
-            )
+            is_norm = p.dim() == 1 and bool((p == 1).all())
+            p.copy_(1 + 0.1 * drawn if is_norm else drawn * (0.1 if p.dim() == 2 else 0.05))
     return model
 
 
 def huggingface(kind):
-    """Return a factory of one of transformers' classes."""
+    """Return a function that makes a model of one of transformers' classes."""
 
     def make(dropout):
         return randomised(getattr(transformers, kind)(hf_config(dropout)))
@@ -60,12 +59,12 @@ def huggingface(kind):
 
 
 def tokens(device, draw=0, batch=2):
-    """Return tokens (B, T) without padding, which depend on ``draw``."""
+    """Return tokens (B, T) without padding; ``draw`` selects one of several samples."""
     return TOKENS[:batch].roll(5 * draw).to(device)
 
 
 def call_language_model(model, device, draw=0):
-    """Return logits and loss."""
+    """Return logits and the loss."""
     x = tokens(device, draw)
     labels = x.clone()
     labels[0, :3] = -100
@@ -74,13 +73,13 @@ def call_language_model(model, device, draw=0):
 
 
 def call_model(model, device, draw=0):
-    """Return hidden states and a loss of them."""
+    """Return hidden states and a loss that depends on them."""
     hidden = model(input_ids=tokens(device, draw)).last_hidden_state
     return [hidden], hidden.float().square().mean() if hidden.dtype != torch.float64 else hidden.square().mean()
 
 
 def call_classifier(model, device, draw=0):
-    """Classify sequences that end in padding."""
+    """Classify sequences that end with padding."""
     x = tokens(device, draw)
     x[0, -4:] = 0
     out = model(input_ids=x, attention_mask=(x != 0).long(), labels=torch.tensor([2, 0], device=device))
@@ -88,7 +87,7 @@ def call_classifier(model, device, draw=0):
 
 
 def call_double_heads(model, device, draw=0):
-    """Score two choices of each of two sequences."""
+    """Score two choices for each of two sequences."""
     x = tokens(device, draw, 4).view(2, 2, T)
     out = model(
         input_ids=x, mc_token_ids=torch.tensor([[3, 5], [9, T - 1]], device=device), labels=x,
@@ -98,7 +97,7 @@ def call_double_heads(model, device, draw=0):
 
 
 def call_gpt(model, device, draw=0):
-    """Call nanoGPT's and llm.c's models."""
+    """Call a model of nanoGPT or llm.c."""
     x = tokens(device, draw)
     targets = x.roll(-1, 1)
     targets[:, -1] = -1
@@ -107,7 +106,7 @@ def call_gpt(model, device, draw=0):
 
 
 def gpt(kind, bias=True):
-    """Return a factory of a model of ``published``."""
+    """Return a function that makes a model of ``published``."""
     return lambda dropout: randomised(kind(published.Config(64, V, 2, 2, 32, dropout, bias)))
 
 
@@ -126,20 +125,20 @@ all_families = pytest.mark.parametrize(
 )
 
 
-def made(family, device, dropout=0.0):
-    """Return the model and its call."""
+def make_model_and_call(family, device, dropout=0.0):
+    """Return a family's model, and the function that calls it."""
     make, call = FAMILIES[family]
     return make(dropout).to(device), call
 
 
-def three(family, device, dropout=0.0):
-    """Return swapped, unswapped and float64 copies of a model, and their call."""
-    model, call = made(family, device, dropout)
+def make_copies_and_call(family, device, dropout=0.0):
+    """Return the swapped model, the unswapped model and its float64 copy, and the function that calls them."""
+    model, call = make_model_and_call(family, device, dropout)
     return gptkernels.swap(copy.deepcopy(model)), model, copy.deepcopy(model).double(), call
 
 
 def results(model, call, device, autocast=False, draw=0):
-    """Return the outputs, the loss, and every gradient by its name."""
+    """Return the outputs, the loss and all gradients by name."""
     context = torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext()
     with context:
         outputs, loss = call(model, device, draw)
@@ -150,16 +149,16 @@ def results(model, call, device, autocast=False, draw=0):
 
 
 def assert_as_exact(ours, torchs, exact, others=()):
-    """The rule of ``helpers`` for every result.
+    """Assert that every result keeps the rule of ``helpers.assert_as_exact_as_torch``.
 
-    Small tensors have few errors: torch's largest is taken over more inputs. A loss is one number, whose error may
-    happen to be near 0: torch's is taken to be at least that of the outputs, averaged as the loss averages over them.
+    A small tensor has few errors, so torch's largest error is taken over several inputs. A loss is one number, whose
+    error may happen to be near 0, so torch's error of it is at least the mean error of the outputs.
 
     Args:
-        ours: results.
-        torchs: results.
+        ours: our results.
+        torchs: torch's results.
         exact: results in float64.
-        others: pairs of torch's results and the exact ones for other inputs.
+        others: pairs of torch's results and the exact results for other inputs.
     """
     assert ours.keys() == torchs.keys() == exact.keys()
     typical = (torchs["output 0"].double() - exact["output 0"].double()).abs().mean().item()
@@ -170,9 +169,9 @@ def assert_as_exact(ours, torchs, exact, others=()):
 
 @contextlib.contextmanager
 def our_dropout(monkeypatch):
-    """Let torch's attention and dropout drop what our kernels drop.
+    """Let torch's attention and dropout apply the masks of our kernels.
 
-    The same numbers are given out one after another, and the masks asked of our ops.
+    All dropouts have the same seed. Their offsets count the calls.
     """
     count = iter(range(10**6))
 

@@ -1,3 +1,6 @@
+"""The benchmarks run on the CPU at small sizes, report faults and regressions, and write the pages' figures."""
+
+import functools
 import importlib
 import itertools
 import json
@@ -6,15 +9,23 @@ from pathlib import Path
 import pytest
 import torch
 from benchmarks.__main__ import main
-from benchmarks.curves.__main__ import main as curves
+from benchmarks.curves import __main__ as curves
+from benchmarks.curves.show import differences
+from benchmarks.curves.show import tables as curve_tables
+from benchmarks.curves.train import CONTROL, VARIANTS, _in_order
 from benchmarks.harness import compare, exact, measure, pages, report
 from benchmarks.harness.case import Case
 from benchmarks.harness.run import load, save
 from benchmarks.harness.timing import Time
+from benchmarks.swap import __main__ as swap
+from benchmarks.swap import table as swap_table
+from benchmarks.train_step import __main__ as steps
 from benchmarks.train_step.__main__ import main as train_step
 from benchmarks.train_step.timeline import Launch, Rates, cells, pieces
 
-pytestmark = pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="the benchmark of the CPU kernels")
+from gptkernels.data import write_tokens
+
+pytestmark = pytest.mark.skipif("config.getoption('--device') != 'cpu'", reason="the tests run the CPU kernels")
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
 
@@ -23,13 +34,14 @@ def make_settings(**changes):
     return measure.Settings(**{"device": CPU, "dtypes": [torch.float32], "peers": ["torch"], "repeats": 2, **changes})
 
 
-def make_tiny(op):
-    return make_settings(sizes=[importlib.import_module(f"benchmarks.{op}").TINY])
+def measure_tiny(op, **changes):
+    """Return the rows of an operator at its tiny sizes."""
+    return list(measure.measure(op, make_settings(sizes=[importlib.import_module(f"benchmarks.{op}").TINY], **changes)))
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """Measure two ops, and return the file that --json writes."""
+    """Measure two operators, and return the file that --json writes."""
     path = tmp_path_factory.mktemp("bench") / "run.json"
     assert main(["gelu", "layernorm", "--device", "cpu", "--shape", "4x8", "--repeats", "3", "--json", str(path)]) == 0
     return path
@@ -37,20 +49,16 @@ def kept(tmp_path_factory):
 
 @pytest.mark.parametrize("op", measure.OPS)
 def test_every_op_is_measured_without_faults(op):
-    rows = list(measure.measure(op, make_tiny(op)))
+    rows = measure_tiny(op)
     assert rows
     for row in rows:
         assert not row.faults
         assert {"ours", "copy"} <= set(row.times)
         assert row.bytes > 0
         assert row.flops > 0
-
-
-@pytest.mark.parametrize("op", ["adamw", "layernorm", "fused_classifier"])
-def test_bfloat16(op):
-    for row in measure.measure(op, make_settings(sizes=make_tiny(op).sizes, dtypes=[torch.bfloat16])):
-        assert row.dtype == "bfloat16"
-        assert not row.faults
+    if op in ("adamw", "layernorm", "fused_classifier"):
+        rows = measure_tiny(op, dtypes=[torch.bfloat16])
+        assert [(row.dtype, row.faults) for row in rows] == [("bfloat16", {})] * len(rows)
 
 
 def test_json_has_machine_settings_and_rows(kept):
@@ -65,7 +73,7 @@ def test_json_has_machine_settings_and_rows(kept):
     assert [r.key for r in load(kept)["rows"]] == [(r["name"], r["shape"], r["dtype"]) for r in run["rows"]]
 
 
-def test_plots_and_tables_of_a_kept_run(kept, tmp_path):
+def test_a_kept_run_can_be_plotted(kept, tmp_path):
     assert main(["--from", str(kept), "--plot", str(tmp_path)]) == 0
     assert {p.name for p in tmp_path.iterdir()} == {"gelu.png", "layernorm.png", "roofline.png", "README.md"}
     page = (tmp_path / "README.md").read_text()
@@ -73,14 +81,34 @@ def test_plots_and_tables_of_a_kept_run(kept, tmp_path):
     assert "| layernorm bwd | 4x8 | float32 |" in page
 
 
-KEPT = sorted((ROOT / "benchmarks" / "results").glob("h200*.json"))
+RESULTS = ROOT / "benchmarks" / "results"
 
 
-def test_the_pages_have_the_kept_runs_figures():
-    """README.md and docs/ are what `python -m benchmarks --from benchmarks/results/h200*.json --pages` writes."""
-    found = pages.filled(ROOT, load(*KEPT))
-    for path, text in found.items():
+def filled_pages(kind):
+    """Return the pages with the figures of a kept run, and the text that a benchmark's option --pages writes."""
+    if kind == "operators":  # python -m benchmarks --from benchmarks/results/h200*.json --pages
+        return pages.filled(ROOT, load(*sorted(RESULTS.glob("h200*.json"))))
+    if kind == "steps":  # python -m benchmarks.train_step --from benchmarks/results/step*.json --pages
+        runs = [json.loads(path.read_text()) for path in sorted(RESULTS.glob("step*.json"))]
+        page, text = steps.PAGE, "\n\n".join(table for run in runs for table in steps.tables(run))
+        return {page: pages.between(page.read_text(), text)}
+    if kind == "curves":  # python -m benchmarks.curves --from benchmarks/results/fp8_curves.json --pages
+        page, text = curves.PAGE, curves.section(curves.joined([RESULTS / "fp8_curves.json"], pytest.fail))
+        return {page: pages.between(page.read_text(), text, curves.PLACE)}
+    # python -m benchmarks.swap --from benchmarks/results/swap.json --pages
+    filled = swap_table.filled(ROOT, swap_table.load([RESULTS / "swap.json"]))
+    assert all(f"<!-- {swap_table.PLACE} -->" in text for text in filled.values())
+    return filled
+
+
+@pytest.mark.parametrize("kind", ["operators", "steps", "curves", "swap"])
+def test_the_pages_have_the_figures_of_kept_runs(kind):
+    for path, text in filled_pages(kind).items():
         assert path.read_text() == text, path
+
+
+def test_each_operators_page_has_figures_or_says_that_there_are_none():
+    found = filled_pages("operators")
     for path in {ROOT / "README.md", *(ROOT / "docs" / f"{op}.md" for op in measure.OPS)}:
         _, begin, figures = path.read_text().partition(pages.BEGIN)
         assert begin, path
@@ -116,35 +144,34 @@ def test_a_regression_is_reported(kept, tmp_path, capsys):
     assert main(["--from", str(quiet), "--compare", str(slow)]) == 0
 
 
-def test_a_slower_machine_is_no_regression(kept):
-    """All times are 30 % longer, the copy's too, so the ratio of ours to the copy stays."""
-    rows = load(kept)["rows"]
-    slower_machine = load(kept)["rows"]
-    for row in slower_machine:
-        row.times = {name: Time(*(1.3 * t for t in time)) for name, time in row.times.items()}
-    assert compare.slower(rows, slower_machine) == []
+def slow_down(row):
+    """Increase all times by 30 %, as on a slower machine, so that the ratio to the copy's time stays."""
+    row.times = {name: Time(*(1.3 * t for t in time)) for name, time in row.times.items()}
 
 
-def test_noise_is_no_regression(kept):
-    rows, noisy = load(kept)["rows"], load(kept)["rows"]
-    for row in (row for row in noisy if row.op != "roof"):
+def make_noisy(row):
+    if row.op != "roof":
         median = row.times["ours"].median
         row.times["ours"] = Time(1.2 * median, 0.8 * median, 1.6 * median)
-    assert compare.slower(rows, noisy) == []
+
+
+@pytest.mark.parametrize("change", [slow_down, make_noisy])
+def test_noise_and_a_slower_machine_are_no_regressions(kept, change):
+    changed = load(kept)["rows"]
+    for row in changed:
+        change(row)
+    assert compare.slower(load(kept)["rows"], changed) == []
 
 
 def make_case(ours, **changes):
     x = torch.randn(64, 8)
-    return Case(
-        "square",
-        "64x8",
-        lambda: ours(x),
-        lambda: exact.outputs(lambda x: x * x, [x]),
-        bytes=2 * x.nbytes,
-        flops=x.numel(),
-        peers={"torch": lambda: x * x, "compile": lambda: x.no_such_method()},
-        **changes,
-    )
+    options = {
+        "bytes": 2 * x.nbytes,
+        "flops": x.numel(),
+        "peers": {"torch": lambda: x * x, "compile": lambda: x.no_such_method()},
+    }
+    exact_outputs = functools.partial(exact.outputs, lambda x: x * x, [x])
+    return Case("square", "64x8", lambda: ours(x), exact_outputs, **options | changes)
 
 
 def write_half(x):
@@ -161,15 +188,12 @@ def test_a_wrong_kernel_is_reported_and_not_timed(wrong, capsys):
     assert row.faults["ours"].startswith("WRONG")
     assert set(row.times) == {"torch", "copy"}
     report.show([row])
-    shown = capsys.readouterr().out
-    assert "WRONG" in shown
-    assert "square 64x8 float32, ours: WRONG: output 0" in shown
+    assert "square 64x8 float32, ours: WRONG: output 0" in capsys.readouterr().out
 
 
 def test_a_failing_peer_does_not_end_the_run():
-    row = measure.measure_case(
-        "square", make_case(lambda x: x * x), torch.float32, make_settings(peers=["torch", "compile"])
-    )
+    settings = make_settings(peers=["torch", "compile"])
+    row = measure.measure_case("square", make_case(lambda x: x * x), torch.float32, settings)
     assert row.faults["compile"].startswith("failed: AttributeError")
     assert set(row.times) == {"ours", "torch", "copy"}
 
@@ -182,16 +206,12 @@ def test_a_wrong_kernel_fails_the_command(monkeypatch):
 def test_inputs_written_in_place_are_restored():
     x = torch.ones(4)
     start = x.clone()
-    in_place = Case(
-        "add_",
-        "4",
-        lambda: x.add_(1),
-        lambda: [(0, ..., start.double() + 1)],
-        bytes=32,
-        flops=4,
-        peers={"torch": lambda: x.add_(1)},
-        reset=lambda: x.copy_(start),
-    )
+
+    def add():
+        return x.add_(1)
+
+    options = {"bytes": 32, "flops": 4, "peers": {"torch": add}, "reset": lambda: x.copy_(start)}
+    in_place = Case("add_", "4", add, lambda: [(0, ..., start.double() + 1)], **options)
     assert not measure.measure_case("add", in_place, torch.float32, make_settings()).faults
 
 
@@ -214,8 +234,6 @@ def test_bad_arguments_are_refused(arguments, capsys):
     assert arguments[-1] in capsys.readouterr().err
 
 
-# ---- the training step -----------------------------------------------------------------------------------------------
-
 SMALL_SIZES = {"batch": 2, "layers": 1, "width": 64, "length": 16, "vocabulary": 128}
 SMALL_STEP = ["--device", "cpu", *(f"--{name}={size}" for name, size in SMALL_SIZES.items())]
 
@@ -236,31 +254,20 @@ def test_steps_of_all_variants_have_the_same_losses(tmp_path, capsys):
     assert "| torch-eager | autocast | 2 |" in capsys.readouterr().out
 
 
-def test_the_page_has_the_kept_steps_figures():
-    """It is what `python -m benchmarks.train_step --from benchmarks/results/step*.json --pages` writes."""
-    from benchmarks.train_step.__main__ import PAGE, tables
-
-    kept = [json.loads(path.read_text()) for path in sorted((ROOT / "benchmarks" / "results").glob("step*.json"))]
-    page = PAGE.read_text()
-    assert pages.between(page, "\n\n".join(table for run in kept for table in tables(run))) == page
-
-
-def test_steps_on_the_cpu(tmp_path, capsys, device):
-    if device.type != "cpu":
-        pytest.skip("CPU only")
+def test_steps_on_the_cpu_are_timed_with_their_parts(tmp_path, capsys):
     kept = tmp_path / "step.json"
     assert train_step(["--cpu", "--turns", "2", "--variants", "ours,torch-eager", "--json", str(kept)]) == 0
     found = json.loads(kept.read_text())["cpu"]
-    for summary in found["rows"]:  # one thread, all threads
+    for summary in found["rows"]:  # with one thread, and with all threads
         quartile, median, least, loss = summary["ours"]
         assert 0 < least <= quartile <= median
         assert loss == pytest.approx(summary["torch-eager"][-1], rel=1e-3)
     calls, _, flops = found["parts"]["mlp_backward"]
-    assert (calls, flops) == (4, 4 * 4 * 2 * 1024 * 128 * 512)  # 4 layers of 4 products
+    assert (calls, flops) == (4, 4 * 4 * 2 * 1024 * 128 * 512)  # four matmuls in each of four layers
     assert "| mlp_backward | 4 |" in capsys.readouterr().out
 
 
-def test_host_times_of_a_step(capsys):
+def test_the_host_times_of_a_step_are_shown(capsys):
     assert train_step([*SMALL_STEP, "--host"]) == 0
     out = capsys.readouterr().out
     for name in ("backward", "in all", "residual_layernorm", "a whole layer"):
@@ -269,15 +276,13 @@ def test_host_times_of_a_step(capsys):
 
 def test_a_timeline_counts_every_launch_once():
     shapes = ((2, 4, 8), (2, 4, 3), (8, 3))
-    found = [
-        Launch("linear_backward", 1, shapes, "Memset (Device)", 1e-6),
-        Launch("linear_backward", 1, shapes, "nvjet_a", 5e-5),
-        Launch("linear_backward", 1, shapes, "nvjet_b", 4e-5),
-        Launch("linear_backward", 1, shapes, "void cublasLt::splitKreduce_kernel<32>(int)", 1e-5),
-        Launch("linear_backward", 1, shapes, "void gptkernels::cuda::column_sum_partial_kernel<float>(x)", 1e-5),
-        Launch("adamw_", 2, (), "adamw_chunks_kernel", 2e-5),
-        Launch("adamw_", 3, (), "adamw_chunks_kernel", 2e-5),
-    ]
+    kernels = {
+        **{"Memset (Device)": 1e-6, "nvjet_a": 5e-5, "nvjet_b": 4e-5},
+        **{"void cublasLt::splitKreduce_kernel<32>(int)": 1e-5},
+        **{"void gptkernels::cuda::column_sum_partial_kernel<float>(x)": 1e-5},
+    }
+    found = [Launch("linear_backward", 1, shapes, name, seconds) for name, seconds in kernels.items()]
+    found += [Launch("adamw_", call, (), "adamw_chunks_kernel", 2e-5) for call in (2, 3)]
     by_what = {(p.op, p.what): p for p in pieces(found, Rates(bytes=1e6, flops=1e6), itemsize=2, parameters=10)}
     assert by_what["linear_backward", "dx"].launches == 2
     assert by_what["linear_backward", "dx"].floor == 2 * 2 * 4 * 3 * 8 / 1e6
@@ -288,68 +293,61 @@ def test_a_timeline_counts_every_launch_once():
     assert cells(list(by_what.values()))[-1][4] == "7"
 
 
-def test_float8_products_have_half_the_floor():
-    rows, inner, hidden = 64, 16, 48
-    linear = ((2, 32, inner), (hidden, inner))
-    linear_backward = ((2, 32, hidden), (inner, rows), (inner, hidden))
-    mlp = ((2, 32, inner), (hidden, inner), (hidden,), (inner, hidden))
-    mlp_backward = ((2, 32, inner), (2, 32, hidden), (inner, rows))
-    found = [
-        Launch("fp8_linear", 1, linear, "fp8_quantize_kernel", 1e-6),
-        Launch("fp8_linear", 1, linear, "nvjet_a", 1e-6),
-        *(Launch("fp8_linear_backward", 2, linear_backward, "nvjet_a", 1e-6) for _ in range(2)),
-        Launch("fp8_mlp", 3, mlp, "fp8_gelu_wgmma_kernel", 1e-6),
-        Launch("fp8_mlp", 3, mlp, "nvjet_a", 1e-6),
-        *(Launch("fp8_mlp_backward", 4, mlp_backward, "nvjet_a", 1e-6) for _ in range(4)),
-    ]
-    rates = Rates(bytes=1, flops=1)
-    got = {(p.op, p.what): p.floor for p in pieces(found, rates, itemsize=2, parameters=10)}
-    assert got.pop(("fp8_linear", "quantisation")) == 0
-    assert len(got) == 1 + 2 + 2 + 4
-    assert set(got.values()) == {rows * inner * hidden}
+def floors_of(*calls, **options):
+    """Return the floors of calls (operator, shapes, kernels) at 1 byte/s and 1 flop/s, by what is computed."""
+    found = [Launch(op, i, shapes, name, 1e-6) for i, (op, shapes, names) in enumerate(calls) for name in names]
+    return {p.what: p.floor for p in pieces(found, Rates(bytes=1, flops=1), itemsize=2, parameters=10, **options)}
 
-    head = ((2, 32, inner), (hidden, inner), (2, 32))
+
+ROWS, INNER, HIDDEN = 64, 16, 48  # of matmuls of (ROWS, INNER) and (INNER, HIDDEN)
+X, MATRIX = (2, 32, INNER), (HIDDEN, INNER)
+
+
+def test_float8_matmuls_have_half_the_floor():
+    terms = ROWS * INNER * HIDDEN
+    found = floors_of(("fp8_linear", (X, MATRIX), ["fp8_quantize_kernel", "nvjet_a"]))
+    assert found.pop("quantisation") == 0
+    assert list(found.values()) == [terms]
+    for op, shapes, kernels in (
+        ("fp8_linear_backward", ((2, 32, HIDDEN), (INNER, ROWS), (INNER, HIDDEN)), ["nvjet_a"] * 2),
+        ("fp8_mlp", (X, MATRIX, (HIDDEN,), (INNER, HIDDEN)), ["fp8_gelu_wgmma_kernel", "nvjet_a"]),
+        ("fp8_mlp_backward", (X, (2, 32, HIDDEN), (INNER, ROWS)), ["nvjet_a"] * 4),
+    ):
+        assert list(floors_of((op, shapes, kernels)).values()) == [terms] * len(kernels)
+
+
+def test_the_logits_of_a_float8_head_have_half_the_floor_only_in_float8():
+    terms = ROWS * INNER * HIDDEN
     kernels = ["nvjet_a", "ClassifierForwardRow", "fp8_quantize_kernel", "nvjet_a", "fp8_transpose_kernel", "nvjet_a"]
-    found = [Launch("fp8_linear_cross_entropy", 5, head, kernel, 1e-6) for kernel in kernels]
-    got = {p.what: p.floor for p in pieces(found, rates, itemsize=2, parameters=10)}
-    terms = rows * inner * hidden
-    assert got == {
-        **{"logits": 2 * terms, "dx": terms, "dweight": terms, "quantisation": 0},
-        **{"classifier": 3 * rows * hidden, "transposition": 2 * rows * hidden},
-    }
-    of_eight = {p.what: p.floor for p in pieces(found, rates, itemsize=2, parameters=10, fp8_logits=True)}
-    assert of_eight == got | {"logits": terms}
+    head = "fp8_linear_cross_entropy", (X, MATRIX, (2, 32)), kernels
+    expected = {"logits": 2 * terms, "dx": terms, "dweight": terms, "quantisation": 0}
+    expected |= {"classifier": 3 * ROWS * HIDDEN, "transposition": 2 * ROWS * HIDDEN}
+    assert floors_of(head) == expected
+    assert floors_of(head, fp8_logits=True) == expected | {"logits": terms}
 
-    x, width = (2, 32, inner), (inner,)
-    layer = (x, x, width, width, width, (48, inner), (48,), (inner, inner), width, width, width)
-    layer = *layer, (64, inner), (64,), (inner, 64)
+
+def test_the_parts_of_a_float8_layer_have_their_floors():
+    width = (INNER,)
+    layer = (X, X, width, width, width, (48, INNER), (48,), (INNER, INNER), width, width, width)
+    layer = *layer, (64, INNER), (64,), (INNER, 64)
     kernels = ["fp8_layernorm_kernel", "nvjet_a", "attention_a", "nvjet_a", "fp8_layernorm_kernel", "fp8_gelu", "nvjet"]
-    found = [Launch("fp8_layer", 1, layer, kernel, 1e-6) for kernel in kernels]
+    forward = "fp8_layer", layer, kernels
     kernels = [*["nvjet_a"] * 4, "layernorm_backward_kernel", *["nvjet_a"] * 2, "attention_a", *["nvjet_a"] * 2]
-    found += [Launch("fp8_layer_backward", 2, (x,), kernel, 1e-6) for kernel in kernels]
-    got = [(p.op, p.what, p.floor) for p in pieces(found, rates, itemsize=2, parameters=10)]
-    terms, norms, of_attention = rows * inner, 2 * 4 * 2 * rows * inner, 2 * 32 * 32 * inner
-    assert {(what, floor) for op, what, floor in got if op == "fp8_layer"} == {
-        *(("qkv", 48 * terms), ("attention's out", inner * terms), ("fc and GELU", 64 * terms), ("proj", 64 * terms)),
-        *(("norms", norms), ("attention", 2 * of_attention)),
-    }
-    wide = {"dattended": inner, "dout_weight": inner, "qkv's dx": 48, "dqkv_weight": 48}
-    wide |= dict.fromkeys(("dproj_weight", "dhidden and dGELU", "fc's dx", "dfc_weight"), 64)
-    assert {(what, floor) for op, what, floor in got if op == "fp8_layer_backward"} == {
-        *((what, width * terms) for what, width in wide.items()),
-        *(("norms", norms), ("attention", 5 * of_attention)),
-    }
+    backward = "fp8_layer_backward", (X,), kernels
+    terms, norms, of_attention = ROWS * INNER, 2 * 4 * 2 * ROWS * INNER, 2 * 32 * 32 * INNER
+    expected = {"qkv": 48 * terms, "attention's out": INNER * terms, "fc and GELU": 64 * terms, "proj": 64 * terms}
+    assert floors_of(forward) == expected | {"norms": norms, "attention": 2 * of_attention}
+    outputs = {"dattended": INNER, "dout_weight": INNER, "qkv's dx": 48, "dqkv_weight": 48}
+    outputs |= dict.fromkeys(("dproj_weight", "dhidden and dGELU", "fc's dx", "dfc_weight"), 64)
+    expected |= {name: size * terms for name, size in outputs.items()}
+    assert floors_of(forward, backward) == expected | {"norms": norms, "attention": 5 * of_attention}
 
-
-# ---- curves ----------------------------------------------------------------------------------------------------------
 
 SMALL_CURVES = ["--device", "cpu", "--steps=60", "--batch=2", "--layers=1", "--width=32", "--length=16", "--warm-up=5"]
 
 
 @pytest.fixture(scope="module")
 def token_files(tmp_path_factory):
-    from gptkernels.data import write_tokens
-
     folder = tmp_path_factory.mktemp("tokens")
     for name, count in ("train", 4000), ("val", 400):
         write_tokens(folder / f"{name}.bin", [(torch.rand(count) ** 3 * 64).int().numpy()])
@@ -359,18 +357,19 @@ def token_files(tmp_path_factory):
 def test_curves_are_the_same_in_separate_processes(token_files, tmp_path, capsys):
     both, joined = tmp_path / "both.json", tmp_path / "joined.json"
     command = [*SMALL_CURVES, *token_files]
-    assert curves([*command, "--json", str(both)]) == 0
+    assert curves.main([*command, "--json", str(both)]) == 0
     assert "bf16: 25 steps, loss" in capsys.readouterr().out
     variants = ["bf16", "bf16-reversed", "fp8", "fp8-head", "fp8-logits"]
     parts = [tmp_path / f"{variant}.json" for variant in reversed(variants)]
     for part in parts:
-        assert curves([*command, "--variants", part.stem, "--json", str(part)]) == 0
+        assert curves.main([*command, "--variants", part.stem, "--json", str(part)]) == 0
     capsys.readouterr()
-    assert curves(["--from", *map(str, parts), "--json", str(joined), "--plot", str(tmp_path / "curves.png")]) == 0
+    plot = tmp_path / "curves.png"
+    assert curves.main(["--from", *map(str, parts), "--json", str(joined), "--plot", str(plot)]) == 0
     out = capsys.readouterr().out
     assert "| bfloat16 | 0 | 60 |" in out
-    assert out.count("%") == 4 * 3  # each other variant has its largest, last and validation difference
-    assert (tmp_path / "curves.png").read_bytes()[1:4] == b"PNG"
+    assert out.count("%") == 4 * 3  # four variants have a largest, a last and a validation difference
+    assert plot.read_bytes()[1:4] == b"PNG"
 
     found, alone = (json.loads(path.read_text())["curves"] for path in (both, joined))
     assert [curve["variant"] for curve in found] == [curve["variant"] for curve in alone] == variants
@@ -386,8 +385,6 @@ def test_curves_are_the_same_in_separate_processes(token_files, tmp_path, capsys
 
 
 def test_the_control_reverses_its_batches():
-    from benchmarks.curves.train import CONTROL, VARIANTS, _in_order
-
     batch = torch.arange(6).view(3, 2), torch.arange(6, 12).view(3, 2)
     for variant in VARIANTS:
         tokens, targets = _in_order(batch, variant)
@@ -402,28 +399,26 @@ def test_an_interrupted_curve_is_kept(token_files, tmp_path, monkeypatch):
     monkeypatch.setattr("benchmarks.curves.train._validation", full)
     kept = tmp_path / "kept.json"
     with pytest.raises(KeyboardInterrupt):
-        curves([*SMALL_CURVES, *token_files, "--variants", "bf16", "--json", str(kept)])
+        curves.main([*SMALL_CURVES, *token_files, "--variants", "bf16", "--json", str(kept)])
     (curve,) = json.loads(kept.read_text())["curves"]
     assert len(curve["losses"]) == 50
     assert curve["validation"] is None
-    assert curves(["--from", str(kept)]) == 0
+    assert curves.main(["--from", str(kept)]) == 0
 
 
 def train_briefly(folder, name, *options):
     path = folder / f"{name}.json"
-    assert curves([*SMALL_CURVES, "--steps=52", "--val-batches=0", *options, "--json", str(path)]) == 0
+    assert curves.main([*SMALL_CURVES, "--steps=52", "--val-batches=0", *options, "--json", str(path)]) == 0
     return path
 
 
 def test_curves_are_compared_within_their_seed(token_files, tmp_path, capsys):
-    from benchmarks.curves.__main__ import joined
-    from benchmarks.curves.show import differences, tables
 
     seeds = [train_briefly(tmp_path, seed, *token_files, "--variants=bf16,fp8", f"--seed={seed}") for seed in "10"]
-    found = joined(seeds, pytest.fail)
+    found = curves.joined(seeds, pytest.fail)
     assert [(c["settings"]["seed"], c["variant"]) for c in found] == list(itertools.product((0, 1), ("bf16", "fp8")))
     ends = [differences(found[i + 1], found[i])[-1] for i in (0, 2)]
-    shown = "\n".join(tables(found))
+    shown = "\n".join(curve_tables(found))
     for end in ends:
         assert f"| {end:+.2%} |" in shown
     assert f"mean of 2 seeds: {sum(ends) / 2:+.2%}, standard error {abs(ends[0] - ends[1]) / 2:.2%}." in shown
@@ -434,7 +429,7 @@ def test_curves_are_compared_within_their_seed(token_files, tmp_path, capsys):
     ]
     of_both = [(1 + end) / 1.05 - 1 for end in ends]
     error = abs(of_both[0] - of_both[1]) / 2
-    shown = "\n".join(tables([found[0], controls[0], *found[1:3], controls[1], found[3]]))
+    shown = "\n".join(curve_tables([found[0], controls[0], *found[1:3], controls[1], found[3]]))
     assert f"the first curve and the control {sum(of_both) / 2:+.2%}, standard error {error:.2%}." in shown
     assert "mean of 2 seeds: +10.00%, standard error 0.00%." in shown
 
@@ -442,28 +437,15 @@ def test_curves_are_compared_within_their_seed(token_files, tmp_path, capsys):
 def test_curves_of_different_settings_are_not_joined(token_files, tmp_path, capsys):
     files = [train_briefly(tmp_path, w, *token_files, "--variants=bf16", f"--warm-up={w}") for w in (1, 2)]
     with pytest.raises(SystemExit):
-        curves(["--from", *map(str, files)])
+        curves.main(["--from", *map(str, files)])
     assert "different settings" in capsys.readouterr().err
 
-
-@pytest.mark.parametrize("path", [p for p in [ROOT / "benchmarks" / "results" / "fp8_curves.json"] if p.exists()])
-def test_the_page_has_the_kept_curves(path):
-    """It is what `python -m benchmarks.curves --from benchmarks/results/fp8_curves.json --pages` writes."""
-    from benchmarks.curves.__main__ import PAGE, PLACE, joined, section
-
-    page = PAGE.read_text()
-    assert pages.between(page, section(joined([path], pytest.fail)), PLACE) == page
-
-
-# ---- swapped models --------------------------------------------------------------------------------------------------
 
 SMALL_SWAP = ["--size", "tiny", "--length", "8", "--losses", "3", "--seconds", "0"]
 
 
 def run_swap_benchmark(*arguments):
-    from benchmarks.swap.__main__ import main as swap
-
-    return swap([*SMALL_SWAP, *map(str, arguments)])
+    return swap.main([*SMALL_SWAP, *map(str, arguments)])
 
 
 def test_runs_of_swapped_models_join_in_one_table(tmp_path, capsys):
@@ -472,11 +454,8 @@ def test_runs_of_swapped_models_join_in_one_table(tmp_path, capsys):
     assert run_swap_benchmark("--rows", "huggingface/eager/2/0", "--json", one, "--at-once", 2) == 0
     assert run_swap_benchmark("--rows", "nanogpt/eager/2/0", "--swapped", "yes", "--json", other) == 0
     rows = [row for path in (one, other) for row in json.loads(path.read_text())["rows"]]
-    assert [(row["model"], row["swapped"]) for row in rows] == [
-        ("huggingface", "no"),
-        ("huggingface", "yes"),
-        ("nanogpt", "yes"),
-    ]
+    measured = [(row["model"], row["swapped"]) for row in rows]
+    assert measured == [("huggingface", "no"), ("huggingface", "yes"), ("nanogpt", "yes")]
     for row in rows:
         assert not row["fault"]
         assert row["ms"] > 0
@@ -491,13 +470,11 @@ def test_runs_of_swapped_models_join_in_one_table(tmp_path, capsys):
 
 
 def test_an_interrupted_run_of_swapped_models_keeps_its_rows(tmp_path, monkeypatch):
-    from benchmarks.swap import __main__ as command
-
     def cut(variants, options):
         yield {"model": variants[0].model, "fault": "", "ms": 1.0}
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command, "measure_in_processes", cut)
+    monkeypatch.setattr(swap, "measure_in_processes", cut)
     with pytest.raises(KeyboardInterrupt):
         run_swap_benchmark("--rows", "nanogpt/*", "--json", tmp_path / "run.json")
     assert [row["ms"] for row in json.loads((tmp_path / "run.json").read_text())["rows"]] == [1.0]
@@ -509,7 +486,7 @@ def test_a_failing_variant_does_not_end_the_run(tmp_path, capsys):
     failed, measured = json.loads(kept.read_text())["rows"]
     assert "negative dimension" in failed["fault"]
     assert measured["ms"] > 0
-    assert "negative dimension" in capsys.readouterr().out  # the table shows it
+    assert "negative dimension" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("rows", ["huggingface/eager/32", "nobody/eager/1/0", "nanogpt/fast/1/0", "llmc/*"])
@@ -517,13 +494,3 @@ def test_malformed_rows_are_refused(rows, capsys):
     with pytest.raises(SystemExit):
         run_swap_benchmark("--rows", rows)
     assert rows in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("path", [p for p in [ROOT / "benchmarks" / "results" / "swap.json"] if p.exists()])
-def test_the_pages_have_the_kept_swap_figures(path):
-    """They are what `python -m benchmarks.swap --from benchmarks/results/swap.json --pages` writes."""
-    from benchmarks.swap import table
-
-    for page, text in table.filled(ROOT, table.load([path])).items():
-        assert f"<!-- {table.PLACE} -->" in text
-        assert page.read_text() == text

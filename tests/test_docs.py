@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 from benchmarks import ledger
 
 from api_reference import operators, reference
@@ -14,14 +15,11 @@ DOCS = ROOT / "docs"
 PAGES = [*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("examples/*.md")]
 
 
-def test_the_reference_is_current():
-    """It has every public name, and no other."""
+def test_the_reference_has_exactly_the_public_names():
     assert (DOCS / "api.md").read_text() == reference(), "python tests/api_reference.py > docs/api.md"
 
 
 def test_the_reference_has_every_operator():
-    import torch
-
     registered = {n.removeprefix("gptkernels::") for n in torch._C._dispatch_get_all_op_names() if "gptkernels::" in n}
     assert registered == {schema.split("(")[0] for group in operators() for schema in group}
 
@@ -38,20 +36,17 @@ def test_the_index_names_every_page():
         assert page.name == "README.md" or f"({page.name})" in index, page.name
 
 
-# ---- troubleshooting -------------------------------------------------------------------------------------------------
-
-
 def read_messages():
-    """Return all text of the sources, with ``...`` for inserted values."""
+    """Return the text of all sources, with ``...`` in place of inserted values."""
     kinds = {".py", ".h", ".cpp", ".cu", ".cuh", ".cmake"}
     files = [path for folder in ("python", "csrc", "ops", "cmake") for path in (ROOT / folder).rglob("*")]
     text = "\n".join(path.read_text() for path in files if path.suffix in kinds)
-    text = re.sub(r'"\s*\n\s*f?"', "", text)  # one string, written as several
+    text = re.sub(r'"\s*\n\s*f?"', "", text)  # join the parts of one string
     text = re.sub(r"\$?\{[^{}\n\"]*\}|%l*[sdu]", "...", text)
     return " ".join(text.split())
 
 
-def test_messages_are_in_the_sources():
+def test_messages_of_the_troubleshooting_page_are_in_the_sources():
     page = (DOCS / "troubleshooting.md").read_text()
     messages = [line for block in re.findall(r"```text\n(.*?)```", page, re.S) for line in block.splitlines()]
     assert len(messages) > 30
@@ -60,23 +55,17 @@ def test_messages_are_in_the_sources():
         parts = [part.strip(" :'()/") for part in message.split("...")]
         parts = [part for part in parts if len(part) > 4 and part != "gptkernels"]
         assert parts, message
-        for part in parts:  # a sentence may have another one inserted
+        for part in parts:  # a message may have another message inserted
             whole = part in sources or all(piece.strip() in sources for piece in re.split(r"(?<=: )|(?<=, but )", part))
             assert whole, f"{part!r} of {message!r}"
 
 
-# ---- docs/compose.md -------------------------------------------------------------------------------------------------
-
-
-def test_named_tests_exist():
+def test_tests_named_in_compose_exist():
     page = (DOCS / "compose.md").read_text()
     named = re.findall(r"`(test_\w+)(?:\.py)?::(test_\w+)`", page)
     assert len(named) > 40
     for file, test in named:
         assert f"\ndef {test}(" in next((ROOT / "tests").rglob(f"{file}.py")).read_text(), f"{file}::{test}"
-
-
-# ---- the ledger ------------------------------------------------------------------------------------------------------
 
 
 def test_the_ledger_is_current():

@@ -23,7 +23,7 @@ needs_cmake = pytest.mark.skipif(shutil.which("cmake", path=PROGRAMS) is None, r
 
 
 def make_environment(**more):
-    """Return the environment with the package under test."""
+    """Return environment variables with which a program finds the package under test."""
     path = os.pathsep.join([str(Path(gptkernels.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PATH": PROGRAMS, "PYTHONPATH": path, **more}
 
@@ -54,7 +54,7 @@ def read_losses(text):
 
 
 def test_nanogpt(device):
-    """The program learns as it does unswapped, up to other dropout masks."""
+    """The program learns as it does without the swap, apart from other dropout masks."""
     arguments = "--steps", 21, "--device", device
     ours, theirs = (run_python("nanogpt/train.py", *arguments, *more) for more in ([], ["--no-swap"]))
     assert "gpt block" in ours
@@ -69,27 +69,24 @@ def test_huggingface(device, tmp_path):
     """The program learns, and transformers loads the saved model."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    cpu = ["--cpu"] if device.type == "cpu" else []
-    text = run_python(
-        "huggingface/train.py", "--steps", 20, "--output", tmp_path, *cpu, env=make_environment(WORLD_SIZE="1")
-    )
+    arguments = ["--steps", 20, "--output", tmp_path, *(["--cpu"] if device.type == "cpu" else [])]
+    text = run_python("huggingface/train.py", *arguments, env=make_environment(WORLD_SIZE="1"))
     losses = read_losses(text)
     assert losses[-1] < losses[0] - 1
     assert "Hugging Face GPT2Block" in text
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(model) is transformers.GPT2LMHeadModel
+    assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)) is transformers.GPT2LMHeadModel
 
 
 @needs_cmake
 def test_cpp(device, tmp_path):
-    """The program continues a text as Python does, without Python."""
+    """A program without Python continues a text as Python does."""
     torch.manual_seed(0)
     model = GPT2(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=256, block_size=64))
     with torch.no_grad():
         for p in model.parameters():
-            p.mul_(5 if p.dim() == 2 else 1)  # with small weights it repeats one byte
+            p.mul_(5 if p.dim() == 2 else 1)  # with small weights, the text repeats one byte
     save_model(tmp_path / "model.safetensors", model.state_dict(), model.config)
-    with ThreadPoolExecutor() as pool:  # the two compilations run at the same time
+    with ThreadPoolExecutor() as pool:  # the program and the model are compiled at the same time
         built = pool.submit(build, "cpp", tmp_path / "build")
         run_python("cpp/export.py", tmp_path / "model.safetensors", tmp_path / "model.pt2", "--device", device)
         built.result()
@@ -112,7 +109,7 @@ def test_cpp(device, tmp_path):
 
 @needs_cmake
 def test_adding_an_op(device, tmp_path):
-    """The op is built outside of the package, and passes its own tests."""
+    """The op is built outside of the package, and passes the tests of the example."""
     cuda = device.type == "cuda"
     build("adding_an_op", tmp_path, f"-DWITH_CUDA={'ON' if cuda else 'OFF'}")
     libraries = [str(tmp_path / "libsquared_relu.so")] + [str(tmp_path / "libsquared_relu_cuda.so")] * cuda
@@ -131,5 +128,3 @@ def test_the_index_names_every_example():
     index = (EXAMPLES / "README.md").read_text()
     for folder in EXAMPLES.iterdir():
         assert folder.name == "README.md" or f"[{folder.name}](" in index
-    for page in re.findall(r"\]\(([\w/.-]+)\)", index):
-        assert (EXAMPLES / page).exists(), page

@@ -12,8 +12,3 @@ EXAMPLES = re.findall(r"```python\n(.*?)```", README.read_text(), re.S) if READM
 @pytest.mark.parametrize("example", range(len(EXAMPLES)))
 def test_examples_run(example):
     exec(compile(EXAMPLES[example], f"README.md, example {example + 1}", "exec"), {"__name__": "example"})
-
-
-def test_pages_exist():
-    for page in re.findall(r"\]\(([\w/.]+)\)", README.read_text()):
-        assert (README.parent / page).exists(), page

@@ -1,7 +1,8 @@
-"""A block as one node of autograd's graph has the bits of the single operators, whatever is done to its modules."""
+"""A transformer block as one node of autograd's graph has the bits of its single operators."""
 
 import contextlib
 import copy
+import functools
 import types
 
 import pytest
@@ -9,12 +10,15 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import gptkernels
-from gptkernels.models import GPT2, GPT2Config
+import small_models
+from gptkernels.models import GPT2Config
 from gptkernels.models.transformer import Block
 from helpers import assert_raises, by_operators, kept_sizes, node_names
+from small_models import make_batch
 
-V, T, C = 60, 16, 32
-CONFIG = {"n_layer": 3, "n_embd": C, "n_head": 2, "vocab_size": V, "block_size": T}
+T, C = small_models.SIZES["block_size"], small_models.SIZES["n_embd"]
+make_model = functools.partial(small_models.make_model, noise=0.05, n_layer=3)
+make_block = functools.partial(Block, GPT2Config(**small_models.SIZES))
 FP8 = {"fp8": True}
 OPTIONS = {
     "plain": {},
@@ -27,46 +31,26 @@ OPTIONS = {
 }
 WITHOUT_FP8 = [name for name in OPTIONS if not name.startswith("float8")]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
-both_products = pytest.mark.parametrize("options", [{}, FP8], ids=["plain", "float8"])
+both_precisions = pytest.mark.parametrize("options", [{}, FP8], ids=["plain", "float8"])
 
 
-def make_model(device, dtype=torch.float32, **changes):
-    torch.manual_seed(3)
-    model = GPT2(GPT2Config(**CONFIG | changes), device=device, dtype=dtype)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.05 * torch.randn_like(p))
-    return model
-
-
-def make_batches(count, device):
-    generator = torch.Generator().manual_seed(5)
-    for _ in range(count):
-        tokens = torch.randint(V, (2, T + 1), generator=generator).to(device)
-        yield tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-
-
-def make_batch(device):
-    return next(make_batches(1, device))
-
-
-def compute_loss(model, device):
-    return model(*make_batch(device), return_logits=False)[1]
+def compute_loss(model, device, seed=5):
+    return model(*make_batch(device, seed=seed), return_logits=False)[1]
 
 
 def count_nodes(loss):
-    """Count the blocks that are one node."""
+    """Return the number of blocks that are one node of the loss's graph."""
     return node_names(loss).count("_LayerBackward")
 
 
-def train(model, device, autocast=None, steps=3):
-    """Return losses, gradients, parameters and histories of some steps from fixed random numbers."""
+def train(model, device, autocast=None):
+    """Return the losses, gradients, parameters and float8 histories of three steps with fixed random numbers."""
     torch.manual_seed(7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
-    for tokens, targets in make_batches(steps, device):
+    for seed in range(3):
         with torch.autocast(device.type, autocast) if autocast else contextlib.nullcontext():
-            loss = model(tokens, targets, return_logits=False)[1]
+            loss = compute_loss(model, device, seed)
         optimizer.zero_grad()
         loss.backward()
         found += [loss.detach(), *(None if p.grad is None else p.grad.clone() for p in model.parameters())]
@@ -75,6 +59,7 @@ def train(model, device, autocast=None, steps=3):
 
 
 def assert_same(found, expected):
+    """Assert that tensors have the same bits, dtypes and strides."""
     for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         if ours is None or theirs is None:
             assert ours is theirs, i
@@ -85,10 +70,10 @@ def assert_same(found, expected):
 
 
 def compare(model, device, monkeypatch, autocast=None, expected_nodes=None):
-    """Train the model with blocks as nodes, and a copy by single operators; the bits are the same."""
+    """Assert that training has the same bits whether blocks are nodes or single operators."""
     other = copy.deepcopy(model)
     if expected_nodes is not None:
-        # A call updates the histories, so a copy is used to count the nodes.
+        # A forward pass updates the float8 histories, so nodes are counted with a copy.
         assert count_nodes(compute_loss(copy.deepcopy(model), device)) == expected_nodes
     found = train(model, device, autocast)
     with monkeypatch.context() as patch:
@@ -102,7 +87,7 @@ def compare(model, device, monkeypatch, autocast=None, expected_nodes=None):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_the_same_bits(options, dtype, device, monkeypatch):
     if dtype == torch.float64 and options not in WITHOUT_FP8:
-        pytest.skip("float8 layers take no float64")
+        pytest.skip("float8 layers do not support float64")
     compare(make_model(device, dtype, **OPTIONS[options]), device, monkeypatch, expected_nodes=3)
 
 
@@ -112,14 +97,13 @@ def test_the_same_bits_in_autocast(options, dtype, device, monkeypatch):
     compare(make_model(device, **OPTIONS[options]), device, monkeypatch, dtype)
 
 
-def test_a_size_of_the_float8_kernels(device, monkeypatch):
-    """The width is GPT-2's, with more rows than a tile has."""
+def test_the_same_bits_with_float8_kernels_of_several_tiles(device, monkeypatch):
     model = make_model(device, torch.bfloat16, n_embd=768, n_head=12, n_layer=2, **FP8)
     compare(model, device, monkeypatch, expected_nodes=2)
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-def test_recomputed_blocks(options, device, monkeypatch):
+def test_recomputed_blocks_have_the_same_bits(options, device, monkeypatch):
     model = make_model(device, torch.float32 if options in WITHOUT_FP8 else torch.bfloat16, **OPTIONS[options])
     model.transformer.recompute_blocks = True
     compare(model, device, monkeypatch)
@@ -128,21 +112,21 @@ def test_recomputed_blocks(options, device, monkeypatch):
 @pytest.mark.parametrize("options", ["plain", "exact GELU"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
 def test_recomputed_gelus(options, autocast, device, monkeypatch):
-    """A block keeps a quarter less; on the CPU the bits are those of keeping everything."""
+    """A block saves a quarter less. On the CPU, the bits do not depend on whether GELUs are recomputed."""
     model = make_model(device, **OPTIONS[options])
-    other, kept = copy.deepcopy(model), [count_kept_bytes(model, autocast)]
+    other, saved = copy.deepcopy(model), [count_saved_bytes(model, autocast)]
     for block in model.transformer.h:
         block.mlp.recompute_gelu = True
-    kept.append(count_kept_bytes(model, autocast))
+    saved.append(count_saved_bytes(model, autocast))
     low = autocast or torch.float32
-    assert kept[0] - kept[1] == 3 * 2 * T * 4 * C * low.itemsize
+    assert saved[0] - saved[1] == 3 * 2 * T * 4 * C * low.itemsize
     if device.type == "cpu":
         assert_same(train(copy.deepcopy(model), device, autocast), train(other, device, autocast))
     compare(model, device, monkeypatch, autocast)
 
 
-def count_kept_bytes(model, autocast):
-    """Return how many bytes the graph of a loss keeps."""
+def count_saved_bytes(model, autocast):
+    """Return the number of bytes that the graph of a loss saves."""
     device = next(model.parameters()).device
     with kept_sizes() as sizes, torch.autocast(device.type, autocast, enabled=autocast is not None):
         _ = compute_loss(model, device)
@@ -153,9 +137,9 @@ def count_kept_bytes(model, autocast):
     "frozen",
     ["transformer.h.0", "transformer.h.1", "ln_", "attn", "mlp", "mlp.c_fc", "bias", "weight", "transformer.w"],
 )
-@both_products
+@both_precisions
 def test_frozen_parameters(options, frozen, device, monkeypatch):
-    """With float8 products a block with a frozen parameter is called; the others stay nodes."""
+    """With float8 matmuls, a block with a frozen parameter is called; the other blocks stay nodes."""
     model = make_model(device, **options)
     for name, p in model.named_parameters():
         p.requires_grad_(frozen not in name)
@@ -167,9 +151,8 @@ def test_a_block_is_one_node(device):
     model = make_model(device)
     assert count_nodes(compute_loss(model, device)) == 3
     assert count_nodes(model(*make_batch(device))[1]) == 3
-    block = Block(GPT2Config(**CONFIG), device)
     x = torch.randn(2, T, C, device=device, requires_grad=True)
-    assert count_nodes(block(x)) == 1
+    assert count_nodes(make_block(device)(x)) == 1
 
 
 def add_hook(model):
@@ -208,7 +191,7 @@ def add_buffer(model):
     ],
 )
 def test_a_changed_block_is_called(options, change, device, monkeypatch):
-    """The change has an effect; the other blocks stay nodes."""
+    """The change has an effect. The other blocks stay nodes."""
     model = make_model(device, **options)
     before = compute_loss(copy.deepcopy(model), device)
     change(model)
@@ -218,16 +201,15 @@ def test_a_changed_block_is_called(options, change, device, monkeypatch):
 
 
 def test_a_changed_dropout_is_called(device):
-    """Its block is not a node; the next block adds what the dropout returned."""
+    """The block of the changed dropout is not a node."""
     model = make_model(device, dropout=0.5)
     seen = []
     model.transformer.h[0].resid_dropout.register_forward_hook(lambda module, args, out: seen.append(out.shape))
     assert count_nodes(compute_loss(model, device)) == 2
-    assert len(seen) == 2
+    assert len(seen) == 2  # after attention and after the MLP
 
 
-def test_there_is_no_node_without_gradients(device, monkeypatch):
-    """This holds if nothing records gradients, and for the modules of a node."""
+def test_without_gradients_there_is_no_node(device):
     model = make_model(device)
     with torch.no_grad():
         assert compute_loss(model, device).grad_fn is None
@@ -235,8 +217,8 @@ def test_there_is_no_node_without_gradients(device, monkeypatch):
     assert hidden.requires_grad
 
 
-def test_there_is_no_node_with_float8_products(device, monkeypatch):
-    """This holds in evaluation, without gradients, with the exact GELU, and in autocast."""
+def test_some_calls_with_float8_matmuls_have_no_node(device, monkeypatch):
+    """There is no node in evaluation, without gradients, with the exact GELU or in autocast."""
     model = make_model(device, **FP8)
     before = [t.clone() for t in model.buffers()]
     with torch.no_grad():
@@ -249,33 +231,27 @@ def test_there_is_no_node_with_float8_products(device, monkeypatch):
 
 
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_a_retained_graph(create_graph, device):
-    """A second backward pass gives the same; without ``retain_graph`` it is refused."""
+def test_a_retained_graph_can_be_used_again(create_graph, device):
     model = make_model(device, torch.float64)
     parameters = list(model.parameters())
     loss = compute_loss(model, device)
     first = torch.autograd.grad(loss, parameters, retain_graph=True, create_graph=create_graph)
-    second = torch.autograd.grad(loss, parameters)
-    for a, b in zip(first, second, strict=True):
-        torch.testing.assert_close(a.detach(), b)
+    torch.testing.assert_close([t.detach() for t in first], torch.autograd.grad(loss, parameters))
     assert_raises(RuntimeError, "second time", torch.autograd.grad, loss, parameters)
 
 
 def test_a_second_derivative(device, monkeypatch):
-    """A penalty on the gradient's norm is the same by nodes and by single operators."""
-
-    def penalty(model):
-        loss = compute_loss(model, device)
-        gradients = torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
-        return torch.autograd.grad(sum(g.square().sum() for g in gradients), list(model.parameters()))
-
+    """The gradient of a penalty on the gradient's norm is the same by nodes and by single operators."""
     model = make_model(device, torch.float64)
-    found = penalty(model)
-    with monkeypatch.context() as patch:
-        by_operators(patch)
-        expected = penalty(model)
-    for a, b in zip(found, expected, strict=True):
-        torch.testing.assert_close(a, b)
+    parameters = list(model.parameters())
+
+    def differentiate_penalty():
+        gradients = torch.autograd.grad(compute_loss(model, device), parameters, create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in gradients), parameters)
+
+    found = differentiate_penalty()
+    by_operators(monkeypatch)
+    torch.testing.assert_close(found, differentiate_penalty())
 
 
 def test_a_modified_parameter_is_detected(device):
@@ -286,16 +262,16 @@ def test_a_modified_parameter_is_detected(device):
     assert_raises(RuntimeError, "modified by an inplace operation", loss.backward)
 
 
-def test_float8_products_refuse_a_second_derivative(device):
+def test_float8_matmuls_refuse_a_second_derivative(device):
     model = make_model(device, **FP8)
-    with pytest.raises(RuntimeError, match="no second derivative"):
-        torch.autograd.grad(compute_loss(model, device), list(model.parameters()), create_graph=True)
+    call = compute_loss(model, device), list(model.parameters())
+    assert_raises(RuntimeError, "no second derivative", torch.autograd.grad, *call, create_graph=True)
 
 
-@both_products
-def test_a_block_in_torchs_checkpoint(options, device):
+@both_precisions
+def test_a_block_in_torchs_checkpoint_has_the_same_bits(options, device):
     """torch's checkpoint replaces saved tensors."""
-    block = Block(GPT2Config(**CONFIG | options), device)
+    block = Block(GPT2Config(**small_models.SIZES | options), device)
     other = copy.deepcopy(block)
     x = torch.randn(2, T, C, device=device, requires_grad=True)
     dout = torch.randn_like(x)
@@ -305,25 +281,20 @@ def test_a_block_in_torchs_checkpoint(options, device):
 
 
 def test_the_norm_refuses_another_width(device):
-    block = Block(GPT2Config(**CONFIG), device)
-    assert_raises(ValueError, "normalized_shape", block, torch.randn(2, T, 48, device=device))
+    assert_raises(ValueError, "normalized_shape", make_block(device), torch.randn(2, T, 48, device=device))
 
 
-# ---- float8: the histories -------------------------------------------------------------------------------------------
-
-
-def test_accumulated_gradients(device, monkeypatch):
-    """Two forward passes precede their backward passes; each is run backward twice."""
+def test_accumulated_float8_gradients_have_the_same_bits(device, monkeypatch):
+    """Two forward passes precede their backward passes, each of which is run twice."""
     found = []
     for patched in (False, True):
         model = make_model(device, torch.bfloat16, **FP8)
-        with monkeypatch.context() as patch:
-            if patched:
-                by_operators(patch)
-            losses = [model(*pair, return_logits=False)[1] for pair in make_batches(2, device)]
-            for loss in losses:
-                loss.backward(retain_graph=True)
-            for loss in losses:
-                loss.backward()
+        if patched:
+            by_operators(monkeypatch)
+        losses = [compute_loss(model, device, seed) for seed in range(2)]
+        for loss in losses:
+            loss.backward(retain_graph=True)
+        for loss in losses:
+            loss.backward()
         found.append([*losses, *(p.grad for p in model.parameters()), *model.buffers()])
     assert_same(*found)

@@ -1,4 +1,4 @@
-"""Text from a checkpoint is reproducible and streamed; what cannot be generated gets an error of one sentence."""
+"""`gptkernels generate`: its text is reproducible and streamed, and bad input is an error of one sentence."""
 
 import io
 import os
@@ -16,20 +16,34 @@ from gptkernels.models import GPT2, GPT2Config
 from gptkernels.trainer.cli import main
 from gptkernels.trainer.generate import Sampling, Writer
 from gptkernels.trainer.progress import printable
+from helpers import assert_raises
+from small_runs import error_of
 
 
-def make_model(**sizes):
-    given = {"block_size": 32, "vocab_size": 256, "n_layer": 1, "n_head": 2, "n_embd": 16} | sizes
+def save_model_of(path, **sizes):
+    """Save an untrained model, and return it."""
     torch.manual_seed(0)
-    return GPT2(GPT2Config(**given))
+    model = GPT2(GPT2Config(**{"block_size": 32, "vocab_size": 256, "n_layer": 1, "n_head": 2, "n_embd": 16} | sizes))
+    save_model(path, model.state_dict(), model.config)
+    return model
 
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Save an untrained model of bytes as llm.c's file."""
-    model = make_model()
-    save_model(tmp_path / "model.bin", model.state_dict(), model.config)
+    """Save an untrained model of bytes in llm.c's format."""
+    save_model_of(tmp_path / "model.bin")
     return tmp_path / "model.bin"
+
+
+@pytest.fixture
+def generate(checkpoint, capsys):
+    """Return a function that runs `gptkernels generate` and returns the exit status, stdout and stderr."""
+
+    def run(*flags, path=checkpoint, device="cpu"):
+        status = main(["generate", str(path), *flags, "--device", str(device)])
+        return status, *capsys.readouterr()
+
+    return run
 
 
 def write(checkpoint, device, seed=0, prompt="ab", **sampling):
@@ -42,15 +56,12 @@ def test_a_seed_fixes_the_text(checkpoint, device):
     assert write(checkpoint, device, seed=3) != write(checkpoint, device, seed=4)
 
 
-def test_temperature_zero_and_top_1_are_greedy(checkpoint, device):
-    greedy = write(checkpoint, device, seed=1, temperature=0.0)
-    assert greedy == write(checkpoint, device, seed=2, temperature=0.0)
-    assert greedy == write(checkpoint, device, seed=2, top_k=1)
+@pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-6}], ids=str)
+def test_temperature_0_top_1_and_a_tiny_top_p_are_greedy(checkpoint, device, options):
+    assert write(checkpoint, device, seed=2, **options) == write(checkpoint, device, seed=1, temperature=0.0)
 
 
-def test_top_p(checkpoint, device):
-    """A tiny share leaves only the likeliest token; all of the probability leaves every token."""
-    assert write(checkpoint, device, seed=1, top_p=1e-6) == write(checkpoint, device, temperature=0.0)
+def test_top_p_of_1_leaves_every_token(checkpoint, device):
     assert write(checkpoint, device, seed=1, top_p=1.0) == write(checkpoint, device, seed=1)
 
 
@@ -59,7 +70,7 @@ def test_an_empty_prompt_begins_a_document(checkpoint, device):
 
 
 class Script:
-    """A model that generates the same bytes for every prompt."""
+    """Stands for a model that generates the same bytes for every prompt."""
 
     def __init__(self, data):
         self.data = data
@@ -74,97 +85,88 @@ def make_scripted(checkpoint, data):
     return writer
 
 
-def test_characters_are_streamed_whole(checkpoint):
-    pieces = list(make_scripted(checkpoint, "añ€".encode()).write())
-    assert pieces == ["a", "ñ", "€"]
-
-
-def test_invalid_bytes_become_replacement_characters(checkpoint):
-    assert "".join(make_scripted(checkpoint, b"a\xffb\xe2\x82").write()) == "a\ufffdb\ufffd"
-
-
-def test_the_end_of_text_token_ends_the_text(checkpoint):
-    assert "".join(make_scripted(checkpoint, b"over\0and out").write()) == "over"
+@pytest.mark.parametrize(
+    ("data", "pieces"),
+    [
+        ("añ€".encode(), ["a", "ñ", "€"]),
+        (b"a\xffb\xe2\x82", ["a", "\ufffd", "b", "\ufffd"]),
+        (b"over\0and out", ["o", "v", "e", "r"]),
+    ],
+    ids=["whole characters", "invalid bytes", "the end-of-text token"],
+)
+def test_text_is_streamed_by_characters_up_to_its_end(checkpoint, data, pieces):
+    assert [piece for piece in make_scripted(checkpoint, data).write() if piece] == pieces
 
 
 @pytest.fixture
 def character_checkpoint(tmp_path):
     """Save an untrained model of five characters with its tokenizer."""
-    model = make_model(vocab_size=5)
     path = tmp_path / "chars[1].safetensors"
-    save_model(path, model.state_dict(), model.config)
+    save_model_of(path, vocab_size=5)
     CharTokenizer([b"\n", b"a", b"b", "é".encode(), "中".encode()]).save(path.with_suffix(""))
     return path
 
 
-def test_character_vocabulary(character_checkpoint, device):
+def test_the_text_has_only_characters_of_the_vocabulary(character_checkpoint, device):
     text = write(character_checkpoint, device, prompt="")
     assert text
     assert set(text) <= set("\nabé中")
     assert text == write(character_checkpoint, device, prompt="\n")
 
 
-def test_a_prompt_that_cannot_be_encoded_is_not_echoed(character_checkpoint, capsys):
-    assert main(["generate", str(character_checkpoint), "--prompt", "abc", "--device", "cpu"]) == 2
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    assert captured.err == "gptkernels generate: error: the vocabulary of 5 characters has no 'c'\n"
+def test_a_prompt_that_cannot_be_encoded_is_not_echoed(character_checkpoint, generate):
+    error = "gptkernels generate: error: the vocabulary of 5 characters has no 'c'\n"
+    assert generate("--prompt", "abc", path=character_checkpoint) == (2, "", error)
 
 
-def test_interactive_survives_bad_lines(character_checkpoint, monkeypatch, capsys):
+def test_interactive_mode_continues_after_bad_lines(character_checkpoint, generate, monkeypatch):
     """Invalid UTF-8 and an unknown character are reported, and the next line is answered."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\n\xff\xfe\nz\nb\n"), encoding="utf-8"))
-    arguments = ["generate", str(character_checkpoint), "--interactive", "--device", "cpu", "--max-new-tokens", "1"]
-    assert main(arguments) == 0
-    captured = capsys.readouterr()
-    assert captured.err.count("error: the vocabulary of 5 characters has no") == 2
-    assert captured.out.count("> ") == 5
+    status, out, err = generate("--interactive", "--max-new-tokens", "1", path=character_checkpoint)
+    assert (status, out.count("> ")) == (0, 5)
+    assert err.count("error: the vocabulary of 5 characters has no") == 2
 
 
 def test_a_prompt_may_have_invalid_utf8(checkpoint, device):
     assert write(checkpoint, device, prompt="a\udcff") != write(checkpoint, device, prompt="a\ufffd")
 
 
-def test_control_characters_of_a_prompt_are_replaced(checkpoint, capsys):
-    arguments = ["--prompt", "a\x1b[2J\udcff", "--max-new-tokens", "0", "--device", "cpu"]
-    assert main(["generate", str(checkpoint), *arguments]) == 0
-    assert capsys.readouterr().out == "a\ufffd[2J\ufffd\n"
+def test_control_characters_of_a_prompt_are_replaced(generate):
+    assert generate("--prompt", "a\x1b[2J\udcff", "--max-new-tokens", "0") == (0, "a\ufffd[2J\ufffd\n", "")
 
 
-def test_interactive_begins_with_the_prompt_given(checkpoint, monkeypatch, capsys):
+def test_interactive_mode_begins_with_the_given_prompt(generate, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO(""))
-    arguments = ["--prompt", "ab", "--interactive", "--max-new-tokens", "0", "--device", "cpu"]
-    assert main(["generate", str(checkpoint), *arguments]) == 0
-    assert capsys.readouterr().out == "ab\n> \n"
+    assert generate("--prompt", "ab", "--interactive", "--max-new-tokens", "0") == (0, "ab\n> \n", "")
 
 
-@pytest.mark.parametrize("kind", ["fifo", "/dev/zero"])
-def test_a_checkpoint_must_be_a_regular_file(tmp_path, capsys, kind):
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [("fifo", "a regular file"), ("/dev/zero", "a regular file"), ("", "checkpoint.safetensors")],
+)
+def test_what_is_no_checkpoint_is_reported(tmp_path, path, message, capsys):
     os.mkfifo(tmp_path / "fifo")
-    assert main(["generate", str(tmp_path / kind)]) == 2
-    assert "must be a regular file" in capsys.readouterr().err
+    assert message in error_of(capsys, "generate", tmp_path / path)
 
 
-def test_interactive_answers_every_line(checkpoint, monkeypatch, capsys):
+def test_interactive_mode_answers_every_line(checkpoint, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
     make_scripted(checkpoint, b"!").converse(Sampling())
     assert re.findall(r"> (\w+!)\n", capsys.readouterr().out) == ["one!", "two!"]
 
 
-def test_the_tokenizer_must_fit_the_vocabulary(tmp_path, device):
-    model = make_model(vocab_size=300)
-    save_model(tmp_path / "m.safetensors", model.state_dict(), model.config)
-    with pytest.raises(ValueError, match="no tokenizer in its folder for its vocabulary of 300"):
-        Writer(tmp_path / "m.safetensors", device=str(device))
+def test_the_tokenizer_must_fit_the_vocabulary(tmp_path):
+    save_model_of(tmp_path / "m.safetensors", vocab_size=300)
+    message = "no tokenizer in its folder for its vocabulary of 300"
+    assert_raises(ValueError, message, Writer, tmp_path / "m.safetensors", device="cpu")
     load_tokenizer("bytes").save(tmp_path / "m")
-    with pytest.raises(ValueError, match="a vocabulary of 300, the tokenizer 256"):
-        Writer(tmp_path / "m.safetensors", device=str(device))
+    message = "a vocabulary of 300, the tokenizer 256"
+    assert_raises(ValueError, message, Writer, tmp_path / "m.safetensors", device="cpu")
 
 
-def test_the_command_prints_the_prompt_and_its_continuation(checkpoint, device, capsys):
-    command = ["generate", str(checkpoint), "--prompt", "ab", "--max-new-tokens", "20", "--device", str(device)]
-    assert main([*command, "--seed", "3"]) == 0
-    assert capsys.readouterr().out == f"ab{printable(write(checkpoint, device, seed=3))}\n"
+def test_the_command_prints_the_prompt_and_its_continuation(checkpoint, generate, device):
+    found = generate("--prompt", "ab", "--max-new-tokens", "20", "--seed", "3", device=device)
+    assert found == (0, f"ab{printable(write(checkpoint, device, seed=3))}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -182,18 +184,17 @@ def test_the_command_prints_the_prompt_and_its_continuation(checkpoint, device, 
     ],
 )
 def test_bad_options_are_reported(checkpoint, flags, message, monkeypatch, capsys):
-    """Errors are reported before GPT-2's tokenizer is downloaded."""
-    monkeypatch.setattr("gptkernels.data.tokenizer.GPT2Tokenizer", None)
-    assert main(["generate", str(checkpoint), *flags]) == 2
-    assert re.search(rf"gptkernels generate: error: (\S+: )?{re.escape(message)}", capsys.readouterr().err)
+    monkeypatch.setattr("gptkernels.data.tokenizer.GPT2Tokenizer", None)  # which would be downloaded
+    error = error_of(capsys, "generate", checkpoint, *flags)
+    assert re.match(rf"gptkernels generate: error: (\S+: )?{re.escape(message)}", error)
 
 
-def test_weights_that_are_not_finite_are_reported(tmp_path, capsys, device):
-    model = make_model()
+def test_weights_that_are_not_finite_are_reported(checkpoint, device, capsys):
+    model = save_model_of(checkpoint)
     model.transformer.ln_f.weight.data[3] = torch.nan
-    save_model(tmp_path / "model.bin", model.state_dict(), model.config)
-    assert main(["generate", str(tmp_path / "model.bin"), "--device", str(device)]) == 2
-    assert "model.bin: transformer.ln_f.weight holds NaN or infinity: the model has" in capsys.readouterr().err
+    save_model(checkpoint, model.state_dict(), model.config)
+    error = error_of(capsys, "generate", checkpoint, "--device", device)
+    assert "model.bin: transformer.ln_f.weight holds NaN or infinity: the model has" in error
 
 
 @pytest.mark.parametrize(
@@ -207,8 +208,3 @@ def test_closed_output_ends_the_command(checkpoint, redirection, status, errors)
     )
     assert result.returncode == status
     assert result.stderr.count("\n") == errors
-
-
-def test_a_missing_checkpoint_is_reported(tmp_path, capsys):
-    assert main(["generate", str(tmp_path)]) == 2
-    assert "checkpoint.safetensors" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """A submodule that was replaced, wrapped, hooked or parametrised is called, never bypassed."""
 
 import copy
+import functools
 import types
 
 import pytest
@@ -10,10 +11,11 @@ import torch.nn.utils.parametrize as parametrize
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.nn.utils import prune
 
-from gptkernels.models import GPT2, GPT2Config
-from reference_gpt2 import ReferenceGPT2
+import small_models
 
-CONFIG = GPT2Config(block_size=16, vocab_size=65, n_layer=2, n_head=2, n_embd=32)
+make_models = functools.partial(small_models.make_pair, vocab_size=65)
+make_batch = functools.partial(small_models.make_batch, vocab_size=65)
+WIDTH = small_models.SIZES["n_embd"]
 LAYER = ["ln_1", "attn", "attn.c_attn", "attn.c_proj", "ln_2", "mlp", "mlp.c_fc", "mlp.c_proj"]
 PLACES = ["wte", "wpe", "ln_f", *(f"h.{i}" for i in (0, 1)), *(f"h.{i}.{name}" for i in (0, 1) for name in LAYER)]
 MODULES = [f"transformer.{name}" for name in PLACES] + ["lm_head"]
@@ -27,41 +29,21 @@ pytestmark = [
 both_losses = pytest.mark.parametrize("return_logits", [True, False])
 
 
-def make_models(device):
-    """Make our model and the reference with the same weights."""
-    torch.manual_seed(3)
-    ours = GPT2(CONFIG, device, torch.float64)
-    with torch.no_grad():
-        for parameter in ours.parameters():
-            parameter.add_(torch.randn(parameter.shape).to(parameter) * 0.1)
-    reference = ReferenceGPT2(CONFIG).to(device, torch.float64)
-    reference.load_state_dict(ours.state_dict())
-    return ours, reference
-
-
-def make_batch(device, B=2, T=16):
-    tokens = torch.randint(CONFIG.vocab_size, (B, T + 1), device=device)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
 def assert_same_step(ours, reference, device, return_logits=True):
+    """Assert that outputs and gradients of both models match."""
     tokens, targets = make_batch(device)
     logits, loss = ours(tokens, targets, return_logits=return_logits)
     wanted, wanted_loss = reference(tokens, targets)
-    if return_logits:
-        torch.testing.assert_close(logits, wanted)
-    else:
-        assert logits is None
+    torch.testing.assert_close(logits, wanted if return_logits else None)
     torch.testing.assert_close(loss, wanted_loss)
     loss.backward()
     wanted_loss.backward()
-    expected = dict(reference.named_parameters())
-    for name, parameter in ours.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name].grad, msg=lambda text, name=name: f"{name}: {text}")
+    found, expected = ({name: p.grad for name, p in model.named_parameters()} for model in (ours, reference))
+    torch.testing.assert_close(found, expected)
 
 
 class Adapter(torch.nn.Module):
-    """Adds a low-rank function of a layer's output to it, as LoRA does."""
+    """Adds a low-rank function of a layer's output to the output, as LoRA does."""
 
     def __init__(self, base, width):
         super().__init__()
@@ -83,7 +65,7 @@ def replace_module(model, name, change):
 
 
 def width_of(module):
-    return {torch.nn.LayerNorm: CONFIG.n_embd}.get(type(module), getattr(module, "out_features", CONFIG.n_embd))
+    return getattr(module, "out_features", WIDTH)
 
 
 @both_losses
@@ -97,15 +79,14 @@ def test_adapters(name, return_logits, device):
 
 @all_modules
 def test_wrappers(name, device):
-    ours, reference = make_models(device)
-    replace_module(ours, name, checkpoint_wrapper)
-    replace_module(reference, name, checkpoint_wrapper)
-    assert_same_step(ours, reference, device)
+    pair = make_models(device)
+    for model in pair:
+        replace_module(model, name, checkpoint_wrapper)
+    assert_same_step(*pair, device)
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "Linear", "Embedding"])
 def test_subclasses_of_layers_are_called(kind, device):
-    """A subclass is called even where it only adds to our layer."""
     ours, reference = make_models(device)
     for name in MODULES:
         module = ours.get_submodule(name)
@@ -132,9 +113,6 @@ def test_a_replaced_forward_is_called(device):
 
             module.forward = types.MethodType(forward, module)
     assert_same_step(ours, reference, device)
-
-
-# ---- hooks -----------------------------------------------------------------------------------------------------------
 
 
 @both_losses
@@ -173,19 +151,19 @@ def test_changes_by_hooks_have_effect(name, kind, device):
     assert_same_step(*pair, device)
 
 
-def test_global_hooks(device):
-    ours, reference = make_models(device)
+def test_global_hooks_have_effect_until_they_are_removed(device):
+    pair = make_models(device)
     layers = (torch.nn.Linear, torch.nn.LayerNorm, torch.nn.Embedding)
     handle = torch.nn.modules.module.register_module_forward_hook(
         lambda module, args, out: out * 1.5 if isinstance(module, layers) else None
     )
     try:
-        assert_same_step(ours, reference, device)
+        assert_same_step(*pair, device)
     finally:
         handle.remove()
-    ours.zero_grad()
-    reference.zero_grad()
-    assert_same_step(ours, reference, device)
+    for model in pair:
+        model.zero_grad()
+    assert_same_step(*pair, device)
 
 
 def test_a_removed_hook_has_no_effect(device):
@@ -207,12 +185,9 @@ def test_cached_generation_calls_hooked_modules(device):
     plain = copy.deepcopy(ours)
     for module in plain.modules():
         module._forward_hooks.clear()
-    tokens, _ = make_batch(device, T=5)
+    tokens, _ = make_batch(device, length=5)
     assert torch.equal(ours.generate(tokens, 4, temperature=0), plain.generate(tokens, 4, temperature=0))
     assert len(calls) == 4 * len(MODULES)
-
-
-# ---- weights that are computed ---------------------------------------------------------------------------------------
 
 
 class Stretch(torch.nn.Module):
@@ -236,15 +211,12 @@ def test_pruning(name, device):
     for model in pair:
         prune.l1_unstructured(model.get_submodule(name), "weight", amount=0.5)
     assert_same_step(*pair, device)
-    # A pruned weight is computed from its mask at every call.
+    # Each call computes the pruned weight again.
     for model in pair:
         model.zero_grad()
         with torch.no_grad():
             model.get_submodule(name).weight_orig.mul_(1.5)
     assert_same_step(*pair, device)
-
-
-# ---- compiled --------------------------------------------------------------------------------------------------------
 
 
 @both_losses
@@ -256,13 +228,11 @@ def test_compiles_once_without_graph_breaks(adapted, return_logits, device):
         ours.get_submodule("transformer.h.1.ln_1").register_forward_hook(lambda m, a, out: out * 1.5)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(ours, fullgraph=True, backend=counter)
-    for _ in range(3):
-        tokens, targets = make_batch(device)
+    for seed in range(3):
+        tokens, targets = make_batch(device, seed=seed)
         losses = [model(tokens, targets, return_logits=return_logits)[1] for model in (compiled, ours)]
         torch.testing.assert_close(*losses)
-        found, wanted = (torch.autograd.grad(loss, list(ours.parameters())) for loss in losses)
-        for a, b in zip(found, wanted, strict=True):
-            torch.testing.assert_close(a, b)
+        torch.testing.assert_close(*(torch.autograd.grad(loss, list(ours.parameters())) for loss in losses))
     assert counter.frame_count == 1
 
 

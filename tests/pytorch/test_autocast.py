@@ -1,4 +1,4 @@
-"""Autocast casts as often as torch, to torch's dtypes."""
+"""Under autocast, a weight is cast as often as torch casts it, and results have torch's dtypes."""
 
 import gc
 import threading
@@ -15,7 +15,7 @@ ops = torch.ops.gptkernels
 
 
 class CountCasts(TorchDispatchMode):
-    """Counts conversions of tensors of some shape."""
+    """Counts the conversions of tensors of one shape."""
 
     def __init__(self, shape):
         super().__init__()
@@ -54,10 +54,10 @@ def test_a_weight_is_cast_once_per_context(mode, device):
             with torch.autocast(device.type, torch.bfloat16):
                 use(functional.linear, 2)
 
-    assert count_casts(weight, nested, device) == 1  # until the outermost context ends
+    assert count_casts(weight, nested, device) == 1  # a cast is kept until the outermost context ends
 
 
-def test_casts_are_cleared_with_torchs_cache(device):
+def test_casts_are_freed_with_torchs_cache(device):
     weight = torch.randn(7, 5, device=device, requires_grad=True)
     x = torch.randn(3, 5, device=device)
     gc.disable()
@@ -75,7 +75,7 @@ def test_casts_are_cleared_with_torchs_cache(device):
 
 
 def test_a_cached_cast_follows_updates_and_records_gradients(device):
-    """A cast made under no_grad loses no gradient later, unlike torch's."""
+    """Unlike with torch's cache, a cast that was made under no_grad has a gradient later."""
     weight = torch.randn(7, 5, device=device, requires_grad=True)
     x = torch.randn(3, 5, device=device)
     with torch.autocast(device.type, torch.bfloat16):
@@ -96,12 +96,11 @@ def test_the_cache_leaves_gradients_unchanged(device):
         with torch.autocast(device.type, torch.bfloat16, cache_enabled=cache):
             loss = (mlp(mlp(x)) + mlp(x)).float().square().sum()
         found.append(torch.autograd.grad(loss, list(mlp.parameters())))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(*found, rtol=2e-2, atol=2e-2)
 
 
 def test_only_float32_leaf_parameters_are_cached(device):
-    """Activations, views, float64 tensors and tensors without a gradient are not cached."""
+    """Tensors without a gradient, activations, views and float64 tensors are not cached."""
     x = torch.randn(3, 5, device=device)
     weight = torch.randn(7, 5, device=device, requires_grad=True)
     for w in (weight.detach(), weight * 1, weight[:4], weight.double().detach().requires_grad_()):
@@ -110,7 +109,7 @@ def test_only_float32_leaf_parameters_are_cached(device):
             assert _autocast._casts() is None
 
 
-def test_float64_stays(device):
+def test_float64_results_stay_float64(device):
     x, weight, bias = (torch.randn(s, dtype=torch.float64, device=device) for s in [(3, 4, 12), (4, 12), (4,)])
     square = torch.randn(2, 4, 4, dtype=torch.float64, device=device)
     with torch.autocast(device.type, torch.bfloat16):
@@ -128,7 +127,7 @@ def test_float64_stays(device):
 
 
 def test_threads_have_their_own_contexts(device):
-    """A context that ends in another thread leaves this thread's cache intact."""
+    """The end of a context in another thread leaves this thread's cache intact."""
     weight, x = torch.randn(7, 5, device=device, requires_grad=True), torch.randn(3, 5, device=device)
     with torch.autocast(device.type, torch.bfloat16):
         first = functional.linear(x, weight)
@@ -144,16 +143,12 @@ def test_threads_have_their_own_contexts(device):
 
 
 def test_saved_tensor_hooks_see_only_the_ops_tensors(device):
-    """Hooks, as activation checkpointing's, see what the op saves and not the cache of casts."""
+    """Hooks like those of activation checkpointing get the tensors that the op saves, but not the cache of casts."""
     weight = torch.nn.Parameter(torch.randn(3, 4, device=device))
     x = torch.randn(5, 4, device=device)
     saved = []
-
-    def pack(tensor):
-        saved.append(tensor.shape)
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast(device.type):
+    hooks = torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t)
+    with hooks, torch.autocast(device.type):
         out = functional.linear(x, weight)
         assert torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
     assert set(saved) <= {x.shape, weight.shape}
@@ -166,8 +161,8 @@ def test_saved_tensor_hooks_see_only_the_ops_tensors(device):
 @pytest.mark.parametrize("dropout_p", [0.0, 0.5])
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
-def test_residual_layernorm_equals_torchs_steps(residual_dtype, x_dtype, dropout_p, device):
-    """Dropout is in x's dtype, the sum in its operands', the norm in float32; the CPU applies CUDA's rule."""
+def test_residual_layernorm_has_the_dtypes_of_torchs_steps(residual_dtype, x_dtype, dropout_p, device):
+    """Dropout is in x's dtype, the sum in its operands' dtype, the norm in float32. The CPU applies CUDA's rule."""
     x, residual = torch.randn(3, 8, device=device).to(x_dtype), torch.randn(3, 8, device=device).to(residual_dtype)
     weight, bias = torch.randn(8, device=device), torch.randn(8, device=device)
     dropout = (dropout_p, torch.tensor(3, device=device), torch.tensor(4, device=device)) if dropout_p else ()

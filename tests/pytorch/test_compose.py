@@ -1,4 +1,4 @@
-"""The package works with the parts of torch that training programs use; docs/compose.md names the tests."""
+"""The package works with the features of torch that training programs use. docs/compose.md lists these tests."""
 
 import collections
 import copy
@@ -23,47 +23,37 @@ from torch.nn.utils import parametrizations
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils import benchmark
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
+import small_models
 from gptkernels import functional, nn
-from gptkernels.models import GPT2, GPT2Config
 from gptkernels.optim import AdamW
-from helpers import CountCalls, randn
-from reference_gpt2 import ReferenceGPT2
+from helpers import CountCalls, assert_raises, randn
 
 ops = torch.ops.gptkernels
-CONFIG = GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=60, block_size=16)
-V, T, C = 60, 16, 32
+T, C = small_models.SIZES["block_size"], small_models.SIZES["n_embd"]
+make_model = functools.partial(small_models.make_model, noise=0)
+make_batch = functools.partial(small_models.make_batch, B=3)
 
 
-def make_model(device, dtype=torch.float32, seed=3, **changes):
-    torch.manual_seed(seed)
-    return GPT2(GPT2Config(**{**vars(CONFIG), "padded_vocab_size": None, **changes}), device=device, dtype=dtype)
-
-
-def make_batch(device, B=3, length=T, seed=5):
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(V, (B, length + 1), generator=generator).to(device)
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+def gradients_of(loss, model):
+    return torch.autograd.grad(loss, list(model.parameters()))
 
 
 def loss_and_gradients(model, *args, **kwargs):
     """Return the loss and the gradients in the order of the model's parameters."""
     loss = model(*args, **kwargs)[1]
-    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+    return [loss.detach(), *gradients_of(loss, model)]
 
 
-def assert_all_close(a, b, **tolerance):
-    assert len(a) == len(b)
-    for x, y in zip(a, b, strict=True):
-        torch.testing.assert_close(x, y, **tolerance)
+def step_on(model, optimizer, *batch):
+    model(*batch)[1].backward()
+    optimizer.step()
+    optimizer.zero_grad()
 
 
-def assert_all_equal(a, b):
-    assert_all_close(a, b, rtol=0, atol=0)
-
-
-# ---- torch.compile ---------------------------------------------------------------------------------------------------
+def detached_parameters(model):
+    return [p.detach() for p in model.parameters()]
 
 
 @pytest.fixture
@@ -76,39 +66,38 @@ def _fresh_dynamo():
 @pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_one_graph_supports_every_batch_and_length(return_logits, device):
-    """Forward and backward are one graph each; another batch or length compiles nothing."""
+    """The forward and the backward are one graph each. Another batch or length is not compiled again."""
     model = make_model(device)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
     frames = []
     for B, length in [(3, 12), (5, 11), (9, 8), (4, 13)]:
-        args = make_batch(device, B, length)
-        loss = compiled(*args, return_logits=return_logits)[1]
-        found = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
-        assert_all_close(found, loss_and_gradients(model, *args, return_logits=return_logits))
+        batch = make_batch(device, B=B, length=length)
+        loss = compiled(*batch, return_logits=return_logits)[1]
+        found = [loss.detach(), *gradients_of(loss, model)]
+        torch.testing.assert_close(found, loss_and_gradients(model, *batch, return_logits=return_logits))
         frames.append(counter.frame_count)
     assert frames == frames[:1] * 4
 
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_inductor_with_a_dynamic_batch(device):
-    """``torch._dynamo.mark_dynamic`` leads to one compilation in all."""
+    """With ``torch._dynamo.mark_dynamic``, the model is compiled once for all batch sizes."""
     model = make_model(device, n_layer=1)
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
     for B in (2, 5, 3):
-        args = make_batch(device, B)
-        for t in args:
+        batch = make_batch(device, B=B)
+        for t in batch:
             torch._dynamo.mark_dynamic(t, 0)
-        loss = compiled(*args)[1]
-        found = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
-        assert_all_close(found, loss_and_gradients(model, *args))
+        loss = compiled(*batch)[1]
+        torch.testing.assert_close([loss.detach(), *gradients_of(loss, model)], loss_and_gradients(model, *batch))
     assert counter.frame_count == 1
 
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_reduce_overhead(device):
-    """Training steps with our optimizer match eager mode; on CUDA Inductor captures CUDA graphs."""
+    """Training steps with our optimizer match eager mode. On CUDA, Inductor captures CUDA graphs."""
     found = []
     for compiles in (False, True):
         model = make_model(device, n_layer=1)
@@ -123,14 +112,11 @@ def test_reduce_overhead(device):
             optimizer.zero_grad()
             losses.append(loss.detach().clone())
         found.append(losses)
-    assert_all_close(*found, rtol=1e-4, atol=1e-5)
-
-
-# ---- autocast --------------------------------------------------------------------------------------------------------
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
 
 
 def autocast_cases(device):
-    """Yield calls of a function's counterpart in torch or here, with float32 arguments."""
+    """Yield names, and functions that call torch.nn.functional or our counterpart with float32 arguments."""
 
     def make(*shape):
         return randn(*shape, dtype=torch.float32, device=device)
@@ -160,7 +146,7 @@ def test_autocast_gives_torchs_dtypes(dtype, device):
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_float16_with_a_grad_scaler(max_grad_norm, device):
-    """The reference model with torch's optimizer has the same losses and scales; an overflowing step is skipped."""
+    """Losses and scales are those of the reference model with torch's optimizer. A step that overflows is skipped."""
     overflows = 5
 
     def train(model, optimizer, clips):
@@ -181,9 +167,7 @@ def test_float16_with_a_grad_scaler(max_grad_norm, device):
             scales.append(scaler.get_scale())
         return losses, scales
 
-    ours = make_model(device)
-    reference = ReferenceGPT2(ours.config).to(device)
-    reference.load_state_dict(ours.state_dict())
+    ours, reference = small_models.make_pair(device, torch.float32, noise=0)
     losses, scales = train(ours, AdamW(ours.parameters(), lr=3e-3, max_grad_norm=max_grad_norm), False)
     theirs = train(reference, torch.optim.AdamW(reference.parameters(), lr=3e-3), max_grad_norm is not None)
     assert scales == theirs[1]
@@ -192,29 +176,26 @@ def test_float16_with_a_grad_scaler(max_grad_norm, device):
     assert losses[-1] < losses[0] - 0.3
 
 
-# ---- activation checkpointing ----------------------------------------------------------------------------------------
-
-
-def keep_attention():
+def save_attention():
     return create_selective_checkpoint_contexts([ops.attention.default])
 
 
-def keep_products():
+def save_matmuls():
     def policy(context, op, *args, **kwargs):
-        kept = op in (ops.linear.default, ops.mlp.default, torch.ops.aten.mm.default)
-        return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+        is_matmul = op in (ops.linear.default, ops.mlp.default, torch.ops.aten.mm.default)
+        return CheckpointPolicy.MUST_SAVE if is_matmul else CheckpointPolicy.PREFER_RECOMPUTE
 
     return create_selective_checkpoint_contexts(policy)
 
 
 @pytest.mark.parametrize(
-    ("contexts", "kept"),
-    [(None, set()), (keep_attention, {"attention"}), (keep_products, {"linear", "mlp"})],
-    ids=["all", "attention is kept", "products are kept"],
+    ("contexts", "saved"),
+    [(None, set()), (save_attention, {"attention"}), (save_matmuls, {"linear", "mlp"})],
+    ids=["all", "attention is saved", "matmuls are saved"],
 )
 @pytest.mark.parametrize("autocast", [False, True])
-def test_selective_checkpointing_by_our_ops(contexts, kept, autocast, device):
-    """Gradients have the same bits; kept ops run once, the others twice."""
+def test_selective_checkpointing_by_our_ops(contexts, saved, autocast, device):
+    """Gradients have the same bits. Saved ops run once, other ops twice."""
     block, x = make_model(device).transformer.h[0], randn(2, T, C, dtype=torch.float32, device=device)
     options = {} if contexts is None else {"context_fn": contexts}
 
@@ -229,17 +210,17 @@ def test_selective_checkpointing_by_our_ops(contexts, kept, autocast, device):
             gradients = torch.autograd.grad(out, [leaf, *block.parameters()], torch.ones_like(out))
         found.append([out.detach(), *gradients])
         counts.append(calls.kernels())
-    assert_all_equal(*found)
+    small_models.assert_equal(*found)
     plain, recomputing = counts
     for op in ("linear", "attention", "layernorm", "residual_layernorm", "mlp"):
-        assert recomputing[op] == plain[op] * (1 if op in kept else 2), op
+        assert recomputing[op] == plain[op] * (1 if op in saved else 2), op
     for op in ("attention_backward", "mlp_backward"):
         assert recomputing[op] == plain[op] == 1
 
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_selective_checkpointing_compiled(device):
-    """The partitioner obeys the policy: attention is not in the backward graph, recomputed ops are."""
+    """The backward graph has the recomputed ops but not attention, which the policy saves."""
     graphs = []
 
     def remember(graph, _):
@@ -250,24 +231,21 @@ def test_selective_checkpointing_compiled(device):
     x = randn(2, T, C, dtype=torch.float32, device=device, requires_grad=True)
 
     def recomputed(x):
-        return checkpoint(block, x, use_reentrant=False, context_fn=keep_attention)
+        return checkpoint(block, x, use_reentrant=False, context_fn=save_attention)
 
     backend = aot_autograd(fw_compiler=remember, partition_fn=min_cut_rematerialization_partition)
     compiled = torch.compile(recomputed, fullgraph=True, backend=backend)
     inputs = [x, *block.parameters()]
     found = torch.autograd.grad(compiled(x).sum(), inputs)
-    assert_all_close(found, torch.autograd.grad(block(x).sum(), inputs))
+    torch.testing.assert_close(found, torch.autograd.grad(block(x).sum(), inputs))
     forward, backward = graphs
     assert forward["attention"] == 1
     assert backward["attention"] == 0
     assert forward["layernorm"] == backward["layernorm"] == 1
 
 
-# ---- the optimizer ---------------------------------------------------------------------------------------------------
-
-
 def test_optimizer_hooks(device):
-    """Step and state-dict hooks are called as torch's are, and may change gradients."""
+    """Step hooks and state-dict hooks are called like torch's, and may change gradients."""
     seen, found = [], []
 
     def halve(optimizer, args, kwargs):
@@ -284,17 +262,15 @@ def test_optimizer_hooks(device):
         optimizer.register_state_dict_pre_hook(lambda *_: seen.append("state"))
         optimizer.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
         for i in range(3):
-            model(*make_batch(device, seed=i))[1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_on(model, optimizer, *make_batch(device, seed=i))
         optimizer.load_state_dict(optimizer.state_dict())
-        found.append([p.detach() for p in model.parameters()])
+        found.append(detached_parameters(model))
     assert seen == [*["pre", "post"] * 3, "state", "loaded"] * 2
-    assert_all_close(*found)
+    torch.testing.assert_close(*found)
 
 
 def test_step_in_the_backward(device):
-    """Each parameter's optimizer steps in a hook as soon as its gradient exists, as in torch's tutorial."""
+    """Each parameter's optimizer steps in a hook once the gradient exists, as in torch's tutorial."""
     found = []
     for cls in (AdamW, torch.optim.AdamW):
         model = make_model(device, dtype=torch.float64)
@@ -309,13 +285,13 @@ def test_step_in_the_backward(device):
         for i in range(3):
             model(*make_batch(device, seed=i))[1].backward()
             assert all(p.grad is None for p in model.parameters())
-        found.append([p.detach() for p in model.parameters()])
-    assert_all_close(*found)
+        found.append(detached_parameters(model))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("how", ["multi", "foreach over buffers"])
 def test_averaged_model(how, device):
-    """The moving average of weights is that of a run of torch's optimizer; tied weights stay tied."""
+    """The moving average of the weights matches that of a run with torch's optimizer. Tied weights stay tied."""
     found = []
     options = {"use_buffers": True} if how != "multi" else {}
     for cls in (AdamW, torch.optim.AdamW):
@@ -323,25 +299,18 @@ def test_averaged_model(how, device):
         average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.9), **options)
         optimizer = cls(model.parameters(), lr=1e-2)
         for i in range(4):
-            model(*make_batch(device, seed=i))[1].backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step_on(model, optimizer, *make_batch(device, seed=i))
             average.update_parameters(model)
         assert average.module.lm_head.weight is average.module.transformer.wte.weight
         with torch.no_grad():
             loss = average(*make_batch(device))[1]
-        found.append([loss, *(p.detach() for p in average.parameters())])
-    assert_all_close(*found)
-
-
-# ---- torch.func ------------------------------------------------------------------------------------------------------
+        found.append([loss, *detached_parameters(average)])
+    torch.testing.assert_close(*found)
 
 
 def test_gradient_penalty_and_functional_call(device):
-    """A penalty on the gradient's norm, by autograd and by torch.func, matches the reference model's."""
-    ours = make_model(device, dtype=torch.float64, n_layer=1)
-    reference = ReferenceGPT2(ours.config).to(device, torch.float64)
-    reference.load_state_dict(ours.state_dict())
+    """The gradient of a penalty on the gradient's norm matches the reference's, by autograd and by torch.func."""
+    ours, reference = small_models.make_pair(device, noise=0, n_layer=1)
     args, found = make_batch(device), []
     for model in (ours, reference):
         parameters = list(model.parameters())
@@ -349,17 +318,14 @@ def test_gradient_penalty_and_functional_call(device):
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             first = torch.autograd.grad(model(*args)[1], parameters, create_graph=True)
             found.append(torch.autograd.grad(sum(g.square().sum() for g in first), parameters))
-    assert_all_close(*found)
+    torch.testing.assert_close(*found)
 
     def penalty(parameters):
         gradients = torch.func.grad(lambda p: functional_call(ours, p, args)[1])(parameters)
         return sum(g.square().sum() for g in gradients.values())
 
     by_func = torch.func.grad(penalty)({name: p.detach() for name, p in ours.named_parameters()})
-    assert_all_close(list(by_func.values()), found[0])
-
-
-# ---- tools -----------------------------------------------------------------------------------------------------------
+    torch.testing.assert_close(list(by_func.values()), found[0])
 
 
 def test_profiler_shows_our_ops_with_shapes(device):
@@ -385,7 +351,7 @@ def test_profiler_shows_our_ops_with_shapes(device):
 
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_flop_counter(return_logits, device):
-    """A model and its modules count as many flops as with torch's ops."""
+    """The counts of the model and of its modules match torch's counts of its own ops."""
     model, (tokens, targets) = make_model(device), make_batch(device)
     with FlopCounterMode(display=False) as counted:
         model(tokens, targets, return_logits=return_logits)[1].backward()
@@ -395,7 +361,7 @@ def test_flop_counter(return_logits, device):
     assert counted.get_total_flops() == 3 * products + 7 * attention // 2
     by_module = counted.get_flop_counts()
     assert sum(by_module["GPT2.transformer.h.0.mlp"].values()) == 3 * 2 * rows * 8 * C * C
-    # Outside of modules, which have the counter's hooks, the fused ops count the same.
+    # Outside of modules, which have the counter's hooks, the fused op is counted by its formula.
     x = randn(5, 8, dtype=torch.float32, device=device)
     fc, proj = (randn(*shape, dtype=torch.float32, device=device) for shape in ((32, 8), (8, 32)))
     with FlopCounterMode(display=False) as counted:
@@ -404,7 +370,6 @@ def test_flop_counter(return_logits, device):
 
 
 def test_every_matrix_product_has_a_flop_formula():
-    from torch.utils.flop_counter import flop_registry
 
     names = {name.removeprefix("gptkernels::") for name in torch._C._dispatch_get_all_op_names() if "gptkern" in name}
     multiply = {
@@ -427,7 +392,7 @@ def test_benchmark_timer(device):
 
 
 def test_memory_snapshot(device, tmp_path):
-    """torch's allocator records all memory, because launchers allocate none."""
+    """Launchers do not allocate, so torch's allocator records all memory."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     x = randn(1024, 768, dtype=torch.float32, device=device)
@@ -446,13 +411,10 @@ def test_memory_snapshot(device, tmp_path):
     assert (tmp_path / "snapshot.pickle").stat().st_size > 0
 
 
-# ---- threads, streams, devices, processes ----------------------------------------------------------------------------
-
-
 def train_briefly(device, seed, steps=3):
-    """Train a small model for a few steps, and return its parameters."""
+    """Train a small model for some steps, and return its parameters."""
     model = make_model(device, n_layer=1)
-    generator = torch.Generator().manual_seed(seed)  # torch's own is shared by threads
+    generator = torch.Generator().manual_seed(seed)  # threads share torch's default generator
     with torch.no_grad():
         for p in model.parameters():
             p.copy_(torch.randn(p.shape, generator=generator) * 0.05 + (p.dim() == 1))
@@ -467,7 +429,7 @@ def train_briefly(device, seed, steps=3):
 
 
 def run_in_threads(functions):
-    """Return the result of each function, all run at the same time."""
+    """Call the functions at the same time in one thread each, and return their results."""
     found = [None] * len(functions)
     barrier = threading.Barrier(len(functions))
 
@@ -484,16 +446,15 @@ def run_in_threads(functions):
 
 
 def test_threads(device):
-    """Threads that train at the same time have the bits of threads that train alone."""
+    """Threads that train at the same time have the same bits as when they train alone."""
     alone = [train_briefly(device, seed) for seed in range(4)]
     for _ in range(3):
         together = run_in_threads([functools.partial(train_briefly, device, seed) for seed in range(4)])
-        for a, b in zip(together, alone, strict=True):
-            assert_all_equal(a, b)
+        small_models.assert_equal(together, alone)
 
 
 def test_streams(device):
-    """Work on a side stream waits for that stream only."""
+    """Work on a side stream waits only for that stream."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     expected = train_briefly(device, 1)
@@ -508,9 +469,9 @@ def test_streams(device):
         done = torch.cuda.Event()
         done.record()
     done.synchronize()
-    assert not busy.query()  # nothing above synchronised with the other stream or the device
-    assert_all_equal(found, expected)
-    # A stream that waits for another one reads its late results.
+    assert not busy.query()  # nothing above synchronised with the other stream or with the device
+    small_models.assert_equal(found, expected)
+    # A stream that waits for a delayed stream reads its results.
     x = torch.zeros(4096, 768, device=device)
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
@@ -523,37 +484,38 @@ def test_several_devices(device):
     """An op runs on its tensors' device, whichever device is current."""
     if torch.cuda.device_count() < 2 or device.type != "cuda":
         pytest.skip("needs two CUDA devices")
+
+    def train_and_copy(on, seed):
+        return [t.cpu() for t in train_briefly(on, seed)]
+
     first, second = torch.device("cuda", 0), torch.device("cuda", 1)
     with torch.cuda.device(first):
-        assert_all_equal([t.cpu() for t in train_briefly(second, 1)], [t.cpu() for t in train_briefly(first, 1)])
-    found = run_in_threads([functools.partial(train_briefly, d, 2) for d in (first, second)])
-    assert_all_equal(*([t.cpu() for t in one] for one in found))
-    with pytest.raises(RuntimeError, match="weight is on cuda:1"):
-        functional.layer_norm(torch.ones(2, 8, device=first), (8,), torch.ones(8, device=second))
+        small_models.assert_equal(train_and_copy(second, 1), train_and_copy(first, 1))
+    small_models.assert_equal(*run_in_threads([functools.partial(train_and_copy, d, 2) for d in (first, second)]))
+    args = torch.ones(2, 8, device=first), (8,), torch.ones(8, device=second)
+    assert_raises(RuntimeError, "weight is on cuda:1", functional.layer_norm, *args)
 
 
 def test_inference_mode(device):
-    """Models run in it; autograd refuses its tensors as it refuses torch's; the optimizer continues."""
+    """A model runs in inference mode. Autograd refuses tensors that were made in inference mode, as for torch's ops."""
     model, (tokens, targets) = make_model(device), make_batch(device)
     with torch.inference_mode():
         logits, _ = model(tokens, targets)
         generated = model.generate(tokens[:, :4], 5, temperature=0)
+        x = torch.randn(2, 8, device=device)
     assert logits.is_inference()
     expected = model(tokens, targets)
-    torch.testing.assert_close(logits, expected[0].detach(), rtol=0, atol=0)
+    small_models.assert_equal(logits, expected[0].detach())
     assert torch.equal(generated, model.generate(tokens[:, :4], 5, temperature=0))
     expected[1].backward()
-    optimizer = AdamW(model.parameters())
-    optimizer.step()
-    with torch.inference_mode():
-        x = torch.randn(2, 8, device=device)
+    AdamW(model.parameters()).step()
     weight = torch.ones(8, device=device, requires_grad=True)
-    with pytest.raises(RuntimeError, match="Inference tensors cannot be saved for backward"):
-        functional.layer_norm(x, (8,), weight)
+    message = "Inference tensors cannot be saved for backward"
+    assert_raises(RuntimeError, message, functional.layer_norm, x, (8,), weight)
 
 
 def fork_and_compare():
-    """Run in a process of its own: the child that it forks computes the same values."""
+    """Fork a child that computes the same values. This is called in a process of its own."""
     torch.set_num_threads(1)
     ours, theirs = multiprocessing.get_context("fork").Pipe()
 
@@ -564,14 +526,14 @@ def fork_and_compare():
     process.start()
     expected = train_briefly(torch.device("cpu"), 1)
     assert ours.poll(60), "the child hangs"
-    assert_all_equal([torch.from_numpy(t) for t in ours.recv()], expected)
+    small_models.assert_equal([torch.from_numpy(t) for t in ours.recv()], expected)
     process.join(60)
     assert process.exitcode == 0
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fork_after_import():
-    """The test runs on the CPU: CUDA cannot be used in a forked process once its parent has used it."""
+    """The test runs on the CPU, because a forked process cannot use CUDA once its parent has used it."""
     code = "import test_compose; test_compose.fork_and_compare()"
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], env=os.environ | paths, check=True, timeout=120)
@@ -591,27 +553,18 @@ class Batches(torch.utils.data.Dataset):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_data_loader_workers(context):
-    """A worker, which has one thread, works after the parent has run our ops on all its threads."""
+    """A worker, which has one thread, works after the parent has run our ops in several threads."""
     data = Batches()
     expected = [data[i] for i in range(4)]
     loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=context)
-    assert_all_equal(list(loader), expected)
-
-
-# ---- copies ----------------------------------------------------------------------------------------------------------
+    small_models.assert_equal(list(loader), expected)
 
 
 def test_copies(device):
     """Copies of a model and its optimizer by pickle, torch.save and deepcopy continue the run with the same bits."""
     model = make_model(device, dtype=torch.float64)
     optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
-
-    def step(model, optimizer, seed):
-        model(*make_batch(device, seed=seed))[1].backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    step(model, optimizer, 0)
+    step_on(model, optimizer, *make_batch(device, seed=0))
     file = io.BytesIO()
     torch.save((model, optimizer), file)
     file.seek(0)
@@ -620,12 +573,12 @@ def test_copies(device):
         pickle.loads(pickle.dumps((model, optimizer))),
         torch.load(file, weights_only=False),
     ]
-    step(model, optimizer, 1)
+    step_on(model, optimizer, *make_batch(device, seed=1))
     for other, its_optimizer in copies:
         assert other.lm_head.weight is other.transformer.wte.weight
         assert its_optimizer.param_groups[0]["params"][0] is next(other.parameters())
-        step(other, its_optimizer, 1)
-        assert_all_equal([p.detach() for p in other.parameters()], [p.detach() for p in model.parameters()])
+        step_on(other, its_optimizer, *make_batch(device, seed=1))
+        small_models.assert_equal(detached_parameters(other), detached_parameters(model))
 
 
 def test_functions_can_be_pickled():
@@ -635,7 +588,7 @@ def test_functions_can_be_pickled():
 
 @pytest.mark.parametrize("parametrization", [parametrizations.weight_norm, parametrizations.orthogonal])
 def test_parametrizations(parametrization, device):
-    """torch's parametrizations of our linear layer, alone and inside an MLP, compute the weight that is used."""
+    """torch's parametrizations of our linear layer have an effect, alone and inside an MLP."""
     found = []
     for layer, activation in ((nn.Linear, nn.GELU), (torch.nn.Linear, torch.nn.GELU)):
         torch.manual_seed(2)
@@ -648,8 +601,8 @@ def test_parametrizations(parametrization, device):
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-        found.append([loss.detach(), *(p.detach() for p in model.parameters())])
-    assert_all_close(*found)
+        found.append([loss.detach(), *detached_parameters(model)])
+    torch.testing.assert_close(*found)
     mlp = nn.MLP(8, device=device, dtype=torch.float64)
     parametrization(mlp.c_fc)
     x = torch.randn(3, 8, dtype=torch.float64, device=device)

@@ -1,6 +1,7 @@
 """Every op can be captured in a CUDA graph.
 
-It allocates nothing outside torch's allocator, does not synchronise, and reads no host value that replays would miss.
+An op allocates nothing outside torch's allocator, does not synchronise, and reads no value on the host that a replay
+would not read again.
 """
 
 import copy
@@ -13,7 +14,7 @@ from gptkernels import functional, nn
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.testing.cases import CASES, ODD, ORDINARY
 
-# These rows are so wide that a cluster of thread blocks shares one.
+# Rows so wide that a cluster of thread blocks computes one row.
 WIDE = {
     "softmax": {"x.rows": 5, "width": 120_000},
     "fused_classifier": {"rows.rows": 64, "width": 50_304, "vocab_size": 50_257},
@@ -23,15 +24,15 @@ WIDE = {
 @pytest.mark.parametrize("size", ["odd", "ordinary", "wide"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_op_and_its_derivative_is_captured(case, size, device):
-    """A replay on other values gives the bits of an eager call on them, for the calls of ``gptkernels check``."""
+    """A replay on other values has the bits of an eager call on these values, for the calls of ``gptkernels check``."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     if size == "wide" and case.name not in WIDE:
-        pytest.skip("has no rows as wide")
+        pytest.skip("no row is so wide that a cluster computes it")
     choices = WIDE[case.name] if size == "wide" else {}
     call = case.call(ODD if size == "odd" else ORDINARY, torch.bfloat16, device, 1, **choices)
     for op, args, kwargs in call.invocations():
-        # Integers are reset, too: sample_ appends to its sequences, and would reach their end.
+        # Integers are reset too, because sample_ appends to its sequences and would reach their end.
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.is_cuda]
         values = [t.clone() for t in given]
 
@@ -56,7 +57,7 @@ def test_every_op_and_its_derivative_is_captured(case, size, device):
 
 
 class Loss(torch.nn.Module):
-    """A module that returns the model's loss."""
+    """Returns a model's loss."""
 
     def __init__(self, model):
         super().__init__()
@@ -67,7 +68,7 @@ class Loss(torch.nn.Module):
 
 
 def make_modules(device):
-    """Yield each module with its name and an input."""
+    """Yield each module's name, the module and an input."""
 
     def make(module):
         return module.to(device, torch.bfloat16)
@@ -87,12 +88,12 @@ def make_modules(device):
 
 
 def test_make_graphed_callables(device):
-    """Forward and backward graphs of a module give eager's results, for inputs other than those captured."""
+    """The graphs of forward and backward have eager mode's results for inputs that were not captured."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     for name, module, x in make_modules(device):
         graphed = copy.deepcopy(module)
-        graphed(x).sum().backward()  # warm-up; autograd's graph must not be alive during the capture
+        graphed(x).sum().backward()  # autograd's graph of this warm-up must be freed before the capture
         graphed.zero_grad()
         graphed = torch.cuda.make_graphed_callables(graphed, (x,))
         for _ in range(2):
@@ -102,8 +103,7 @@ def test_make_graphed_callables(device):
                 out = m(x)
                 inputs = [*([x] if x.requires_grad else []), *m.parameters()]
                 results.append([out, *torch.autograd.grad(out, inputs, torch.ones_like(out))])
-            for a, b in zip(*results, strict=True):
-                assert torch.equal(a, b), name
+            assert all(map(torch.equal, *results)), name
 
 
 def make_dropout_modules(device):
@@ -116,7 +116,7 @@ def make_dropout_modules(device):
 
 
 def test_make_graphed_callables_with_dropout(device):
-    """Each replay draws a new mask for forward and backward, the one that eager draws from the same seed."""
+    """A replay draws a new mask for forward and backward. Eager mode draws the same mask from the same seed."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     for name, module, x in make_dropout_modules(device):
@@ -132,8 +132,7 @@ def test_make_graphed_callables_with_dropout(device):
             return [t.clone() for t in (out, *torch.autograd.grad(out, inputs, torch.ones_like(out)))]
 
         for seed in (1, 2):
-            for a, b in zip(run(graphed, seed), run(module, seed), strict=True):
-                assert torch.equal(a, b), name
+            assert all(map(torch.equal, run(graphed, seed), run(module, seed))), name
         first, second = (run(graphed, None)[0] for _ in range(2))
         assert not torch.equal(first, second), name
 

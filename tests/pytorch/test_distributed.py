@@ -1,9 +1,10 @@
-"""Two processes on the CPU have the losses of one: DDP, FSDP2, its checkpoints, our optimizer on DTensors.
+"""Two processes on the CPU have the losses of one process: DDP, FSDP2, its checkpoints, and our optimizer on DTensors.
 
-``torch.multiprocessing.spawn`` runs every way of training once; the tests read the results that the processes saved.
+``torch.multiprocessing.spawn`` runs all ways of training once. The tests read the results that the processes saved.
 """
 
 import copy
+import functools
 import os
 
 import pytest
@@ -18,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gptkernels
 import published
+import small_models
 from gptkernels import nn
-from gptkernels.models import GPT2, GPT2Config
 from gptkernels.optim import AdamW, clip_grad_norm_
 
 pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
@@ -28,38 +29,28 @@ STEPS, CLIP, LR = 4, 0.5, 1e-2
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
 
 
-def make_model(dtype=torch.float64):
-    torch.manual_seed(3)
-    model = GPT2(GPT2Config(n_layer=2, n_embd=32, n_head=2, vocab_size=60, block_size=16), dtype=dtype)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(torch.randn(p.shape, dtype=dtype) * 0.1)
-    return model
+make_model = functools.partial(small_models.make_model, "cpu", torch.float64)
 
 
 def make_swapped_model():
     torch.manual_seed(3)
-    config = published.Config(n_layer=2, n_embd=32, n_head=2, vocab_size=60, block_size=16, dropout=0.0)
-    return gptkernels.swap(published.GPT(config).double())
-
-
-def make_batch(i, rows):
-    generator = torch.Generator().manual_seed(i)
-    tokens = torch.randint(60, (4, 17), generator=generator)[rows]
-    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    return gptkernels.swap(published.GPT(published.Config(**small_models.SIZES)).double())
 
 
 def rows_of_this_process():
-    if not dist.is_initialized():
-        return slice(None)
-    return slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
+    return slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2) if dist.is_initialized() else slice(None)
+
+
+def make_batch(seed):
+    """Return the part of a batch that this process computes."""
+    return [t[rows_of_this_process()].contiguous() for t in small_models.make_batch(B=4, seed=seed)]
 
 
 def train(model, optimizer, steps=STEPS, first=0, clip=None, **options):
-    """Return the losses, averaged over all processes, and the gradients' norms if they are clipped."""
+    """Return the losses, averaged over all processes, and the norms of gradients that are clipped."""
     losses, norms = [], []
     for i in range(first, first + steps):
-        loss = model(*make_batch(i, rows_of_this_process()), **options)[1]
+        loss = model(*make_batch(i), **options)[1]
         loss.backward()
         if clip is not None:
             norms.append(clip(model.parameters(), CLIP))
@@ -79,15 +70,15 @@ def make_optimizer(model):
     return AdamW(model.parameters(), lr=LR, max_grad_norm=CLIP)
 
 
-def shard_model(model, **options):
-    """Shard as FSDP2's tutorial does."""
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+def shard_model(model, mesh=None, **options):
+    """Shard the layers and the model, as FSDP2's tutorial does."""
+    mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh, **options)
     return fully_shard(model, mesh=mesh, **options)
 
 
-# ---- ways of training: each process runs them all, and the tests compare their results -------------------------------
+# Each of the following functions is a way of training.
 
 
 def ddp(folder):
@@ -110,7 +101,7 @@ def fsdp(folder):
 
 
 def sharded_layers(folder):
-    """FSDP2 shards every layer of a block by itself; the loss is fused with the head."""
+    """Shard every layer of a block separately. The loss is fused with the LM head."""
     mesh, model = init_device_mesh("cpu", (2,)), make_model()
     for block in model.transformer.h:
         for layer in (block.ln_1, block.ln_2, block.attn, block.mlp.c_fc, block.mlp.c_proj):
@@ -125,32 +116,28 @@ def clipped_by_ours(folder):
 
 
 def replicated_and_sharded(folder):
-    """Hybrid sharding uses a mesh of 2 x 1 devices."""
+    """Use hybrid sharding, with a mesh of 2 x 1 devices."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
-    model = make_model()
-    for block in model.transformer.h:
-        fully_shard(block, mesh=mesh)
-    model = fully_shard(model, mesh=mesh)
+    model = shard_model(make_model(), mesh)
     return train(model, make_optimizer(model))
 
 
-def to_torchs(folder):
-    """Two steps use our optimizer, two torch's with its state."""
+def exchange_optimizers(first, second):
+    """Make two steps with one optimizer, and two steps with another that loads its state."""
     model = shard_model(make_model())
-    first = AdamW(model.parameters(), lr=LR)
-    losses = train(model, first, 2)[0]
-    second = torch.optim.AdamW(model.parameters(), lr=LR)
-    second.load_state_dict(first.state_dict())
-    return losses + train(model, second, 2, first=2)[0], []
+    before = first(model.parameters(), lr=LR)
+    losses = train(model, before, 2)[0]
+    after = second(model.parameters(), lr=LR)
+    after.load_state_dict(before.state_dict())
+    return losses + train(model, after, 2, first=2)[0], []
+
+
+def to_torchs(folder):
+    return exchange_optimizers(AdamW, torch.optim.AdamW)
 
 
 def from_torchs(folder):
-    model = shard_model(make_model())
-    first = torch.optim.AdamW(model.parameters(), lr=LR)
-    losses = train(model, first, 2)[0]
-    second = AdamW(model.parameters())
-    second.load_state_dict(first.state_dict())
-    return losses + train(model, second, 2, first=2)[0], []
+    return exchange_optimizers(torch.optim.AdamW, AdamW)
 
 
 def swapped(folder):
@@ -160,7 +147,7 @@ def swapped(folder):
 
 
 def regression(model, optimizer, clip=None):
-    """Return the norms of a small model's gradients, and its parameters after the last step."""
+    """Train a small model. Return its parameters after the last step, and the norms of its gradients."""
     x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8)
     norms = []
     for _ in range(STEPS):
@@ -179,14 +166,14 @@ def make_uneven_model():
 
 
 def uneven(folder):
-    """Parameters have 3 rows or 1, so the processes' parts differ in size or are empty."""
+    """Shard parameters with 3 rows or 1 row, so that the processes' shards differ in size or are empty."""
     model = fully_shard(make_uneven_model(), mesh=init_device_mesh("cpu", (2,)))
     assert min(p.to_local().numel() for p in model.parameters()) == (0 if dist.get_rank() else 1)
     return regression(model, AdamW(model.parameters(), lr=LR, max_grad_norm=0.01))
 
 
 def masters(folder):
-    """bfloat16 parameters have float32 copies, which are sharded alike."""
+    """Shard bfloat16 parameters and their float32 master weights."""
     model = make_uneven_model().bfloat16()
     if dist.is_initialized():
         model = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -203,8 +190,8 @@ def masters(folder):
 
 
 def mixed_precision(folder):
-    """Forward and backward are in bfloat16; gradients, parameters and state in float32."""
-    model = make_model(torch.float32)
+    """Run forward and backward in bfloat16, with gradients, parameters and state in float32."""
+    model = make_model().float()
     seen = []
     model.transformer.h[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
     model = shard_model(model, mp_policy=BF16)
@@ -217,7 +204,7 @@ def mixed_precision(folder):
 
 
 def mixed_precision_with_torchs(folder):
-    model = shard_model(make_model(torch.float32), mp_policy=BF16)
+    model = shard_model(make_model().float(), mp_policy=BF16)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
 
     def clip(parameters, most):
@@ -227,7 +214,7 @@ def mixed_precision_with_torchs(folder):
 
 
 def saved(folder):
-    """Two steps and a checkpoint are followed by two steps of another model and optimizer, loaded from it."""
+    """Make two steps and save a checkpoint. Make two more steps with another model and optimizer that load it."""
     model = shard_model(make_model())
     optimizer = make_optimizer(model)
     losses, norms = train(model, optimizer, 2)
@@ -239,7 +226,7 @@ def saved(folder):
 
 
 def load_checkpoint(model, folder):
-    """Return the model and an optimizer with a checkpoint's state, however that was sharded."""
+    """Load a checkpoint of any sharding. Return the model and an optimizer with its state."""
     optimizer = make_optimizer(model)
     for p in model.parameters():
         p.requires_grad_()
@@ -268,7 +255,7 @@ def run_process(rank, folder):
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")
     dist.barrier()
-    os._exit(0)  # torch's threads may still run, and abort a process that exits normally
+    os._exit(0)  # a normal exit may abort, because torch's threads may still run
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +278,7 @@ def check_result(results, way):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Train in one process on the whole batch, with torch's optimizer and clipping."""
+    """Train in one process on whole batches, with torch's optimizer and clipping."""
     model = make_model()
     return train(model, torch.optim.AdamW(model.parameters(), lr=LR), clip=torch.nn.utils.clip_grad_norm_)
 
@@ -307,9 +294,9 @@ def alone_without_clipping():
 )
 def test_two_processes_have_the_losses_of_one(way, results, alone):
     losses, norms = check_result(results, way)
-    assert losses == pytest.approx(alone[0], rel=1e-7)  # the norms are float32
-    assert norms == pytest.approx(alone[1], rel=1e-6)
-    assert min(norms) > CLIP  # it is clipped
+    assert losses == pytest.approx(alone[0], rel=1e-7)
+    assert norms == pytest.approx(alone[1], rel=1e-6)  # float32
+    assert min(norms) > CLIP
 
 
 @pytest.mark.parametrize("way", [to_torchs, from_torchs], ids=lambda way: way.__name__)
@@ -325,7 +312,6 @@ def test_a_swapped_model_is_sharded(results):
 
 
 def test_uneven_and_empty_shards(results):
-    """A shard may be larger than another, or empty."""
     model = make_uneven_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     parameters, norms = regression(model, optimizer, torch.nn.utils.clip_grad_norm_)
@@ -335,14 +321,14 @@ def test_uneven_and_empty_shards(results):
 
 
 def test_master_weights(results):
-    """The bits are those of one process, because each element's update is independent."""
+    """The bits are those of one process, because an update of an element depends on no other element."""
     for a, b in zip(check_result(results, masters), masters(None), strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
 
 
 def test_mixed_precision(results, alone):
-    """The losses are those of torch's optimizer, and within bfloat16's rounding of float64."""
+    """The losses match those with torch's optimizer, and those of float64 within bfloat16's rounding."""
     losses, norms = check_result(results, mixed_precision)
     torchs, torchs_norms = check_result(results, mixed_precision_with_torchs)
     assert losses == pytest.approx(torchs, rel=1e-4)
@@ -352,7 +338,7 @@ def test_mixed_precision(results, alone):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_distributed_checkpoint_is_continued(results, folder, alone):
-    """Two processes continue it with the same bits, and one unsharded process within roundings."""
+    """Two processes continue with the same bits, and one unsharded process within roundings."""
     losses, _ = check_result(results, saved)
     assert losses == check_result(results, fsdp)[0]
     model, optimizer = load_checkpoint(make_model(), str(folder / "checkpoint"))

@@ -1,3 +1,7 @@
+"""Functions of gptkernels.functional match torch's, with gradients, and refuse options that they do not support."""
+
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -41,17 +45,14 @@ def torch_causal_attention(qkv, num_heads, scale=None):
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 @all_dtypes
-def test_matches_torch(ours, torchs, shapes, options, dtype, device):
+def test_functions_match_torch(ours, torchs, shapes, options, dtype, device):
     tensors = [randn(*shape, dtype=dtype, device=device, scale=0.3 if ours is G.mlp else 1.0) for shape in shapes]
     check(lambda *args: ours(*args, **options), lambda *args: torchs(*args, **options), *tensors)
 
 
-# ---- normalisation ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("dims", [1, 2, 3])
 @all_dtypes
-def test_layer_norm(dims, dtype, device):
+def test_layer_norm_matches_torch(dims, dtype, device):
     x = randn(2, 3, 4, 8, dtype=dtype, device=device)
     shape = x.shape[-dims:]
     affine = [randn(*shape, dtype=dtype, device=device) for _ in range(2)]
@@ -65,8 +66,8 @@ def test_layer_norm(dims, dtype, device):
 
 def test_layer_norm_refuses_wrong_shapes(device):
     x = randn(5, 8, dtype=torch.float32, device=device)
-    with pytest.raises(ValueError, match=r"normalized_shape must be the last dimensions .*\(5, 8\), got \(7,\)"):
-        G.layer_norm(x, (7,))
+    message = r"normalized_shape must be the last dimensions .*\(5, 8\), got \(7,\)"
+    assert_raises(ValueError, message, G.layer_norm, x, (7,))
     assert_raises(ValueError, "normalized_shape", G.layer_norm, x, ())
     assert_raises(ValueError, "normalized_shape", G.layer_norm, x, (2, 5, 8))
     assert_raises(ValueError, r"weight must have shape \(8,\), got \(7,\)", G.layer_norm, x, (8,), x[0, :7])
@@ -75,7 +76,7 @@ def test_layer_norm_refuses_wrong_shapes(device):
 
 @pytest.mark.parametrize("dims", [1, 2])
 @all_dtypes
-def test_residual_layer_norm(dims, dtype, device):
+def test_residual_layer_norm_matches_torch(dims, dtype, device):
     x, residual = (randn(3, 4, 8, dtype=dtype, device=device) for _ in range(2))
     shape = x.shape[-dims:]
     weight, bias = (randn(*shape, dtype=dtype, device=device) for _ in range(2))
@@ -87,31 +88,28 @@ def test_residual_layer_norm(dims, dtype, device):
         return torch.cat([F.layer_norm(x + residual, shape, weight, bias), x + residual])
 
     check(ours, torchs, x, residual, weight, bias)
-    with pytest.raises(ValueError, match=r"residual must have the shape of x, \(3, 4, 8\), got \(2, 4, 8\)"):
-        G.residual_layer_norm(x, residual[:2], shape)
-
-
-# ---- activations and softmax -----------------------------------------------------------------------------------------
+    message = r"residual must have the shape of x, \(3, 4, 8\), got \(2, 4, 8\)"
+    assert_raises(ValueError, message, G.residual_layer_norm, x, residual[:2], shape)
 
 
 @pytest.mark.parametrize("shape", [(), (5,), (3, 5), (2, 3, 5), (2, 2, 2, 2)])
-def test_softmax_without_dim(shape, device):
+def test_softmax_without_dim_warns_as_torch_does(shape, device):
     x = randn(*shape, dtype=torch.float32, device=device)
-    with pytest.warns(UserWarning, match="dim"):
-        out = G.softmax(x)
-    with pytest.warns(UserWarning, match="dim"):
-        torch.testing.assert_close(out, F.softmax(x))
+    found = []
+    for module in (G, F):
+        with pytest.warns(UserWarning, match="dim"):
+            found.append(module.softmax(x))
+    torch.testing.assert_close(*found)
 
 
-def test_refuses_options(device):
+def test_gelu_and_softmax_refuse_bad_options(device):
     x = randn(3, 5, dtype=torch.float32, device=device)
     assert_raises(ValueError, "approximate must be 'none' or 'tanh', got 'fast'", G.gelu, x, "fast")
-    with pytest.raises(IndexError):
-        G.softmax(x, 2)
+    assert_raises(IndexError, None, G.softmax, x, 2)
 
 
 @all_dtypes
-def test_embedding(dtype, device):
+def test_embedding_matches_torch(dtype, device):
     weight = randn(9, 4, dtype=dtype, device=device)
     for tokens in (torch.randint(9, (3, 5)), torch.randint(9, ()), torch.randint(9, (2, 3, 4), dtype=torch.int32)):
         check(G.embedding, F.embedding, tokens.to(device), weight)
@@ -120,87 +118,77 @@ def test_embedding(dtype, device):
 @pytest.mark.parametrize(
     "option", [{"padding_idx": 0}, {"max_norm": 1.0}, {"scale_grad_by_freq": True}, {"sparse": True}]
 )
-def test_embedding_refuses_options(option, device):
-    with pytest.raises(ValueError, match=f"embedding: the option {next(iter(option))} is not supported"):
-        G.embedding(torch.zeros(3, dtype=torch.int64, device=device), torch.zeros(3, 2, device=device), **option)
+def test_embedding_refuses_unsupported_options(option, device):
+    tokens, weight = torch.zeros(3, dtype=torch.int64, device=device), torch.zeros(3, 2, device=device)
+    message = f"embedding: the option {next(iter(option))} is not supported"
+    assert_raises(ValueError, message, G.embedding, tokens, weight, **option)
 
 
-# ---- losses ----------------------------------------------------------------------------------------------------------
+def cross_entropies(**options):
+    """Return our cross-entropy and torch's, with the options."""
+    return [functools.partial(module.cross_entropy, **options) for module in (G, F)]
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shape", [(7,), (5, 7), (5, 7, 3), (2, 7, 3, 4)])
 @all_dtypes
-def test_cross_entropy(shape, reduction, dtype, device):
+def test_cross_entropy_matches_torch(shape, reduction, dtype, device):
     logits = randn(*shape, dtype=dtype, device=device)
-    target_shape = shape[:1] + shape[2:] if len(shape) > 1 else ()
-    target = torch.randint(7, target_shape, device=device)
-    check(
-        lambda x, t: G.cross_entropy(x, t, reduction=reduction),
-        lambda x, t: F.cross_entropy(x, t, reduction=reduction),
-        logits,
-        target,
-    )
+    target = torch.randint(7, shape[:1] + shape[2:] if len(shape) > 1 else (), device=device)
+    check(*cross_entropies(reduction=reduction), logits, target)
     if target.dim():
         target.view(-1)[::2] = 3
-        options = {"ignore_index": 3, "reduction": reduction}
-        check(
-            lambda x, t: G.cross_entropy(x, t, **options), lambda x, t: F.cross_entropy(x, t, **options), logits, target
-        )
+        check(*cross_entropies(reduction=reduction, ignore_index=3), logits, target)
 
 
-def test_cross_entropy_of_no_rows(device):
+def test_cross_entropy_of_no_rows_matches_torch(device):
     logits = randn(5, 7, dtype=torch.float32, device=device, requires_grad=True)
     for targets in (torch.full((5,), -100, device=device), torch.empty(0, dtype=torch.int64, device=device)):
         rows = logits[: len(targets)]
         for reduction in ("mean", "sum", "none"):
-            check(
-                lambda x, t, r=reduction: G.cross_entropy(x, t, reduction=r),
-                lambda x, t, r=reduction: F.cross_entropy(x, t, reduction=r),
-                rows,
-                targets,
-            )
+            check(*cross_entropies(reduction=reduction), rows, targets)
         assert G.cross_entropy(rows, targets).isnan()
         assert G.linear_cross_entropy(rows, torch.eye(7, device=device), targets).isnan()
         assert G.linear_cross_entropy(rows, torch.eye(7, device=device), targets, reduction="sum") == 0
 
 
-def test_cross_entropy_deprecated_reductions(device):
+def test_deprecated_reductions_of_cross_entropy_match_torch(device):
     logits, target = randn(5, 7, dtype=torch.float32, device=device), torch.randint(7, (5,), device=device)
     for options in ({"size_average": False}, {"reduce": False}, {"size_average": True, "reduce": True}):
-        with pytest.warns(UserWarning, match="deprecated"):
-            out = G.cross_entropy(logits, target, **options)
-        with pytest.warns(UserWarning, match="deprecated"):
-            torch.testing.assert_close(out, F.cross_entropy(logits, target, **options))
+        found = []
+        for function in cross_entropies(**options):
+            with pytest.warns(UserWarning, match="deprecated"):
+                found.append(function(logits, target))
+        torch.testing.assert_close(*found)
 
 
-def test_cross_entropy_refuses_arguments(device):
+def test_cross_entropy_refuses_bad_arguments(device):
     logits, target = randn(5, 7, dtype=torch.float32, device=device), torch.randint(7, (5,), device=device)
-    with pytest.raises(ValueError, match="the option weight is not supported"):
-        G.cross_entropy(logits, target, torch.ones(7, device=device))
-    with pytest.raises(ValueError, match="the option label_smoothing is not supported"):
-        G.cross_entropy(logits, target, label_smoothing=0.1)
-    assert_raises(ValueError, "soft targets", G.cross_entropy, logits, logits.softmax(-1))
-    with pytest.raises(ValueError, match="reduction must be 'mean', 'sum' or 'none', got 'average'"):
-        G.cross_entropy(logits, target, reduction="average")
-    with pytest.raises(ValueError, match=r"target must have the input's shape \(5, 7\) without .*got \(4,\)"):
-        G.cross_entropy(logits, target[:4])
+
+    def refuse(message, *args, **options):
+        assert_raises(ValueError, message, G.cross_entropy, logits, *args, **options)
+
+    refuse("the option weight is not supported", target, torch.ones(7, device=device))
+    refuse("the option label_smoothing is not supported", target, label_smoothing=0.1)
+    refuse("soft targets", logits.softmax(-1))
+    refuse("reduction must be 'mean', 'sum' or 'none', got 'average'", target, reduction="average")
+    refuse(r"target must have the input's shape \(5, 7\) without .*got \(4,\)", target[:4])
 
 
-def test_cross_entropy_autocast(device):
+def test_cross_entropy_under_autocast_matches_torch(device):
     logits, target = randn(5, 7, dtype=torch.bfloat16, device=device), torch.randint(7, (5,), device=device)
     with torch.autocast(device.type, torch.bfloat16):
         for dtype in (torch.float32, torch.float64):
             check(G.cross_entropy, F.cross_entropy, logits.to(dtype), target)
         out, expected = G.cross_entropy(logits, target), F.cross_entropy(logits, target)
         assert out.dtype == expected.dtype == torch.float32
-        # On CUDA torch rounds the logarithms of bfloat16 logits to bfloat16 before the loss is float32.
+        # On CUDA, torch rounds the logarithms of bfloat16 logits to bfloat16 before it computes the loss in float32.
         torch.testing.assert_close(out, expected, **tolerance(torch.bfloat16))
         torch.testing.assert_close(out, F.cross_entropy(logits.float(), target))
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_cross_entropy_on_meta(reduction):
+def test_cross_entropy_on_meta_has_shapes_and_gradients(reduction):
     logits = torch.empty(5, 7, device="meta", requires_grad=True)
     loss = G.cross_entropy(logits, torch.empty(5, device="meta", dtype=torch.int64), reduction=reduction)
     assert loss.is_meta

@@ -1,7 +1,8 @@
-"""`gptkernels.graphed_step`: a step replayed as a CUDA graph has the bits of the eager one; on the CPU it is eager."""
+"""`gptkernels.graphed_step`: a step replayed as a CUDA graph has the bits of an eager step. On the CPU it is eager."""
 
 import copy
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from gptkernels.optim import AdamW
 from helpers import assert_raises
 
 CONFIG = {"n_layer": 2, "n_embd": 128, "n_head": 2, "vocab_size": 500, "block_size": 64}
-STEPS = 6  # the first two are eager on every device
+STEPS = 6  # the first two steps are eager on every device
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +48,7 @@ def make_batches(count, batch=3, length=64, seed=1):
 
 
 def plain_step(model, optimizer, loss, *micro):
-    """Run the usual training loop's step."""
+    """Run a step of a usual training loop, and return its loss and gradient norm."""
     device = next(model.parameters()).device
     total = 0
     for batch in micro:
@@ -61,6 +62,7 @@ def plain_step(model, optimizer, loss, *micro):
 
 
 def assert_same(a, b):
+    """Assert that two pairs of model and optimizer have the same bits."""
     (model_a, optimizer_a), (model_b, optimizer_b) = a, b
     for (name, p), q in zip(model_a.named_parameters(), model_b.parameters(), strict=True):
         assert torch.equal(p, q), name
@@ -69,7 +71,14 @@ def assert_same(a, b):
 
 
 def run_both(device, steps, change=lambda i, model, optimizer: None, autocast=False, **options):
-    """Assert that plain and graphed steps on the same batches, (micro-batch, ...) each, have the same bits.
+    """Assert that plain and graphed steps on the same batches have the same bits.
+
+    Args:
+        device: the models' device.
+        steps: the micro-batches of each step.
+        change: is called before each step with the step's number, the model and the optimizer.
+        autocast: whether the loss is computed under autocast.
+        **options: of ``make_training``.
 
     Returns:
         The graphed step, and the losses.
@@ -96,18 +105,27 @@ def run_both(device, steps, change=lambda i, model, optimizer: None, autocast=Fa
 
 
 def expect_captures(step, device, count):
-    if device.type == "cuda":
-        assert step.eager_because is None
-        assert step.captures == count
-    else:
-        assert step.eager_because == "the parameters are on the CPU"
-        assert step.captures == 0
+    """Assert that the step was captured this many times, or is eager on the CPU."""
+    reason = None if device.type == "cuda" else "the parameters are on the CPU"
+    assert (step.eager_because, step.captures) == (reason, count if device.type == "cuda" else 0)
 
 
-@pytest.mark.parametrize("accumulation", [1, 2, 3])
-def test_has_the_bits_of_the_eager_step(device, accumulation):
-    data = make_batches(STEPS * accumulation)
-    step, losses = run_both(device, [data[i::STEPS] for i in range(STEPS)])
+@pytest.mark.parametrize(
+    "case",
+    [
+        {"accumulation": 1},
+        {"accumulation": 2},
+        {"accumulation": 3},
+        {"autocast": True, "dtype": torch.float32},  # the graph casts the new parameters of each step
+        {"batches": 1, "dropout": 0.3, "lr": 0.0},  # only the masks of steps differ
+    ],
+    ids=str,
+)
+def test_has_the_bits_of_the_eager_step(device, case):
+    options = dict(case)
+    accumulation, batches = options.pop("accumulation", 1), options.pop("batches", None)
+    data = make_batches(batches or STEPS * accumulation) * (STEPS if batches else 1)
+    step, losses = run_both(device, [data[i::STEPS] for i in range(STEPS)], **options)
     expect_captures(step, device, 1)
     assert len(set(losses)) == STEPS
 
@@ -117,26 +135,14 @@ def test_learning_rates_change(device, where):
     def change(i, model, optimizer):
         for k, group in enumerate(optimizer.param_groups):
             rate = 0.003 * (i + 1) / (k + 1)
-            group["lr"] = {
-                "float": lambda rate=rate: rate,
-                "cpu": lambda rate=rate: torch.tensor(rate),
-                "device": lambda rate=rate: torch.tensor(rate, device=device),
-            }[where]()
+            group["lr"] = rate if where == "float" else torch.tensor(rate, device=device if where == "device" else None)
 
     step, _ = run_both(device, [[batch] for batch in make_batches(STEPS)], change)
     expect_captures(step, device, 1)
 
 
-def test_each_replay_draws_eagers_next_mask(device):
-    """The batch is the same and the learning rate 0, so only masks differ."""
-    (batch,) = make_batches(1)
-    step, losses = run_both(device, [[batch]] * STEPS, dropout=0.3, lr=0.0)
-    assert len(set(losses)) == STEPS
-    expect_captures(step, device, 1)
-
-
 def test_a_replay_waits_for_its_capture(device, monkeypatch):
-    """The capture's stream is delayed by work that torch launches before the capture."""
+    """Work that torch launches before the capture delays the capture's stream."""
     if device.type == "cpu":
         pytest.skip("graphs are CUDA's")
     begin = torch.cuda.CUDAGraph.capture_begin
@@ -152,7 +158,7 @@ def test_a_replay_waits_for_its_capture(device, monkeypatch):
 
 
 def test_a_change_of_shape_captures_again(device):
-    """Steps alternate between two shapes; then a step ends with a shorter batch."""
+    """Steps alternate between two shapes. Later steps end with a shorter batch."""
     long, short = make_batches(8), make_batches(8, batch=2, length=32, seed=2)
     one = [[b] for pair in zip(long[:4], short[:4], strict=True) for b in pair]
     both = [[long[4 + i], long[5 + i], short[i]] for i in range(3)]
@@ -160,15 +166,8 @@ def test_a_change_of_shape_captures_again(device):
     expect_captures(step, device, 3)
 
 
-def test_autocast(device):
-    """float32 parameters are cast inside the graph, so each step sees their new values."""
-    step, losses = run_both(device, [[b] for b in make_batches(1) * STEPS], autocast=True, dtype=torch.float32)
-    assert len(set(losses)) == STEPS
-    expect_captures(step, device, 1)
-
-
-def test_autocast_around_the_step(device):
-    """Autocast's cache, in one context around all steps, does not outlive an update."""
+def test_autocasts_cache_does_not_outlive_an_update(device):
+    """One autocast context contains all steps."""
     plain, graphed = make_training(device, dtype=torch.float32), make_training(device, dtype=torch.float32)
     step = gptkernels.graphed_step(lambda *batch: graphed[0](*batch, return_logits=False)[1], graphed[1])
     inside = make_loss(plain[0], autocast=True)
@@ -179,39 +178,32 @@ def test_autocast_around_the_step(device):
     assert_same(plain, graphed)
 
 
-@pytest.mark.parametrize("option", ["weight_decay", "max_grad_norm", "requires_grad"])
-def test_changed_options_capture_again(device, option):
+@pytest.mark.parametrize("what", ["weight_decay", "max_grad_norm", "requires_grad", "state"])
+def test_changed_options_and_loaded_states_capture_again(device, what):
+    """After a state was loaded, the graph does not continue with the previous moments and master weights."""
+    saved = {}
+
     def change(i, model, optimizer):
+        if i == 3 and what == "state":
+            saved[model] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
         if i != 4:
             return
-        if option == "weight_decay":
+        if what == "weight_decay":
             optimizer.param_groups[0]["weight_decay"] = 0.5
-        elif option == "max_grad_norm":
+        elif what == "max_grad_norm":
             optimizer.max_grad_norm = 0.01
-        else:
+        elif what == "requires_grad":
             model.transformer.ln_f.bias.requires_grad_(False)
+        else:
+            model.load_state_dict(saved[model][0])
+            optimizer.load_state_dict(saved[model][1])
 
     step, _ = run_both(device, [[batch] for batch in make_batches(8)], change)
     expect_captures(step, device, 2)
 
 
-def test_load_state_dict(device):
-    """The graph does not continue with old moments and masters when an earlier state is loaded."""
-    saved = {}
-
-    def change(i, model, optimizer):
-        if i == 3:
-            saved[model] = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
-        if i == 5:
-            model.load_state_dict(saved[model][0])
-            optimizer.load_state_dict(saved[model][1])
-
-    step, _ = run_both(device, [[batch] for batch in make_batches(9)], change)
-    expect_captures(step, device, 2)
-
-
 def test_a_resumed_run_has_the_same_bits(device):
-    """The first steps of a new process are eager, where the first run replays."""
+    """The first steps of a new process are eager where the first run replays a graph."""
     data = make_batches(8)
     model, optimizer = make_training(device)
     step = gptkernels.graphed_step(make_loss(model), optimizer)
@@ -227,7 +219,7 @@ def test_a_resumed_run_has_the_same_bits(device):
 
 
 def test_batch_memory_may_be_reused(device):
-    """The caller may overwrite a batch on the host as soon as the step is launched."""
+    """The caller may overwrite a batch on the host once the step is launched."""
     plain, graphed = make_training(device), make_training(device)
     step = gptkernels.graphed_step(make_loss(graphed[0]), graphed[1])
     data = make_batches(2 * STEPS)
@@ -265,7 +257,7 @@ def test_without_clipping_there_is_no_norm(device):
         assert result.read().grad_norm is None
 
 
-def test_a_model_of_torchs_layers(device):
+def test_a_model_of_torchs_layers_has_the_same_bits(device):
     def build():
         torch.manual_seed(5)
         layers = [torch.nn.Linear(8, 32), torch.nn.ReLU(), torch.nn.Dropout(0.2), torch.nn.Linear(32, 1)]
@@ -287,8 +279,8 @@ def test_a_model_of_torchs_layers(device):
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
-def test_before_update(device, accumulation):
-    """The callback sees the gradients and may change them: halved, they have half the norm."""
+def test_before_update_may_change_the_gradients(device, accumulation):
+    """The callback halves the gradients, and thereby their norm."""
     plain, graphed = make_training(device), make_training(device)
     norms = []
 
@@ -298,9 +290,9 @@ def test_before_update(device, accumulation):
         norms.append(float(sum(p.grad.double().square().sum() for p in model.parameters()).sqrt()))
 
     steps = [
-        gptkernels.graphed_step(make_loss(plain[0]), plain[1], before_update=lambda: halve(plain[0]), capture=False)
+        gptkernels.graphed_step(make_loss(model), optimizer, before_update=partial(halve, model), capture=capture)
+        for (model, optimizer), capture in ((plain, False), (graphed, True))
     ]
-    steps += [gptkernels.graphed_step(make_loss(graphed[0]), graphed[1], before_update=lambda: halve(graphed[0]))]
     data = make_batches(STEPS * accumulation)
     for i in range(STEPS):
         results = [step(*data[i::STEPS]).read() for step in steps]
@@ -311,16 +303,14 @@ def test_before_update(device, accumulation):
     assert_same(plain, graphed)
 
 
-# ---- steps that stay eager -------------------------------------------------------------------------------------------
-
-
 def only_record(caplog):
+    """Return the only message that was logged."""
     (record,) = [r for r in caplog.records if r.name == "gptkernels.graphs"]
     return record.getMessage()
 
 
 def assert_trains_eagerly(step, model, optimizer, loss, expected):
-    """The step is the plain one, and gives the expected reason."""
+    """Assert that the step has the bits of a plain step, and the expected reason to be eager."""
     plain_model = copy.deepcopy(model)
     plain_optimizer = AdamW(plain_model.parameters(), lr=1e-2, max_grad_norm=1.0)
     for batch in make_batches(5):
@@ -329,7 +319,7 @@ def assert_trains_eagerly(step, model, optimizer, loss, expected):
     assert step.captures == 0
 
 
-def test_the_cpu_logs_one_line(caplog):
+def test_a_step_on_the_cpu_logs_one_line(caplog):
     model, optimizer = make_training(torch.device("cpu"))
     step = gptkernels.graphed_step(make_loss(model), optimizer)
     for batch in make_batches(4):
@@ -337,7 +327,7 @@ def test_the_cpu_logs_one_line(caplog):
     assert only_record(caplog) == "the training step runs eagerly: the parameters are on the CPU"
 
 
-def test_another_optimizer(device, caplog):
+def test_a_step_of_another_optimizer_is_eager(device, caplog):
     model, _ = make_training(device, dtype=torch.float32)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     step = gptkernels.graphed_step(make_loss(model), optimizer)
@@ -347,7 +337,7 @@ def test_another_optimizer(device, caplog):
     assert ("SGD" if device.type == "cuda" else "CPU") in only_record(caplog)
 
 
-def test_step_hooks(device, caplog):
+def test_a_step_with_hooks_of_the_optimizer_is_eager(device, caplog):
     if device.type != "cuda":
         pytest.skip("CUDA only")
     model, optimizer = make_training(device)
@@ -360,7 +350,7 @@ def test_step_hooks(device, caplog):
     assert "step hooks" in only_record(caplog)
 
 
-def test_a_hook_that_synchronises_stays_eager(device, caplog):
+def test_a_step_whose_hook_synchronises_is_eager(device, caplog):
     if device.type != "cuda":
         pytest.skip("CUDA only")
     model, _ = make_training(device, dtype=torch.float32)
@@ -373,8 +363,8 @@ def test_a_hook_that_synchronises_stays_eager(device, caplog):
     assert "test_graphs.py" in only_record(caplog)
 
 
-def test_a_failed_capture_stays_eager(device, caplog):
-    """A wait outside of the eager steps makes the capture fail; the generators work afterwards."""
+def test_a_step_whose_capture_fails_is_eager(device, caplog):
+    """The loss waits for the stream only during the capture. The random number generators work afterwards."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     model, _ = make_training(device, dtype=torch.float32)
@@ -398,7 +388,7 @@ def test_a_failed_capture_stays_eager(device, caplog):
     expect_captures(step, device, 1)
 
 
-def test_refuses_bad_batches(device):
+def test_bad_batches_are_refused(device):
     model, optimizer = make_training(device)
     step = gptkernels.graphed_step(make_loss(model), optimizer)
     assert_raises(ValueError, "at least one batch", step)

@@ -1,7 +1,7 @@
-"""A call frees all heap memory but its results.
+"""A call frees all heap memory except its results.
 
-A few bytes matter: small blocks that stay between the large ones that a training step frees keep the heap from using
-these again, so that a process grows by megabytes with each step.
+A few bytes matter. If small blocks stay between the large blocks that a training step frees, the heap cannot use the
+large blocks again, and the process grows by megabytes with each step.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ class Mallinfo2(ctypes.Structure):
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_garbage():
-    """Freeze the objects that exist, hundreds of thousands, so that the collector does not spend a second on them."""
+    """Freeze the hundreds of thousands of existing objects, so that the collector does not spend a second on them."""
     gc.collect()
     gc.freeze()
     yield
@@ -37,11 +37,11 @@ def frozen_garbage():
 
 
 def leaked_bytes(call):
-    """Return how many bytes of malloc's a call leaves allocated, on average."""
+    """Return how many bytes of malloc's heap a call leaves allocated on average."""
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
     except AttributeError:
-        pytest.skip("mallinfo2 is glibc's, from 2.33 on")
+        pytest.skip("mallinfo2 needs glibc 2.33")
     mallinfo2.restype = Mallinfo2
     for _ in range(CALLS // 4):
         call()
@@ -63,7 +63,7 @@ def test_every_op_leaks_nothing(case, device, one_thread):
 
 
 def call_on_copies(op, args, kwargs):
-    """Call an op on copies of its tensors, because it may write to its arguments."""
+    """Call an op on copies of its tensors, because an op may write to its arguments."""
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
     op(*args, **kwargs)
 

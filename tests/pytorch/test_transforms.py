@@ -1,7 +1,7 @@
-"""Every op under torch's transforms: forward-mode AD, torch.func, and all of them on top of each other.
+"""Every op under torch's transforms: forward-mode AD, torch.func, and nested transforms.
 
-``gradcheck`` and ``gradgradcheck`` compare with finite differences in float64; the rest compares a transform with the
-loop, or with another transform, that gives the same values.
+``gradcheck`` and ``gradgradcheck`` compare with finite differences in float64. Other tests compare a transform with a
+loop or with another transform that computes the same values.
 """
 
 import functools
@@ -10,17 +10,19 @@ import pytest
 import torch
 from torch.autograd import forward_ad, gradcheck, gradgradcheck
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, linearize, vjp, vmap
+from torch.utils._pytree import tree_leaves
 
 from gptkernels import functional, nn
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.testing import cases
 from gptkernels.testing.cases import SMALL
+from helpers import assert_raises
 
 ops = torch.ops.gptkernels
 
 
 def make_function(case):
-    """Return a factory of an operator as a function of its differentiable arguments, with their shapes."""
+    """Return a function that makes an operator's differentiable function and the shapes of its arguments."""
 
     def made(device, dtype):
         call = case.call(SMALL, dtype, device)
@@ -29,7 +31,7 @@ def make_function(case):
     return made
 
 
-# Each entry makes a function of floating tensors with differentiable outputs, and gives the tensors' shapes.
+# Each entry returns a function of floating-point tensors with differentiable outputs, and the tensors' shapes.
 CASES = {
     case.name: make_function(case)
     for case in cases.CASES
@@ -49,13 +51,9 @@ def draw_case(case, device, dtype=torch.float64):
 
 
 def assert_trees_close(a, b, **tolerance):
-    a, b = (torch.utils._pytree.tree_leaves(t) for t in (a, b))
-    assert len(a) == len(b) > 0
-    for x, y in zip(a, b, strict=True):
-        torch.testing.assert_close(x, y, **tolerance)
-
-
-# ---- forward mode ----------------------------------------------------------------------------------------------------
+    a, b = (tree_leaves(t) for t in (a, b))
+    assert b
+    torch.testing.assert_close(a, b, **tolerance)
 
 
 def skip_float32_result(case):
@@ -69,7 +67,7 @@ def test_forward_mode_is_the_derivative(case, device):
     function, inputs = draw_case(case, device)
     for t in inputs:
         t.requires_grad_()
-    # The arguments are non-leaves: a defect once lost their tangents.
+    # The arguments are not leaves, because a defect once lost the tangents of such tensors.
     assert gradcheck(
         lambda *args: function(*(t * 1 for t in args)),
         inputs,
@@ -90,7 +88,7 @@ def test_forward_over_reverse(case, device):
 
 @all_cases
 def test_forward_mode_without_gradients(case, device):
-    """Tangents flow under no_grad and through tensors that require no gradient; each input's alone and all together."""
+    """Tangents flow through tensors without gradients. The tangents of single inputs add up to the whole tangent."""
     function, inputs = draw_case(case, device)
     directions = [torch.randn_like(t) for t in inputs]
     _, whole = jvp(function, inputs, tuple(directions))
@@ -121,27 +119,31 @@ def test_tangent_of_global_norm(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @all_cases
 def test_forward_mode_in_every_dtype(case, dtype, device):
-    """The tangents have the outputs' dtypes and, within roundings, the values of float64."""
+    """A tangent has the output's dtype, and the value of float64 within roundings."""
     function, inputs = draw_case(case, device, dtype)
     directions = tuple(torch.randn_like(t) for t in inputs)
     if case.startswith("fused_classifier_backward"):  # dlosses are float32
         inputs, directions = ((t[0].float(), t[1]) for t in (inputs, directions))
     outputs, found = jvp(function, tuple(inputs), tuple(directions))
     _, exact = jvp(function, tuple(t.double() for t in inputs), tuple(t.double() for t in directions))
-    for out, tangent, wanted in zip(*map(torch.utils._pytree.tree_leaves, (outputs, found, exact)), strict=True):
+    for out, tangent, wanted in zip(*map(tree_leaves, (outputs, found, exact)), strict=True):
         assert tangent.dtype == out.dtype
         scale = wanted.abs().max().clamp(min=1)
-        # A case chains up to five products, each of which sums rounded factors.
+        # A case chains up to five matmuls of rounded factors.
         error = (tangent.double() - wanted.double()).abs().max() / scale
         assert error <= 64 * torch.finfo(dtype).eps, (error, torch.finfo(dtype).eps)
 
 
 def test_an_op_without_derivative_refuses_tangents(device):
-    """The error names the op; the tangent is not dropped silently."""
+    """The error names the op."""
     logits, targets = torch.randn(2, 5, device=device), torch.tensor([1, 2], device=device)
     ones = torch.ones(2, device=device)
-    with pytest.raises(RuntimeError, match="fused_classifier: a call with dlosses is not differentiable"):
-        jvp(lambda x: ops.fused_classifier(x, targets, -1, -100, ones), (logits,), (logits,))
+
+    def classify(x):
+        return ops.fused_classifier(x, targets, -1, -100, ones)
+
+    message = "fused_classifier: a call with dlosses is not differentiable"
+    assert_raises(RuntimeError, message, jvp, classify, (logits,), (logits,))
     p, g, m, v, t = (torch.zeros(3, device=device) for _ in range(5))
     options = {"beta1": 0.9, "beta2": 0.99, "eps": 1e-8, "weight_decay": 0.0}
 
@@ -150,11 +152,7 @@ def test_an_op_without_derivative_refuses_tangents(device):
             ops.adamw_([p], [g], [m], [v], [t.sum()], lr=torch.tensor(0.1), **options)
         return p
 
-    with pytest.raises(RuntimeError, match="adamw_ has no derivative"):
-        jvp(step, (g,), (g,))
-
-
-# ---- torch.func ------------------------------------------------------------------------------------------------------
+    assert_raises(RuntimeError, "adamw_ has no derivative", jvp, step, (g,), (g,))
 
 
 @all_cases
@@ -179,15 +177,15 @@ def test_jacobians_agree(case, device):
 
 @all_cases
 def test_hessians_agree(case, device):
-    """All four orders of forward and reverse mode give the same Hessian."""
+    """The four orders of forward and reverse mode have the same Hessian."""
     skip_float32_result(case)
     if case in ("linear_cross_entropy", "linear_cross_entropy, sum", "linear_cross_entropy, functional"):
-        pytest.skip("a tangent outside of its forward is refused where the forward computes the gradients")
+        pytest.skip("the op refuses a tangent outside of its forward if the forward computes the gradients")
     function, inputs = draw_case(case, device)
-    weights = [torch.randn_like(t) for t in torch.utils._pytree.tree_leaves(function(*inputs))]
+    weights = [torch.randn_like(t) for t in tree_leaves(function(*inputs))]
 
     def scalar(*args):
-        outputs = torch.utils._pytree.tree_leaves(function(*args))
+        outputs = tree_leaves(function(*args))
         return sum((out * weight).sum() for out, weight in zip(outputs, weights, strict=True))
 
     positions = tuple(range(len(inputs)))
@@ -195,14 +193,14 @@ def test_hessians_agree(case, device):
     found = hessian(scalar, positions)(*inputs)
     assert_trees_close(found, expected)
     assert_trees_close(jacrev(jacfwd(scalar, positions), positions)(*inputs), expected)
-    if case.partition(",")[0] != "fused_classifier_":  # torch's copy_ cannot do it either: "ZeroTensors are immutable"
+    if case.partition(",")[0] != "fused_classifier_":  # torch's copy_ refuses it too: "ZeroTensors are immutable"
         assert_trees_close(jacfwd(jacfwd(scalar, positions), positions)(*inputs), expected)
     assert_trees_close(jacrev(jacrev(scalar, positions), positions)(*inputs), expected)
 
 
 @all_cases
 def test_vmap_equals_the_loop(case, device):
-    """vmap runs over all inputs, over each alone, in the first and the last dimension, and twice."""
+    """vmap maps all inputs or one of them, in the first or the last dimension, and once or twice."""
     function, shapes = CASES[case](device, torch.float64)
     size = 3
     plain = [torch.randn(shape, dtype=torch.float64).to(device) for shape in shapes]
@@ -214,31 +212,23 @@ def test_vmap_equals_the_loop(case, device):
         def one(i, mapped=mapped, inputs=inputs):
             return function(*(t[i] if k in mapped else t for k, t in enumerate(inputs)))
 
-        looped = [torch.utils._pytree.tree_leaves(one(i)) for i in range(size)]
+        looped = [tree_leaves(one(i)) for i in range(size)]
         expected = [torch.stack(column) for column in zip(*looped, strict=True)]
         assert_trees_close(vmap(function, dims)(*inputs), expected)
         last = [t.movedim(0, -1) if d == 0 else t for t, d in zip(inputs, dims, strict=True)]
         assert_trees_close(vmap(function, tuple(-1 if d == 0 else None for d in dims))(*last), expected)
     twice = [torch.stack([t, 2 * t]) for t in stacked]
-    assert_trees_close(
-        vmap(vmap(function))(*twice),
-        [
-            torch.stack(pair)
-            for pair in zip(
-                *(torch.utils._pytree.tree_leaves(vmap(function)(*(t[i] for t in twice))) for i in range(2)),
-                strict=True,
-            )
-        ],
-    )
+    looped = [tree_leaves(vmap(function)(*(t[i] for t in twice))) for i in range(2)]
+    assert_trees_close(vmap(vmap(function))(*twice), [torch.stack(pair) for pair in zip(*looped, strict=True)])
 
 
 @all_cases
 def test_per_sample_gradients(case, device):
-    """vmap over grad agrees with the loop, with all inputs mapped and with only the first."""
+    """vmap over grad agrees with the loop if all inputs are mapped, and if only the first is mapped."""
     function, shapes = CASES[case](device, torch.float64)
 
     def scalar(*args):
-        return sum((out * out).sum() for out in torch.utils._pytree.tree_leaves(function(*args)))
+        return sum((out * out).sum() for out in tree_leaves(function(*args)))
 
     stacked = [torch.randn(3, *shape, dtype=torch.float64).to(device) for shape in shapes]
     for dims in [(0,) * len(shapes), (0, *(None,) * (len(shapes) - 1))]:
@@ -250,19 +240,16 @@ def test_per_sample_gradients(case, device):
 
 
 def test_vmap_over_integers(device):
-    """Tokens and targets are mapped, with weights and logits that are mapped or not."""
+    """Tokens and targets are mapped together with mapped or unmapped weights and logits."""
     tokens = torch.randint(4, (3, 2, 5), device=device)
     wte, wpe = (torch.randn(3, 4, 6, device=device), torch.randn(5, 6, device=device))
 
     def check(function, dims, *args):
-        expected = [
-            torch.utils._pytree.tree_leaves(
-                function(*(a if d is None else a[i] for a, d in zip(args, dims, strict=True)))
-            )
-            for i in range(3)
-        ]
-        # One call for all may add a row's terms in another order.
-        assert_trees_close(vmap(function, dims)(*args), [torch.stack(c) for c in zip(*expected, strict=True)])
+        def sample(i):
+            return tree_leaves(function(*(a if d is None else a[i] for a, d in zip(args, dims, strict=True))))
+
+        expected = [torch.stack(column) for column in zip(*map(sample, range(3)), strict=True)]
+        assert_trees_close(vmap(function, dims)(*args), expected)  # a mapped call may add terms in another order
 
     check(ops.encoder, (0, None, None), tokens, wte[0], wpe)
     check(ops.encoder, (0, 0, None), tokens, wte, wpe)
@@ -287,19 +274,18 @@ def test_vmap_over_integers(device):
 
 
 def test_vmap_keeps_the_ops_errors(device):
-    with pytest.raises(RuntimeError, match=r"token|range|index"):  # token 4 belongs to the next sample's rows
-        vmap(lambda g, t: ops.embedding_backward(g, t, 4))(torch.ones(2, 3, 8), torch.tensor([[0, 1, 4], [0, 0, 0]]))
-    with pytest.raises(RuntimeError, match="at least 1 dimension"):
-        vmap(ops.softmax)(torch.randn(3, device=device))
-    with pytest.raises(RuntimeError, match="size 0"):
-        vmap(lambda x, w: ops.linear(x, w))(torch.randn(0, 2, 3, device=device), torch.randn(0, 4, 3, device=device))
+    def refuse(message, function, *args):
+        assert_raises(RuntimeError, message, vmap(function), *args)
+
+    # Token 4 belongs to the next sample's rows.
+    tokens = torch.tensor([[0, 1, 4], [0, 0, 0]])
+    refuse(r"token|range|index", lambda g, t: ops.embedding_backward(g, t, 4), torch.ones(2, 3, 8), tokens)
+    refuse("at least 1 dimension", ops.softmax, torch.randn(3, device=device))
+    empty = torch.randn(0, 2, 3, device=device), torch.randn(0, 4, 3, device=device)
+    refuse("size 0", lambda x, w: ops.linear(x, w), *empty)
     # An unmapped tensor cannot hold a different result for each sample.
     logits = torch.randn(4, 5, device=device)
-    with pytest.raises(RuntimeError, match="inplace"):
-        vmap(lambda t: ops.fused_classifier_(logits, t))(torch.zeros(3, 4, dtype=torch.long, device=device))
-
-
-# ---- models ----------------------------------------------------------------------------------------------------------
+    refuse("inplace", lambda t: ops.fused_classifier_(logits, t), torch.zeros(3, 4, dtype=torch.long, device=device))
 
 
 def make_model(device, **changes):
@@ -340,7 +326,7 @@ def test_model_per_sample_gradients(device):
 
 
 def test_ensemble_of_models(device):
-    """Stacked parameters map every op's own parameters."""
+    """vmap maps the parameters of every op."""
     models, tokens = [make_model(device) for _ in range(2)], torch.randint(11, (3, 6), device=device)
     parameters, _ = torch.func.stack_module_state(models)
     found = vmap(lambda p: functional_call(models[0], p, (tokens,))[0])(parameters)
@@ -348,8 +334,8 @@ def test_ensemble_of_models(device):
 
 
 @pytest.mark.parametrize("module", ["LayerNorm", "Linear", "GELU", "Softmax", "MLP", "CausalSelfAttention"])
-def test_modules_per_sample_gradients_and_tangents(module, device):
-    """Each layer works with the recipe of torch.func's documentation."""
+def test_modules_have_per_sample_gradients_and_tangents(module, device):
+    """The test follows the recipe of torch.func's documentation."""
     made = {
         "LayerNorm": lambda: nn.LayerNorm(8),
         "Linear": lambda: nn.Linear(8, 4),
@@ -367,12 +353,12 @@ def test_modules_per_sample_gradients_and_tangents(module, device):
     found = vmap(grad(scalar, (0, 1)), (None, 0))(parameters, x)
     for i in range(3):
         expected = grad(scalar, (0, 1))(parameters, x[i])
-        assert_trees_close([t[i] for t in torch.utils._pytree.tree_leaves(found)], expected)
+        assert_trees_close([t[i] for t in tree_leaves(found)], expected)
     _, tangent = jvp(functools.partial(scalar, parameters), (x[0],), (x[1],))
     torch.testing.assert_close(tangent, (grad(scalar, 1)(parameters, x[0]) * x[1]).sum())
 
 
-def test_cross_entropy_and_embedding_match_torch(device):
+def test_transforms_of_cross_entropy_and_embedding_match_torch(device):
     x = torch.randn(3, 4, 5, dtype=torch.float64, device=device)
     targets = torch.randint(5, (3, 4), device=device)
     losses = functional.cross_entropy, torch.nn.functional.cross_entropy
@@ -384,9 +370,6 @@ def test_cross_entropy_and_embedding_match_torch(device):
         for f in (functional.embedding, torch.nn.functional.embedding)
     )
     assert_trees_close(found, expected)
-
-
-# ---- compiled --------------------------------------------------------------------------------------------------------
 
 
 def test_transforms_compile(device):

@@ -1,7 +1,7 @@
-"""Published architectures on the modules of a GPT-2: what differs is how the whole model connects them.
+"""Published architectures with the modules of a GPT-2, which the model connects in another way.
 
 `MODELS` maps a name to a function that returns `(model, run)`, as in `swap_lookalikes.py`. The models in `GPT2_FORMS`
-compute what GPT-2 does in another way.
+compute what GPT-2 computes, with other code.
 """
 
 import torch
@@ -28,21 +28,18 @@ def predict(self, x, targets):
 
 
 def set_parameter(name, *values):
-    """Return a set-up that gives a module a parameter."""
+    """Return a function for `edit`'s setup that gives a module a parameter with these values."""
     return lambda self, model, i: self.register_parameter(name, nn.Parameter(torch.tensor(values)))
 
 
 def set_trained(name, value):
-    """Return a set-up with a value that training gives to a parameter that starts as the identity."""
+    """Return a function for `edit`'s before that sets a parameter, as training would."""
     return lambda model: nn.init.constant_(model.get_parameter(name), value)
-
-
-# ---- skips across layers ---------------------------------------------------------------------------------------------
 
 
 @edit(nano, "GPT", set_parameter("skip_weights", 1.0))
 def unet_skips(self, forward, idx, targets=None):
-    """modded-nanogpt: the last layers add the outputs of the first ones, in reverse order."""
+    """modded-nanogpt: the last layers add the outputs of the first layers, in reverse order."""
     x, (first, middle, last) = embed(self, idx), self.transformer.h
     skip = first(x)
     return predict(self, last(middle(skip) + self.skip_weights[0] * skip), targets)
@@ -50,7 +47,7 @@ def unet_skips(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", set_parameter("skip_weights", 0.0), set_trained("skip_weights", 0.5))
 def unet_skips_from_zero(self, forward, idx, targets=None):
-    """The same, with weights that start at 0, so that at first the model is a GPT-2."""
+    """modded-nanogpt's skips, with weights that are 0 at first, so that the model starts as a GPT-2."""
     x, (first, middle, last) = embed(self, idx), self.transformer.h
     skip = first(x)
     return predict(self, last(middle(skip) + self.skip_weights[0] * skip), targets)
@@ -58,7 +55,7 @@ def unet_skips_from_zero(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", set_parameter("lambdas", 1.0, 0.0), set_trained("lambdas", 0.6))
 def embedding_in_every_layer(self, forward, idx, targets=None):
-    """modded-nanogpt: each layer's input is a mixture of the stream and the embedding."""
+    """modded-nanogpt: the input of each layer is a mixture of the residual stream and the embedding."""
     x = x0 = embed(self, idx)
     for block in self.transformer.h:
         x = block(self.lambdas[0] * x + self.lambdas[1] * x0)
@@ -67,7 +64,7 @@ def embedding_in_every_layer(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", set_parameter("depth_weights", 0.0, 0.0, 0.0, 1.0), set_trained("depth_weights", 0.25))
 def denseformer(self, forward, idx, targets=None):
-    """DenseFormer: the last layer's output is averaged with all earlier ones, by weights that start as the identity."""
+    """DenseFormer: the last output is averaged with all earlier outputs. At first, the weights select the last."""
     states = [embed(self, idx)]
     for block in self.transformer.h:
         states.append(block(states[-1]))
@@ -75,7 +72,7 @@ def denseformer(self, forward, idx, targets=None):
 
 
 class ValueEmbeddingAttention(nn.Module):
-    """Mixes values with an embedding of the tokens, if one is given."""
+    """Adds an embedding of the tokens to the values, if it is given."""
 
     def forward(self, x, ve=None):
         q, k, v = heads(self, x)
@@ -92,7 +89,7 @@ class ValueEmbeddingBlock(nn.Module):
 
 @edit(nano, "GPT")
 def value_embeddings(self, forward, idx, targets=None):
-    """modded-nanogpt: the first and the last layer's attention take a second argument, from the token embedding."""
+    """modded-nanogpt: attention of the first and the last layer has a second argument, a token embedding."""
     x, (first, middle, last) = embed(self, idx), self.transformer.h
     ve = self.transformer.wte(idx)
     return predict(self, last(middle(first(x, ve)), ve=ve), targets)
@@ -111,12 +108,9 @@ def with_value_embeddings(build):
 OTHERS["value_embeddings"] = with_value_embeddings(OTHERS["value_embeddings"])
 
 
-# ---- layers more than once, or not at all ----------------------------------------------------------------------------
-
-
 @edit(nano, "GPT")
 def universal_transformer(self, forward, idx, targets=None):
-    """Universal Transformer: all layers are run twice, with the positions added again before the second time."""
+    """Universal Transformer: all layers run twice, and the positions are added again before the second time."""
     x = embed(self, idx)
     for step in range(2):
         x = x if step == 0 else x + self.transformer.wpe.weight[: idx.size(1)]
@@ -127,7 +121,7 @@ def universal_transformer(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def immediate_repeat(self, forward, idx, targets=None):
-    """MobileLLM: each layer is run twice in a row."""
+    """MobileLLM: each layer runs twice in a row."""
     x = embed(self, idx)
     for block in self.transformer.h:
         x = block(block(x))
@@ -136,7 +130,7 @@ def immediate_repeat(self, forward, idx, targets=None):
 
 @register
 def shared_block():
-    """ALBERT: one block is used three times."""
+    """ALBERT: the model uses one block three times."""
     model = nano()
     model.transformer.h = nn.ModuleList([model.transformer.h[0]] * 3)
     return model, run
@@ -144,7 +138,7 @@ def shared_block():
 
 @edit(nano, "GPT")
 def layer_drop(self, forward, idx, targets=None):
-    """LayerDrop: in training, layers are skipped at random."""
+    """LayerDrop: training skips layers at random."""
     x = embed(self, idx)
     for block in self.transformer.h:
         if not (self.training and torch.rand(()) < 0.02):
@@ -154,7 +148,7 @@ def layer_drop(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", before=lambda model: model.lm_head.weight.data.mul_(40))
 def confident_exit(self, forward, idx, targets=None):
-    """CALM, DeeBERT: in evaluation the layers after a confident prediction are not run; at first none is confident."""
+    """CALM, DeeBERT: evaluation skips the layers after a confident prediction. At first no prediction is confident."""
     x = embed(self, idx)
     for block in self.transformer.h:
         x = block(x)
@@ -165,7 +159,7 @@ def confident_exit(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def shallow_for_long(self, forward, idx, targets=None):
-    """The last layer is skipped for sequences of more than 60 tokens."""
+    """Sequences of more than 60 tokens skip the last layer."""
     x = embed(self, idx)
     for block in self.transformer.h[: 3 if idx.size(1) <= 60 else 2]:
         x = block(x)
@@ -174,7 +168,7 @@ def shallow_for_long(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", lambda self, model, i: setattr(self, "depth", 3), lambda model: setattr(model, "depth", 2))
 def progressive_depth(self, forward, idx, targets=None):
-    """Progressive stacking: only the first `depth` layers are run, all of them until `run` sets it."""
+    """Progressive stacking: only the first `depth` layers run. `depth` is all layers until `run` sets it."""
     x = embed(self, idx)
     for block in self.transformer.h[: self.depth]:
         x = block(x)
@@ -183,37 +177,34 @@ def progressive_depth(self, forward, idx, targets=None):
 
 @edit(nano, "Block", set_parameter("router", *torch.linspace(-1, 1, 32).tolist()))
 def mixture_of_depths(self, forward, x):
-    """Mixture-of-Depths: half of the tokens, chosen by a router, are changed by the block."""
+    """Mixture-of-Depths: a block changes only the half of the tokens that a router selects."""
     chosen = (x @ self.router).topk(-(-x.size(1) // 2), dim=1).indices.sort(dim=1).values[..., None].expand(-1, -1, 32)
     return x.scatter(1, chosen, forward(x.gather(1, chosen)))
 
 
-# ---- norms -----------------------------------------------------------------------------------------------------------
-
-
 @edit(nano, "GPT")
 def norm_in_the_middle(self, forward, idx, targets=None):
-    """The last norm is used after the middle layer too."""
+    """The final norm is also applied after the middle layer."""
     x, (first, middle, last) = embed(self, idx), self.transformer.h
     return predict(self, last(self.transformer.ln_f(middle(first(x)))), targets)
 
 
 @edit(nano, "Block")
 def post_norm(self, forward, x):
-    """The first Transformer's order: norms after the additions."""
+    """The first Transformer: norms follow the additions."""
     x = self.ln_1(x + self.attn(x))
     return self.ln_2(x + self.mlp(x))
 
 
 @edit(nano, "Block")
 def parallel(self, forward, x):
-    """PaLM, GPT-NeoX: attention and MLP read the same stream."""
+    """PaLM, GPT-NeoX: attention and MLP have the same input stream."""
     return x + self.attn(self.ln_1(x)) + self.mlp(self.ln_2(x))
 
 
 @edit(nano, "Block")
 def sandwich_norm(self, forward, x):
-    """CogView: what attention and MLP add is normalized."""
+    """CogView: the outputs of attention and MLP are normalized before they are added."""
     x = x + F.layer_norm(self.attn(self.ln_1(x)), (32,))
     return x + F.layer_norm(self.mlp(self.ln_2(x)), (32,))
 
@@ -225,17 +216,14 @@ def sandwich_norm(self, forward, x):
     set_trained("transformer.h.1.attn.head_scale", 1.5),
 )
 def normformer_head_scale(self, forward, x):
-    """NormFormer: each head's output has a scale, which starts at 1."""
+    """NormFormer: each head's output has a scale, which is 1 at first."""
     q, k, v = heads(self, x)
     return attend(self, q, k, v * self.head_scale.view(-1, 1, 1))
 
 
-# ---- state between layers or calls -----------------------------------------------------------------------------------
-
-
 @edit(nano, "CausalSelfAttention", lambda self, model, i: setattr(self, "first", i == 0))
 def residual_scores(self, forward, x):
-    """RealFormer: the previous layer's scores, kept in the class, are added."""
+    """RealFormer: attention adds the previous layer's scores, which a class attribute stores."""
     q, k, v = heads(self, x)
     scores = q @ k.mT * q.size(-1) ** -0.5
     if not self.first:
@@ -251,7 +239,7 @@ FIRST_VALUES: dict[str, torch.Tensor] = {}
 
 @edit(nano, "CausalSelfAttention", lambda self, model, i: setattr(self, "layer", i))
 def values_through_a_global(self, forward, x):
-    """The last layer adds the first one's values, where it finds them in a global variable."""
+    """The last layer adds the first layer's values, which a global variable stores."""
     q, k, v = heads(self, x)
     if self.layer == 0:
         FIRST_VALUES["v"] = v
@@ -267,7 +255,7 @@ def forget(model):
 
 @edit(nano, "CausalSelfAttention", before=forget, calls=2)
 def memory_of_the_last_call(self, forward, x):
-    """Transformer-XL: queries also see the previous call's keys and values, if it had as many sequences."""
+    """Transformer-XL: queries also see keys and values of the previous call, if it had as many sequences."""
     q, k, v = heads(self, x)
     old, self.kept = getattr(self, "kept", None), (k.detach(), v.detach())
     if old is None or old[0].size(0) != x.size(0):
@@ -278,8 +266,8 @@ def memory_of_the_last_call(self, forward, x):
 
 
 @edit(nano, "GPT", before=lambda model: vars(model).pop("before", None), calls=2)
-def last_hidden_state_of_the_call_before(self, forward, idx, targets=None):
-    """A recurrent memory: the mean hidden state of the previous call is added to the embedding."""
+def mean_hidden_state_of_the_previous_call(self, forward, idx, targets=None):
+    """A recurrent memory: the previous call's mean hidden state is added to the embedding."""
     x = embed(self, idx) + self.__dict__.get("before", 0.0)
     for block in self.transformer.h:
         x = block(x)
@@ -287,12 +275,9 @@ def last_hidden_state_of_the_call_before(self, forward, idx, targets=None):
     return predict(self, x, targets)
 
 
-# ---- tokens and batches ----------------------------------------------------------------------------------------------
-
-
 @edit(nano, "GPT", lambda self, model, i: setattr(self, "prefix", nn.Parameter(torch.randn(2, 32))))
 def prefix_tokens(self, forward, idx, targets=None):
-    """Prompt tuning: two learned vectors precede the tokens of each sequence."""
+    """Prompt tuning: two learned vectors precede each sequence."""
     x = torch.cat([self.prefix.expand(idx.size(0), -1, -1), embed(self, idx)], dim=1)
     for block in self.transformer.h:
         x = block(x)
@@ -301,7 +286,7 @@ def prefix_tokens(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def centred_over_the_batch(self, forward, idx, targets=None):
-    """With more than one sequence, the mean over them is subtracted from the stream before the last layer."""
+    """With several sequences, their mean is subtracted from the stream before the last layer."""
     x, (first, middle, last) = embed(self, idx), self.transformer.h
     x = middle(first(x))
     return predict(self, last(x - x.mean(0) if idx.size(0) > 1 else x), targets)
@@ -309,7 +294,7 @@ def centred_over_the_batch(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def restarts_after_a_separator(self, forward, idx, targets=None):
-    """Positions count from the last separator on, which is the last token of the vocabulary."""
+    """Positions are counted from the last separator, which is the last token of the vocabulary."""
     positions = torch.arange(idx.size(1), device=idx.device).expand_as(idx)
     start = torch.where(idx == 64, positions, 0).cummax(dim=1).values
     x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions - start))
@@ -320,7 +305,7 @@ def restarts_after_a_separator(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def shrunk_embedding_gradient(self, forward, idx, targets=None):
-    """CogView, GLM-130B: a tenth of the gradient reaches the embeddings; the forward is GPT-2's."""
+    """CogView, GLM-130B: a tenth of the gradient reaches the embeddings. The forward is GPT-2's."""
     x = embed(self, idx)
     x = 0.1 * x + 0.9 * x.detach()
     for block in self.transformer.h:
@@ -328,12 +313,9 @@ def shrunk_embedding_gradient(self, forward, idx, targets=None):
     return predict(self, x, targets)
 
 
-# ---- GPT-2, written in another way -----------------------------------------------------------------------------------
-
-
 @edit(nano, "GPT")
 def loop_by_index(self, forward, idx, targets=None):
-    """Layers are called by their index, and positions are rows of the table."""
+    """GPT-2's layers are called by index, and its positions are rows of the embedding's weight."""
     x = self.transformer.wte(idx) + self.transformer.wpe.weight[None, : idx.size(1)]
     x = self.transformer.drop(x)
     for i in range(len(self.transformer.h)):
@@ -343,7 +325,7 @@ def loop_by_index(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def all_logits(self, forward, idx, targets=None):
-    """build-nanogpt: all positions have logits without targets, too."""
+    """build-nanogpt: all positions have logits, even without targets."""
     x = embed(self, idx)
     for block in self.transformer.h:
         x = block(x)

@@ -1,36 +1,45 @@
 """Twenty small models that look like GPT-2 and each compute something slightly different, to test `swap(model)`.
 
-`MODELS` maps a name to a function that returns `(model, run)`; `run(model, tokens)` returns `(logits, loss)` and is
-deterministic for a given seed. Ten models are nanoGPT with a change, ten are Hugging Face's GPT-2 with a change: some
-only after `run` sets something, in training mode, on long sequences, from the second call on or at large activations.
+`MODELS` maps a name to a function that returns `(model, run)`. `run(model, tokens)` returns `(logits, loss)`, which
+depend only on torch's, Python's and NumPy's seeds. Ten models are nanoGPT with a change, ten are Hugging Face's GPT-2
+with a change. Some change only after `run` sets something, in training mode, for long sequences, from the second call
+on, or for large activations.
 """
 
 import math
 import random
 from collections.abc import Callable
 from functools import partial
-from types import SimpleNamespace
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
 
+import published
+
 MODELS: dict[str, Callable[[], tuple[nn.Module, Callable]]] = {}
-VALUES: list[torch.Tensor] = []  # the first layer's values in `nano_value_residual`; empty after each pass
+VALUES: list[torch.Tensor] = []  # `nano_value_residual`: the first layer's values in a forward pass
 
 
 def register(build):
-    """Add a function that returns (model, run) to `MODELS`, under its own name."""
+    """Add a function that returns (model, run) to `MODELS` under its name."""
     MODELS[build.__name__] = build
     return build
 
 
 def edit(base, kind, setup=lambda *args: None, before=lambda model: None, calls=1, method="forward"):
-    """Add a model in which the decorated function replaces a method of the modules whose class is named `kind`.
+    """Return a decorator that adds a model in which a function replaces a method of some modules.
 
-    They get a subclass of the same name, as in an edited file. The function gets the module, the old method and the
-    arguments. `setup(module, model, i)` prepares the ith of the modules; `run` calls `before(model)` first.
+    The modules get a subclass with the name of their class, as in an edited file.
+
+    Args:
+        base: makes the model.
+        kind: the name of the modules' class.
+        setup: `setup(module, model, i)` prepares the i-th of these modules.
+        before: `run` calls `before(model)` first.
+        calls: how often `run` calls the model. It returns the last results.
+        method: the name of the method. The decorated function gets the module, the old method and the arguments.
     """
 
     def add(function):
@@ -56,8 +65,8 @@ def edit(base, kind, setup=lambda *args: None, before=lambda model: None, calls=
 
 
 def run(model, tokens, **kwargs):
-    """Predict the next token; the last position has no target."""
-    if isinstance(model, GPT):
+    """Return logits, and the loss of the next tokens. The last position has no target."""
+    if isinstance(model, published.GPT):
         return model(tokens, F.pad(tokens[:, 1:], (0, 1), value=-1))
     out = model(input_ids=tokens, labels=tokens, **kwargs)
     return out.logits, out.loss
@@ -65,91 +74,14 @@ def run(model, tokens, **kwargs):
 
 @torch.no_grad()
 def spread(model):
-    """Make the initial weights large and the vectors uneven, so that small changes show in the logits."""
+    """Make weights large and vectors uneven, so that small changes of the model show in the logits."""
     for p in model.parameters():
         p.copy_(p + 0.1 * torch.randn_like(p) if p.dim() == 1 else 0.12 * torch.randn_like(p))
     return model
 
 
-class LayerNorm(nn.Module):
-    def __init__(self, ndim, bias):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(ndim))
-        self.bias = nn.Parameter(torch.zeros(ndim)) if bias else None
-
-    def forward(self, input):
-        return F.layer_norm(input, self.weight.shape, self.weight, self.bias, 1e-5)
-
-
-class CausalSelfAttention(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd, bias=config.bias)
-        self.c_proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.attn_dropout = nn.Dropout(config.dropout)
-        self.resid_dropout = nn.Dropout(config.dropout)
-        self.n_head, self.n_embd, self.dropout, self.flash = config.n_head, config.n_embd, config.dropout, True
-
-    def forward(self, x):
-        B, T, C = x.size()
-        q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
-        q, k, v = (t.view(B, T, self.n_head, C // self.n_head).transpose(1, 2) for t in (q, k, v))
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0, is_causal=True)
-        y = y.transpose(1, 2).contiguous().view(B, T, C)
-        return self.resid_dropout(self.c_proj(y))
-
-
-class MLP(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.c_fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.gelu = nn.GELU()
-        self.c_proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
-        self.dropout = nn.Dropout(config.dropout)
-
-    def forward(self, x):
-        return self.dropout(self.c_proj(self.gelu(self.c_fc(x))))
-
-
-class Block(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.ln_1 = LayerNorm(config.n_embd, bias=config.bias)
-        self.attn = CausalSelfAttention(config)
-        self.ln_2 = LayerNorm(config.n_embd, bias=config.bias)
-        self.mlp = MLP(config)
-
-    def forward(self, x):
-        x = x + self.attn(self.ln_1(x))
-        return x + self.mlp(self.ln_2(x))
-
-
-class GPT(nn.Module):
-    def __init__(self, config):
-        super().__init__()
-        self.config = config
-        wte, wpe = (nn.Embedding(n, config.n_embd) for n in (config.vocab_size, config.block_size))
-        h = nn.ModuleList([Block(config) for _ in range(config.n_layer)])
-        ln_f = LayerNorm(config.n_embd, bias=config.bias)
-        self.transformer = nn.ModuleDict(dict(wte=wte, wpe=wpe, drop=nn.Dropout(config.dropout), h=h, ln_f=ln_f))
-        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.transformer.wte.weight = self.lm_head.weight
-
-    def forward(self, idx, targets=None):
-        pos = torch.arange(0, idx.size(1), dtype=torch.long, device=idx.device)
-        x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(pos))
-        for block in self.transformer.h:
-            x = block(x)
-        x = self.transformer.ln_f(x)
-        if targets is None:
-            return self.lm_head(x[:, [-1], :]), None
-        logits = self.lm_head(x)
-        return logits, F.cross_entropy(logits.view(-1, logits.size(-1)), targets.view(-1), ignore_index=-1)
-
-
 def nano():
-    config = dict(block_size=64, vocab_size=65, n_layer=3, n_head=2, n_embd=32, dropout=0.0, bias=True)
-    return spread(GPT(SimpleNamespace(**config)))
+    return spread(published.GPT(published.Config(block_size=64, vocab_size=65, n_layer=3, n_head=2, n_embd=32)))
 
 
 def heads(attn, x):
@@ -163,7 +95,7 @@ def attend(attn, q, k, v, mask=None, scale=None):
 
 @register
 def nano_window_in_training():
-    """Each attention's own `forward` is a functools.partial: windows of 2, 4 and 8 tokens, in training mode only."""
+    """In training mode, attention has windows of 2, 4 and 8 tokens. Its `forward` is a functools.partial."""
 
     def windowed(attn, window, x):
         if not attn.training:
@@ -185,7 +117,7 @@ def nano_window_in_training():
     calls=2,
 )
 def nano_qk_norm_after_warmup(self, forward, x):
-    """Attention counts its calls in a buffer and normalizes q and k from the second call on."""
+    """Attention counts its calls in a buffer, and normalizes q and k from the second call on."""
     self.step += 1
     if self.step <= 1:
         return forward(x)
@@ -195,7 +127,7 @@ def nano_qk_norm_after_warmup(self, forward, x):
 
 @edit(nano, "CausalSelfAttention", lambda self, model, i: setattr(self, "layer", i), lambda model: VALUES.clear())
 def nano_value_residual(self, forward, x):
-    """Attention averages its values with the first layer's, which it gets through a global variable."""
+    """Attention averages its values with the first layer's, which it reads from a global variable."""
     q, k, v = heads(self, x)
     if self.layer == 0:
         VALUES.append(v)
@@ -205,7 +137,7 @@ def nano_value_residual(self, forward, x):
 
 @register
 def nano_token_shift_hook():
-    """A pre-hook on the linear layer `attn.c_attn` of one block shifts half of its input by one token (as RWKV)."""
+    """A pre-hook on one `attn.c_attn` shifts half of its input by one token, as RWKV does."""
 
     def token_shift(module, args):
         near, far = args[0].chunk(2, dim=-1)
@@ -218,7 +150,7 @@ def nano_token_shift_hook():
 
 @register
 def nano_fake_quantized_mlp():
-    """A parametrization rounds the weight of one `mlp.c_proj` to 4 bits (quantization-aware training)."""
+    """A parametrization rounds the weight of one `mlp.c_proj` to 4 bits, as quantization-aware training does."""
 
     class FakeQuant(nn.Module):
         def forward(self, weight):
@@ -236,20 +168,20 @@ def share_mlp(self, model, i):
 
 @edit(nano, "MLP", share_mlp, before=lambda model: setattr(model.transformer.h[0].mlp, "uses", 0))
 def nano_shared_mlp_fades(self, forward, x):
-    """All blocks hold the first block's MLP, which divides its output by its number of uses in this pass so far."""
+    """All blocks share the first block's MLP, which divides its output by the number of its calls in the pass."""
     self.uses = self.uses % 3 + 1
     return forward(x) / self.uses
 
 
 @edit(nano, "Block", setup=lambda self, model, i: setattr(self, "drop_rate", 0.2 * (i + 1)), method="__call__")
 def nano_stochastic_depth(self, call, x):
-    """In training mode, `Block.__call__` leaves a block out by Python's `random`, deeper blocks more often."""
+    """In training mode, `Block.__call__` skips blocks by Python's `random`, deeper blocks more often."""
     return x if self.training and random.random() < self.drop_rate else call(x)
 
 
 @edit(nano, "CausalSelfAttention", before=lambda model: setattr(model.transformer.h[1].attn, "head_mask", (1, 0)))
 def nano_head_ablation_later(self, forward, x):
-    """Attention looks for an attribute `head_mask`, which is missing until `run` ablates the second head of a layer."""
+    """Attention reads an attribute `head_mask` that does not exist until `run` ablates the second head of a layer."""
     if not hasattr(self, "head_mask"):
         return forward(x)
     q, k, v = heads(self, x)
@@ -258,7 +190,7 @@ def nano_head_ablation_later(self, forward, x):
 
 @edit(nano, "GPT")
 def nano_logit_softcap_z_loss(self, forward, idx, targets):
-    """GPT caps the logits of its superclass by tanh and computes its own loss on them, with a z-loss added."""
+    """GPT caps the logits of its superclass with tanh, and computes their loss with an additional z-loss."""
     logits = 2.0 * torch.tanh(forward(idx, targets)[0] / 2.0)
     z_loss = torch.logsumexp(logits, dim=-1).square().mean()
     return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1) + 0.01 * z_loss
@@ -266,7 +198,7 @@ def nano_logit_softcap_z_loss(self, forward, idx, targets):
 
 @edit(nano, "Block", before=lambda model: nn.init.constant_(model.transformer.h[1].mlp.c_proj.bias[3:4], 9.0))
 def nano_clamped_residual(self, forward, x):
-    """Each block clamps its output to a limit which is not reached until `run` makes one channel an outlier."""
+    """Each block clamps its output to a limit that no value reaches until `run` makes one channel an outlier."""
     return forward(x).clamp(-4.0, 4.0)
 
 
@@ -279,7 +211,7 @@ def hf():
 
 @register
 def hf_attention_temperature_later():
-    """A plain model until `run` sets each attention's attribute `scaling` to a temperature of its own."""
+    """The model is a plain GPT-2 until `run` sets the attribute `scaling` of each attention."""
 
     def scaled_run(model, tokens):
         for block, factor in zip(model.transformer.h, (2.0, 0.5, 3.0), strict=True):
@@ -291,13 +223,13 @@ def hf_attention_temperature_later():
 
 @edit(hf, "LayerNorm", setup=lambda self, model, i: self.weight.data.sub_(1.0))
 def hf_norm_one_plus_weight(self, forward, x):
-    """The norms are LayerNorm subclasses which scale by 1 + weight (as Gemma's), with weights close to zero."""
+    """The norms are LayerNorm subclasses that scale by 1 + weight, as Gemma's do. The weights are close to zero."""
     return F.layer_norm(x, self.normalized_shape, 1.0 + self.weight, self.bias, self.eps)
 
 
 @register
 def hf_alibi_registered_later():
-    """A plain model until `run` registers an attention function with ALiBi's bias and selects it, for this run only."""
+    """The model is a plain GPT-2 until `run` registers an attention with ALiBi's bias and selects it for the call."""
 
     def alibi(module, q, k, v, attention_mask, scaling=None, **kwargs):
         distance = (torch.arange(q.size(2)) - torch.arange(q.size(2))[:, None]).to(q.device)
@@ -320,7 +252,7 @@ def hf_alibi_registered_later():
 
 @register
 def hf_packed_documents_hook():
-    """A pre-hook on `transformer` passes position_ids which restart after separators, so documents are masked too."""
+    """A pre-hook on `transformer` passes position_ids that restart after separators, which masks documents too."""
 
     def packed(module, args, kwargs):
         position = torch.arange(args[0].size(1), device=args[0].device).expand_as(args[0])
@@ -334,7 +266,7 @@ def hf_packed_documents_hook():
 
 @register
 def hf_neftune_hook():
-    """A forward hook on `wte` adds noise in training mode (NEFTune, as transformers' Trainer does it)."""
+    """In training mode, a forward hook on `wte` adds noise, as transformers' Trainer does for NEFTune."""
 
     def noise(module, args, y):
         return y + torch.empty_like(y).uniform_(-1, 1) / math.sqrt(y.size(1)) if module.training else y
@@ -346,13 +278,13 @@ def hf_neftune_hook():
 
 @edit(hf, "Conv1D", lambda self, model, i: setattr(self, "scale", nn.Parameter(torch.rand(self.nf))))
 def hf_ia3_adapters(self, forward, x):
-    """Conv1D is a subclass which has a second parameter, a learned scale of its outputs (IA3)."""
+    """Conv1D is a subclass with a second parameter, a learned scale of the outputs (IA3)."""
     return forward(x) * self.scale
 
 
 @register
 def hf_head_bias_smoothed_loss():
-    """`lm_head`, still tied to `wte`, got a bias of token frequencies, and `loss_function` now smooths labels."""
+    """`lm_head`, still tied to `wte`, has a bias of token frequencies, and `loss_function` smooths the labels."""
 
     def smoothed(logits, labels, vocab_size, **kwargs):
         target = labels[:, 1:].masked_fill(labels[:, 1:] == labels[:, :-1], -100)  # repeated tokens do not count
@@ -366,7 +298,7 @@ def hf_head_bias_smoothed_loss():
 
 @register
 def hf_repeated_block():
-    """The second block is in `transformer.h` twice (a looped transformer), so there are more blocks than n_layer."""
+    """`transformer.h` has the second block twice (a looped transformer), so there are more blocks than n_layer."""
     model = hf()
     model.transformer.h = nn.ModuleList([model.transformer.h[i] for i in (0, 1, 1, 2)])
     return model, partial(run, use_cache=False)
@@ -374,7 +306,7 @@ def hf_repeated_block():
 
 @register
 def hf_mlp_property_by_length():
-    """`block.mlp` is a property: the usual MLP up to 32 tokens, another MLP for longer sequences."""
+    """`block.mlp` is a property: the usual MLP for up to 32 tokens, another MLP for longer sequences."""
 
     class Routed:
         length = 0
@@ -393,7 +325,7 @@ def hf_mlp_property_by_length():
 
 @edit(hf, "GPT2LMHeadModel")
 def hf_deep_supervision(self, forward, input_ids=None, labels=None, **kwargs):
-    """The logits are averaged with those of the layer before the last, which `output_hidden_states` gives."""
+    """The logits are averaged with those of the second-to-last layer, which `output_hidden_states` returns."""
     out = forward(input_ids, output_hidden_states=True, **kwargs)
     out.logits = 0.5 * (out.logits + self.lm_head(self.transformer.ln_f(out.hidden_states[-2])))
     out.loss = self.loss_function(out.logits, labels, vocab_size=self.config.vocab_size)

@@ -10,29 +10,30 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gptkernels
-from helpers import assert_as_exact_as_torch
+from helpers import assert_as_exact_as_torch, assert_raises
 
 ROOT = Path(__file__).parents[2]
 
 
-# ---- torch -----------------------------------------------------------------------------------------------------------
-
 has_registration = hasattr(torch.nn.attention, "register_flash_attention_impl")
-has_restore = hasattr(torch.nn.attention, "restore_flash_attention_impl")  # torch 2.10 lacks it
+needs_restore = pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "restore_flash_attention_impl"),
+    reason="this torch has no restore_flash_attention_impl",  # as torch 2.10
+)
 
 
 def compute(inputs, causal, dtype=None):
-    """Return attention's output and gradients."""
+    """Return attention's output and its gradients."""
     leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
     out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
     return [out, *torch.autograd.grad(out.square().sum(), leaves)]
 
 
-@pytest.mark.skipif(not has_restore, reason="this torch has no restore_flash_attention_impl")
+@needs_restore
 @pytest.mark.filterwarnings("ignore:Warning only once")
 @pytest.mark.parametrize("causal", [True, False])
 def test_torchs_attention_calls_ours(causal, device):
-    """Unmodified code calls our kernels until torch's implementation is restored."""
+    """Code that calls torch's attention calls our kernels until torch's implementation is restored."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     inputs = [torch.randn(2, 3, 37, 16, device=device, dtype=dtype) for _ in range(3)]
     with sdpa_kernel(SDPBackend.MATH):
@@ -53,12 +54,11 @@ def test_torchs_attention_calls_ours(causal, device):
         assert_as_exact_as_torch(a, b, c)
 
 
-@pytest.mark.skipif(not has_restore, reason="this torch has no restore_flash_attention_impl")
+@needs_restore
 @pytest.mark.filterwarnings("ignore:Warning only once")
-def test_torchs_attention_with_dropout(device):
-    """On the CPU torch's flash attention has no dropout and is not selected."""
+def test_torchs_attention_calls_ours_with_dropout(device):
     if device.type == "cpu":
-        pytest.skip("CUDA only")
+        pytest.skip("torch's flash attention on the CPU has no dropout and is not selected")
     q = torch.eye(64, device=device, dtype=torch.bfloat16).expand(1, 2, 64, 64).contiguous().requires_grad_()
     gptkernels.register_attention("torch")
     try:
@@ -72,21 +72,17 @@ def test_torchs_attention_with_dropout(device):
 
 @pytest.mark.skipif(has_registration, reason="this torch has register_flash_attention_impl")
 def test_an_older_torch_is_refused():
-    with pytest.raises(RuntimeError, match=r"has no torch\.nn.attention\.register_flash_attention_impl"):
-        gptkernels.register_attention("torch")
+    message = r"has no torch\.nn.attention\.register_flash_attention_impl"
+    assert_raises(RuntimeError, message, gptkernels.register_attention, "torch")
 
 
 def test_an_unknown_library_is_refused():
-    with pytest.raises(ValueError, match="'transformers' or 'torch', got 'jax'"):
-        gptkernels.register_attention("jax")
-
-
-# ---- Kernel Hub ------------------------------------------------------------------------------------------------------
+    assert_raises(ValueError, "'transformers' or 'torch', got 'jax'", gptkernels.register_attention, "jax")
 
 
 @pytest.fixture
 def repository(tmp_path):
-    """Make a repository of ``kernel-hub`` as ``kernel-builder`` does."""
+    """Make a repository from ``kernel-hub``, as ``kernel-builder`` does."""
     pytest.importorskip("kernels")
     (tmp_path / "build").mkdir()
     for backend in ("cpu", "cuda"):
@@ -100,8 +96,8 @@ def repository(tmp_path):
     return tmp_path
 
 
-def test_kernel_hub(repository, device):
-    """A local repository replaces layers of a model."""
+def test_layers_of_a_kernel_hub_repository_replace_a_models(repository, device):
+    """The repository is a local folder."""
     from kernels import LocalLayerRepository, Mode, kernelize, register_kernel_mapping, replace_kernel_forward_from_hub
 
     class Norm(torch.nn.LayerNorm):
@@ -132,8 +128,7 @@ def test_kernel_hub(repository, device):
     assert x.grad is not None
 
 
-def test_build_toml():
-    """Names in the file exist."""
+def test_names_in_build_toml_exist():
     tomllib = pytest.importorskip("tomllib")
     build = tomllib.loads((ROOT / "kernel-hub" / "build.toml").read_text())
     assert build["general"]["name"].replace("-", "_") == "gptkernels_layers"

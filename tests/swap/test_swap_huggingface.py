@@ -11,21 +11,21 @@ import torch.nn.functional as F
 import gptkernels
 from gptkernels.block import node
 from gptkernels.swapping.attention_registration import transformers_attention
-from helpers import assert_close_in_scale
+from helpers import assert_close_in_scale, assert_raises
 from swapped import T, V, hf_config, needs_transformers, randomised, tokens, transformers
 
 pytestmark = needs_transformers
 
 
 def make_pair(device, kind="GPT2LMHeadModel", implementation="sdpa", dtype=torch.float64, **config):
-    """Return a swapped and an unswapped copy of a model, in evaluation."""
+    """Return a swapped and an unswapped copy of a model, in evaluation mode."""
     model = getattr(transformers, kind)._from_config(hf_config(**config), attn_implementation=implementation)
     model = randomised(model).to(device, dtype).eval()
     return gptkernels.swap(copy.deepcopy(model)), model
 
 
 def assert_same(a, b, mask=None):
-    """Compare all tensors of two outputs; logits only where the mask (B, T) is not 0."""
+    """Compare all tensors of two outputs. With a mask (B, T), compare logits and caches only where it is not 0."""
     assert type(a) is type(b)
     for name, expected in b.items():
         found = a[name]
@@ -47,8 +47,13 @@ def assert_same(a, b, mask=None):
             assert_close_in_scale(found, expected, torch.float32)
 
 
+def assert_same_gradients(ours, theirs):
+    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert_close_in_scale(p.grad, q.grad, torch.float32)
+
+
 def make_masks(device):
-    """Return (B, T) masks of each kind."""
+    """Return one (B, T) mask of each kind."""
     ones = torch.ones(2, T, dtype=torch.long, device=device)
     left, right, holes = ones.clone(), ones.clone(), ones.clone()
     left[0, :5], left[1, :2] = 0, 0
@@ -59,46 +64,44 @@ def make_masks(device):
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("kind", ["ones", "left", "right", "holes"])
-def test_attention_mask(kind, implementation, device):
+def test_attention_masks_have_the_same_results(kind, implementation, device):
     ours, theirs = make_pair(device, implementation=implementation)
     mask, x = make_masks(device)[kind], tokens(device, 0)
     labels = x.masked_fill(mask == 0, -100)
     found, expected = (m(x, attention_mask=mask, labels=labels) for m in (ours, theirs))
     assert_same(found, expected, mask)
     found.loss.backward(), expected.loss.backward()
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert_close_in_scale(p.grad, q.grad, torch.float32)
+    assert_same_gradients(ours, theirs)
     through_original = {reason for kind, reason in ours.gptkernels_report.calls if kind == "GPT2Model"}
     by_theirs = implementation == "eager" and kind != "ones"
     assert through_original == ({"attention_mask with attn_implementation='eager'"} if by_theirs else set())
 
 
+ONES = torch.ones(2, T, dtype=torch.long)
+
+
 OPTIONS = {
     "output_hidden_states": dict(output_hidden_states=True),
-    "token_type_ids": dict(token_type_ids=torch.ones(2, T, dtype=torch.long)),
+    "token_type_ids": dict(token_type_ids=ONES),
     "position_ids": dict(position_ids=torch.arange(3, T + 3)[None]),
-    "position_ids and mask": dict(
-        position_ids=torch.arange(3, T + 3)[None], attention_mask=torch.ones(2, T, dtype=torch.long)
-    ),
+    "position_ids and mask": dict(position_ids=torch.arange(3, T + 3)[None], attention_mask=ONES),
     "packed": dict(position_ids=torch.cat([torch.arange(10), torch.arange(T - 10)])[None].expand(2, -1)),
     "a mask of 4 dimensions": dict(attention_mask=torch.ones(2, 1, T, T).tril(-1).bool() | torch.eye(T).bool()),
     "logits_to_keep": dict(logits_to_keep=3),
     "no cache": dict(use_cache=False),
     "a tuple": dict(return_dict=False),
-    "labels": dict(labels=torch.ones(2, T, dtype=torch.long)),
-    "labels and a count": dict(labels=torch.ones(2, T, dtype=torch.long), num_items_in_batch=7),
-    "labels and a counted tensor": dict(labels=torch.ones(2, T, dtype=torch.long), num_items_in_batch=torch.tensor(7)),
-    "shift_labels": dict(
-        labels=torch.ones(2, T, dtype=torch.long), shift_labels=torch.full((2, T), 4), ignore_index=-1
-    ),
-    "labels and a tuple": dict(labels=torch.ones(2, T, dtype=torch.long), return_dict=False),
+    "labels": dict(labels=ONES),
+    "labels and a count": dict(labels=ONES, num_items_in_batch=7),
+    "labels and a count in a tensor": dict(labels=ONES, num_items_in_batch=torch.tensor(7)),
+    "shift_labels": dict(labels=ONES, shift_labels=torch.full((2, T), 4), ignore_index=-1),
+    "labels and a tuple": dict(labels=ONES, return_dict=False),
 }
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_options_have_the_same_results(name, device):
     if transformers.__version__.startswith("4.") and "shift" in name:
-        pytest.skip("transformers 4.57 gives its loss no ignore_index")
+        pytest.skip("transformers 4.57 does not pass ignore_index to its loss")
     ours, theirs = make_pair(device)
     options = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in OPTIONS[name].items()}
     x = tokens(device, 0)
@@ -121,7 +124,7 @@ def test_output_hidden_states_affects_one_call(device):
     assert sum(ours.gptkernels_report.calls.values()) == 1
 
 
-def test_output_attentions(device):
+def test_output_attentions_has_the_same_results(device):
     ours, theirs = make_pair(device, implementation="eager")
     x = tokens(device, 0)
     found, expected = ours(x, output_attentions=True), theirs(x, output_attentions=True)
@@ -142,31 +145,30 @@ def test_output_attentions(device):
     ],
     ids=str,
 )  # fmt: skip
-def test_configuration(config, implementation, device):
+def test_configurations_have_the_same_results(config, implementation, device):
     dtype = torch.float32 if "reorder_and_upcast_attn" in config else torch.float64  # transformers refuses float64
     ours, theirs = make_pair(device, implementation=implementation, dtype=dtype, **config)
     x = tokens(device, 0)
     found, expected = ours(x, labels=x), theirs(x, labels=x)
     assert_same(found, expected)
     found.loss.backward(), expected.loss.backward()
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert_close_in_scale(p.grad, q.grad, torch.float32)
+    assert_same_gradients(ours, theirs)
 
 
-def test_inputs_embeds(device):
+def test_inputs_embeds_have_the_same_results(device):
     ours, theirs = make_pair(device)
     x = torch.randn(2, 9, 32, dtype=torch.float64, device=device)
     assert_same(ours(inputs_embeds=x), theirs(inputs_embeds=x))
 
 
-def test_cross_attention(device):
+def test_cross_attention_has_the_same_results(device):
     ours, theirs = make_pair(device, kind="GPT2Model", add_cross_attention=True)
     x, encoded = tokens(device, 0), torch.randn(2, 5, 32, dtype=torch.float64, device=device)
     assert_same(ours(x, encoder_hidden_states=encoded), theirs(x, encoder_hidden_states=encoded))
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
-def test_gradient_checkpointing(reentrant, device):
+def test_gradient_checkpointing_has_the_same_gradients(reentrant, device):
     ours, theirs = make_pair(device)
     x = tokens(device, 0)
     for model in (ours, theirs):
@@ -175,12 +177,9 @@ def test_gradient_checkpointing(reentrant, device):
         if reentrant:
             model.enable_input_require_grads()
         model(x, labels=x).loss.backward()
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert_close_in_scale(p.grad, q.grad, torch.float32)
+    assert_same_gradients(ours, theirs)
     assert ours.gptkernels_report.calls["GPT2Model", "gradient checkpointing"] == 1
 
-
-# ---- generation ------------------------------------------------------------------------------------------------------
 
 WAYS = {
     "greedy": dict(do_sample=False),
@@ -208,7 +207,7 @@ def test_generation_gives_the_same_tokens(way, padding, implementation, device):
 
 
 def test_a_cache_can_be_shared_with_the_original(device):
-    """Prompt, chunk and token are computed with a cache that the other model filled."""
+    """Each model computes parts of a sequence with a cache that the other model filled."""
     ours, theirs = make_pair(device)
     x = tokens(device, 0)
     whole = theirs(x).logits
@@ -225,7 +224,7 @@ def test_a_cache_can_be_shared_with_the_original(device):
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_gradients_through_the_cache(backend, device, monkeypatch):
-    """qkv has a gradient from outside a block; only an eager block reruns its layer for it."""
+    """Cached keys and values may have a gradient from outside the model. Only an eager block then reruns its layer."""
     torch._dynamo.reset()
     again = []
     differentiably = node._differentiably
@@ -240,11 +239,7 @@ def test_gradients_through_the_cache(backend, device, monkeypatch):
             caches = out.past_key_values.layers
             (out.loss + sum((one.keys * one.values).mean() for one in caches if uses_cache)).backward()
         assert len(again) == (len(caches) if backend is None and uses_cache else 0)
-        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-            assert_close_in_scale(p.grad, q.grad, torch.float32)
-
-
-# ---- the loss --------------------------------------------------------------------------------------------------------
+        assert_same_gradients(ours, theirs)
 
 
 def test_the_users_loss_function_is_called(device):
@@ -256,9 +251,7 @@ def test_the_users_loss_function_is_called(device):
         a, b = (m.loss_function(logits, x, vocab_size=V, **options) for m in (ours, theirs))
         torch.testing.assert_close(a, b)
     for model in (ours, theirs):
-        model.loss_function = lambda logits, labels, vocab_size, **_: F.mse_loss(
-            logits[..., 0], labels.to(logits.dtype)
-        )
+        model.loss_function = lambda logits, labels, vocab_size, **_: F.mse_loss(logits[..., 0], labels.double())
     assert_same(ours(x, labels=x), theirs(x, labels=x))
     assert ours.gptkernels_report.calls == {("GPT2LMHeadModel", "loss_function was replaced"): 1}
 
@@ -274,14 +267,10 @@ def test_logits_can_be_omitted_in_training(count, device):
     assert found.logits is None
     torch.testing.assert_close(found.loss, expected.loss)
     found.loss.backward(), expected.loss.backward()
-    for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-        assert_close_in_scale(p.grad, q.grad, torch.float32)
+    assert_same_gradients(ours, theirs)
 
 
-# ---- the library around the model ------------------------------------------------------------------------------------
-
-
-def test_save_pretrained(tmp_path, device):
+def test_save_pretrained_writes_an_unswapped_model(tmp_path, device):
     ours, theirs = make_pair(device, dtype=torch.float32)
     ours.save_pretrained(tmp_path / "ours"), theirs.save_pretrained(tmp_path / "theirs")
     configs = [json.loads((tmp_path / name / "config.json").read_text()) for name in ("ours", "theirs")]
@@ -293,7 +282,7 @@ def test_save_pretrained(tmp_path, device):
 
 
 def test_trainer(tmp_path, device):
-    """Ten steps of transformers' Trainer, with mixed precision and accumulation, have the unswapped model's losses."""
+    """Ten steps of transformers' Trainer, with autocast and accumulation, have the losses of the unswapped model."""
     pytest.importorskip("accelerate")
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in tokens("cpu", 0, 4)]
     final = []
@@ -313,12 +302,9 @@ def test_trainer(tmp_path, device):
     torch.testing.assert_close(ours, theirs, rtol=5e-3, atol=0)
 
 
-# ---- attention for any model -----------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("kind", ["ones", "left", "right", "holes"])
-def test_attn_implementation(kind, device):
-    """A model with shared key heads of another architecture has the same results."""
+def test_attn_implementation_has_the_same_results(kind, device):
+    """The model has another architecture, whose queries share heads of keys."""
     gptkernels.register_attention("transformers")
     config = transformers.LlamaConfig(
         vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -337,7 +323,7 @@ def test_attn_implementation(kind, device):
 
 
 def make_model(name, device, **options):
-    """Make a small model of transformers with random weights."""
+    """Return a small model of transformers with random weights."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
         name, vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -348,7 +334,7 @@ def make_model(name, device, **options):
 
 @pytest.mark.parametrize("length", [5, T])
 def test_attn_implementation_with_a_sliding_window(length, device):
-    """transformers passes the window in the mask, shorter or longer than the sequence."""
+    """transformers passes the window in the mask. The sequence is shorter or longer than the window."""
     gptkernels.register_attention("transformers")
     model, x = make_model("mistral", device, sliding_window=8), tokens(device, 0)[:, :length]
     expected = model(x).logits
@@ -365,17 +351,15 @@ def test_attn_implementation_with_a_sliding_window(length, device):
         ("llama", {}, {"cu_seq_lens_q": torch.tensor([0, 4, T])}, "cu_seq_lens_q of several sequences takes a mask"),
     ],
 )
-def test_attn_implementation_refuses_options(name, options, call, message, device):
-    """Ignoring the option would give another result than eager attention."""
+def test_attn_implementation_refuses_options_that_change_results(name, options, call, message, device):
     gptkernels.register_attention("transformers")
     model = make_model(name, device, **options)
     model.set_attn_implementation("gptkernels")
-    with pytest.raises(ValueError, match=f"transformers_attention: .*{message}"):
-        model(tokens(device, 0), **call)
+    assert_raises(ValueError, f"transformers_attention: .*{message}", model, tokens(device, 0), **call)
 
 
 @pytest.mark.parametrize(
-    ("keyword", "value", "served"),
+    ("keyword", "value", "is_supported"),
     [
         *((name, 1, False) for name in ("softcap", "s_aux", "sinks", "indices", "block_indices", "head_mask")),
         *((name, None, True) for name in ("softcap", "s_aux", "head_mask", "position_bias", "cache")),
@@ -387,32 +371,30 @@ def test_attn_implementation_refuses_options(name, options, call, message, devic
     ],
     ids=str,
 )
-def test_attention_keywords(keyword, value, served, device):
+def test_keywords_of_attention_are_supported_or_refused(keyword, value, is_supported, device):
     q = torch.randn(1, 2, 7, 16, device=device)
     call = functools.partial(transformers_attention, torch.nn.Identity(), q, q, q, None, **{keyword: value})
-    if not served:
-        with pytest.raises(ValueError, match=f"transformers_attention: .*{keyword}"):
-            call()
-        return
-    expected = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
-    assert_close_in_scale(call()[0], expected, torch.float32)
+    if is_supported:
+        expected = F.scaled_dot_product_attention(q, q, q, is_causal=True).transpose(1, 2)
+        assert_close_in_scale(call()[0], expected, torch.float32)
+    else:
+        assert_raises(ValueError, f"transformers_attention: .*{keyword}", call)
 
 
-def test_attention_with_a_position_bias(device, monkeypatch):
-    """transformers' sdpa computes it; a release without the argument raises an error."""
-    from transformers.integrations import sdpa_attention
-
+def test_attention_with_a_position_bias_calls_transformers(device, monkeypatch):
+    """With a release of transformers that does not support the bias, the call is an error."""
+    sdpa_attention = pytest.importorskip("transformers.integrations.sdpa_attention")
     gptkernels.register_attention("transformers")
     q, bias = torch.randn(1, 2, 7, 16, device=device), torch.randn(1, 2, 7, 7, device=device)
     args = torch.nn.Identity(), q, q, q, None
     theirs = sdpa_attention.sdpa_attention_forward
     assert torch.equal(transformers_attention(*args, position_bias=bias)[0], theirs(*args, position_bias=bias)[0])
     monkeypatch.setattr(sdpa_attention, "sdpa_attention_forward", lambda *args, **kwargs: None)
-    with pytest.raises(ValueError, match="transformers_attention: the option position_bias is not supported"):
-        transformers_attention(*args, position_bias=bias)
+    message = "transformers_attention: the option position_bias is not supported"
+    assert_raises(ValueError, message, transformers_attention, *args, position_bias=bias)
 
 
-def test_a_swapped_model_with_attn_implementation(device):
+def test_a_swapped_model_may_have_our_attn_implementation(device):
     gptkernels.register_attention("transformers")
     ours, theirs = make_pair(device, implementation="gptkernels")
     x = tokens(device, 0)

@@ -14,9 +14,13 @@ import gptkernels
 import published
 from swapped import hf_config, needs_transformers, transformers
 
+cpu_only = pytest.mark.skipif(
+    "config.getoption('--device') != 'cpu'", reason="what swap decides does not depend on the device"
+)
+
 
 def assert_unchanged(model, run, lengths=(3, 17, 64), vocabulary=65):
-    """Logits, loss and gradients of the swapped model are the unswapped one's, in evaluation and training."""
+    """Assert that the swap changes neither logits, loss nor gradients, in evaluation and training."""
     for training in (False, True):
         swapped = gptkernels.swap(copy.deepcopy(model)).train(training)
         model.train(training)
@@ -29,29 +33,25 @@ def assert_unchanged(model, run, lengths=(3, 17, 64), vocabulary=65):
                 one.zero_grad()
                 loss.backward()
                 results.append([logits, loss, *(p.grad for p in one.parameters() if p.grad is not None)])
-            largest = max(t.abs().max().item() for t in results[0][2:])  # the exact value of a gradient may be 0
+            largest = max(t.abs().max().item() for t in results[0][2:])  # the exact gradient of a parameter may be 0
             for expected, found in zip(*results, strict=True):
                 scale = max(expected.abs().max().item(), 1e-3 * largest)
                 torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4 * scale)
 
 
+@cpu_only
 @pytest.mark.parametrize("name", MODELS)
-def test_lookalikes_are_unchanged(name, device):
-    """The models are those of swap_lookalikes."""
-    if device.type != "cpu":
-        pytest.skip("what swap decides does not depend on the device")
+def test_lookalikes_are_unchanged(name):
     if name.startswith("hf_") and transformers is None:
         pytest.skip("without transformers")
     torch.manual_seed(0)
-    model, run = MODELS[name]()
-    assert_unchanged(model, run)
+    assert_unchanged(*MODELS[name]())
 
 
+@cpu_only
 @pytest.mark.parametrize("name", architectures.MODELS)
-def test_architectures_are_unchanged(name, device):
-    """Published architectures keep their results, and those that compute what GPT-2 does are replaced."""
-    if device.type != "cpu":
-        pytest.skip("what swap decides does not depend on the device")
+def test_architectures_are_unchanged(name):
+    """Models that compute what GPT-2 computes are replaced."""
     torch.manual_seed(0)
     model, run = architectures.MODELS[name]()
     assert_unchanged(model, run)
@@ -60,7 +60,7 @@ def test_architectures_are_unchanged(name, device):
 
 
 def test_a_model_with_state_outside_its_modules_is_left():
-    """A trial of one module does not reveal that layers share values through a global variable."""
+    """A test of single modules does not reveal that layers share values through a global variable."""
     torch.manual_seed(0)
     model, _ = architectures.MODELS["values_through_a_global"]()
     classes = [type(module) for module in model.modules()]
@@ -71,7 +71,7 @@ def test_a_model_with_state_outside_its_modules_is_left():
 
 
 def test_random_generators_keep_their_state():
-    """Python's, NumPy's and torch's generators are restored even if a trial ends early."""
+    """swap restores Python's, NumPy's and torch's generators even if a trial ends early."""
     for name in ("layer_drop", "loop_by_index"):
         model, _ = architectures.MODELS[name]()
         torch.manual_seed(4), random.seed(4), numpy.random.seed(4)
@@ -81,11 +81,8 @@ def test_random_generators_keep_their_state():
         assert found == (torch.rand(()).item(), random.random(), numpy.random.rand())
 
 
-# ---- differences in some layers, lengths or values -------------------------------------------------------------------
-
-
 def attend_locally(x, c_attn, heads, window):
-    """Compute attention of each query to the last ``window`` keys."""
+    """Compute attention in which each query sees the last ``window`` keys."""
     q, k, v = c_attn(x).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     i = torch.arange(x.shape[1])
     seen = (i[:, None] >= i) & (i[:, None] - i < window)
@@ -97,24 +94,9 @@ class Local(published.CausalSelfAttention):
         return self.c_proj(attend_locally(x, self.c_attn, self.n_head, self.window()))
 
 
-class Window(Local):
-    def window(self):
-        return 4
-
-
-class EveryOther(Local):
-    def window(self):
-        return 5 if self.layer_idx % 2 else 10**6
-
-
-class Windows(Local):
-    def window(self):
-        return self.windows[1]
-
-
-class Buffer(Local):
-    def window(self):
-        return int(self.limit)
+def make_local(window):
+    """Return a class of attention whose method ``window`` returns the number of keys that a query sees."""
+    return type("Window", (Local,), {"window": window})
 
 
 class LongOnly(published.MLP):
@@ -139,7 +121,7 @@ def make_gpt():
 
 
 def make_changed(path, kind, set_up=lambda part, i: None):
-    """Make a model whose blocks, or their parts, have another class."""
+    """Return a model whose blocks, or a part of each, have another class."""
     model = make_gpt()
     for i, block in enumerate(model.transformer.h):
         part = block.get_submodule(path) if path else block
@@ -149,24 +131,28 @@ def make_changed(path, kind, set_up=lambda part, i: None):
 
 
 CHANGED = {
-    "a window": lambda: make_changed("attn", Window),
-    "a window in every other layer": lambda: make_changed("attn", EveryOther, lambda a, i: setattr(a, "layer_idx", i)),
-    "a window by a tuple": lambda: make_changed(
-        "attn", Windows, lambda a, i: setattr(a, "windows", (0, (99, 6)[i % 2]))
+    "a window": ("attn", make_local(lambda self: 4)),
+    "a window in every other layer": (
+        *("attn", make_local(lambda self: 5 if self.layer_idx % 2 else 10**6)),
+        lambda a, i: setattr(a, "layer_idx", i),
     ),
-    "a window by a buffer": lambda: make_changed(
-        "attn", Buffer, lambda a, i: a.register_buffer("limit", torch.tensor((99, 6)[i % 2]))
+    "a window by a tuple": (
+        *("attn", make_local(lambda self: self.windows[1])),
+        lambda a, i: setattr(a, "windows", (0, (99, 6)[i % 2])),
     ),
-    "another function of long sequences": lambda: make_changed("mlp", LongOnly),
-    "another function of large values": lambda: make_changed("mlp", LargeOnly),
+    "a window by a buffer": (
+        *("attn", make_local(lambda self: int(self.limit))),
+        lambda a, i: a.register_buffer("limit", torch.tensor((99, 6)[i % 2])),
+    ),
+    "another function of long sequences": ("mlp", LongOnly),
+    "another function of large values": ("mlp", LargeOnly),
 }
 
 
+@cpu_only
 @pytest.mark.parametrize("name", CHANGED)
-def test_changed_parts_are_unchanged_by_the_swap(name, device):
-    if device.type != "cpu":
-        pytest.skip("what swap decides does not depend on the device")
-    model = CHANGED[name]()
+def test_models_with_changed_parts_are_unchanged(name):
+    model = make_changed(*CHANGED[name])
     if "large" in name:
         for p in model.transformer.wte.parameters():
             p.data *= 3000
@@ -175,10 +161,8 @@ def test_changed_parts_are_unchanged_by_the_swap(name, device):
     assert_unchanged(model, lambda m, tokens: m(tokens, tokens), (3, 17, 40))
 
 
-def test_attributes_set_after_the_swap_have_effect(device):
-    if device.type != "cpu":
-        pytest.skip("what swap decides does not depend on the device")
-
+@cpu_only
+def test_attributes_set_after_the_swap_have_effect():
     def run(model, tokens):
         model.transformer.h[1].skip = True
         return model(tokens, tokens)
@@ -188,17 +172,13 @@ def test_attributes_set_after_the_swap_have_effect(device):
     tokens = torch.arange(8)[None]
     before = swapped(tokens, tokens)[1]
     assert swapped.gptkernels_report.replaced
-    swapped.transformer.h[1].skip = True
-    assert not torch.equal(swapped(tokens, tokens)[1], before)
-
-
-# ---- patched classes -------------------------------------------------------------------------------------------------
+    assert not torch.equal(run(swapped, tokens)[1], before)
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["before", "after"])
 @pytest.mark.parametrize("name", ["torch.nn.LayerNorm", "GPT2MLP", "Conv1D", "GPT2Block"])
 @needs_transformers
-def test_patched_forward_is_called(name, before, monkeypatch, device):
+def test_a_patched_forward_is_called(name, before, monkeypatch, device):
     model = transformers.GPT2LMHeadModel(hf_config()).to(device).eval()
     kind = torch.nn.LayerNorm if "." in name else getattr(transformers.models.gpt2.modeling_gpt2, name)
     original, calls = kind.forward, []
@@ -225,12 +205,7 @@ def test_attention_registered_as_sdpa_is_called(monkeypatch, device):
 
     model = gptkernels.swap(transformers.GPT2LMHeadModel(hf_config()).to(device).eval())
     calls = []
-
-    def mine(*args, **kwargs):
-        calls.append(1)
-        return sdpa_attention_forward(*args, **kwargs)
-
-    ALL_ATTENTION_FUNCTIONS.register("sdpa", mine)
+    ALL_ATTENTION_FUNCTIONS.register("sdpa", lambda *args, **kw: calls.append(1) or sdpa_attention_forward(*args, **kw))
     try:
         model(torch.arange(8, device=device)[None])
     finally:

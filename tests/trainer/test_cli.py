@@ -17,6 +17,8 @@ from gptkernels.models import GPT2, GPT2Config
 from gptkernels.trainer import cli
 from gptkernels.trainer.cli import main
 from gptkernels.trainer.config import TrainConfig, flag
+from helpers import assert_raises
+from small_runs import error_of
 
 SIZE = ["--layers", "1", "--heads", "2", "--channels", "16", "-b", "2", "-t", "16"]
 SMALL = [*SIZE, "--steps", "3", "-v", "2", "-m", "1", "-s", "0", "-g", "4"]
@@ -24,7 +26,7 @@ SMALL = [*SIZE, "--steps", "3", "-v", "2", "-m", "1", "-s", "0", "-g", "4"]
 
 @pytest.fixture
 def prefix(tmp_path):
-    """Write 5000 tokens of bytes, and 100 for validation; return the data prefix."""
+    """Write 5000 tokens of bytes and 100 for validation, and return the data prefix."""
     write_tokens(tmp_path / "data_train.bin", [list(range(100)) * 50])
     write_tokens(tmp_path / "data_val.bin", [list(range(100))])
     load_tokenizer("bytes").save(tmp_path / "data")
@@ -33,7 +35,7 @@ def prefix(tmp_path):
 
 @pytest.fixture
 def run_train(prefix, device, tmp_path, monkeypatch):
-    """Run `gptkernels train` on the small data, with more flags."""
+    """Return a function that runs `gptkernels train` on the small data with more flags, and returns the exit status."""
     monkeypatch.chdir(tmp_path)
     return lambda *flags: main(["train", "-i", prefix, *SMALL, "--device", str(device), *flags])
 
@@ -51,17 +53,10 @@ def test_help_explains_every_flag(capsys):
         assert f" -{short} " in text
 
 
-def test_the_original_programs_flags(run_train, tmp_path):
+def test_llmcs_short_flags_are_known(run_train, tmp_path):
     assert run_train("-o", "losses.log", "-l", "1e-3") == 0
-    lines = (tmp_path / "losses.log").read_text().splitlines()
-    assert [line.rsplit(":", 1)[0] for line in lines] == [
-        "s:0 tel",
-        "s:0 trl",
-        "s:1 trl",
-        "s:2 tel",
-        "s:2 trl",
-        "s:3 tel",
-    ]
+    lines = [line.rsplit(":", 1)[0] for line in (tmp_path / "losses.log").read_text().splitlines()]
+    assert lines == ["s:0 tel", "s:0 trl", "s:1 trl", "s:2 tel", "s:2 trl", "s:3 tel"]
 
 
 def test_resume_continues_the_latest_run(run_train, tmp_path, capsys):
@@ -77,7 +72,7 @@ def test_validation_can_be_switched_off(run_train, tmp_path, flags):
     assert "tel" not in (tmp_path / "runs" / "tiny" / "main.log").read_text()
 
 
-def test_zero_steps_write_a_checkpoint(run_train, tmp_path):
+def test_a_run_of_zero_steps_writes_a_checkpoint(run_train, tmp_path):
     assert run_train("--steps", "0") == 0
     assert (tmp_path / "runs" / "tiny" / "checkpoint.safetensors").exists()
 
@@ -109,7 +104,8 @@ def test_zero_steps_write_a_checkpoint(run_train, tmp_path):
         (["--resume", "elsewhere"], "elsewhere holds no checkpoint.safetensors"),
     ],
 )
-def test_bad_input_is_reported(run_train, flags, message, capsys):
+def test_bad_input_is_reported_at_once(run_train, flags, message, tmp_path, capsys):
+    """Bad input makes no folder for a run."""
     started = time.process_time()
     assert run_train(*flags) == 2
     assert time.process_time() - started < 1
@@ -117,10 +113,6 @@ def test_bad_input_is_reported(run_train, flags, message, capsys):
     assert captured.startswith("gptkernels train: error: ")
     assert message in captured
     assert captured.count("\n") == 1
-
-
-def test_bad_input_leaves_no_folder(run_train, tmp_path):
-    assert run_train("-b", "1000") == 2
     assert not (tmp_path / "runs").exists()
 
 
@@ -133,42 +125,39 @@ def test_a_token_outside_the_vocabulary_is_reported(run_train, prefix, capsys):
 def test_a_checkpoint_of_another_trainer_is_reported(tmp_path, capsys):
     model = GPT2(GPT2Config(block_size=4, vocab_size=8, n_layer=1, n_head=1, n_embd=4))
     save_training_state(tmp_path / "checkpoint.safetensors", config=model.config, model=model, optimizer={}, trainer={})
-    assert main(["train", "--resume", str(tmp_path)]) == 2
-    assert "checkpoint.safetensors: options: not those of this trainer" in capsys.readouterr().err
+    error = error_of(capsys, "train", "--resume", tmp_path)
+    assert "checkpoint.safetensors: options: not those of this trainer" in error
 
 
-def test_the_traceback_flag(prefix):
-    with pytest.raises(ValueError, match="--batch-size is 0"):
-        main(["--traceback", "train", "-i", prefix, "-b", "0"])
+def test_the_traceback_flag_raises_errors(prefix):
+    assert_raises(ValueError, "--batch-size is 0", main, ["--traceback", "train", "-i", prefix, "-b", "0"])
 
 
-def test_prepared_files_can_be_trained_on(tmp_path, capsys, device):
-    (tmp_path / "text.txt").write_text("It is a truth universally acknowledged.\n" * 50)
-    prefix = str(tmp_path / "out" / "truth")
-    assert main(["prepare", str(tmp_path / "text.txt"), "--output", prefix, "--val-fraction", "0.2"]) == 0
-    assert f"{prefix}_train.bin: {len(TokenFile(prefix + '_train.bin')):,} tokens" in capsys.readouterr().out
-    output = ["--output", str(tmp_path / "run"), "--device", str(device)]
-    assert main(["train", "-i", prefix, *SMALL, *output]) == 0
+@pytest.mark.parametrize(
+    ("text", "flags", "vocabulary"),
+    [
+        ("It is a truth universally acknowledged.\n" * 50, ["--val-fraction", "0.2"], 256),
+        ("zwei mal drei macht fünf\n" * 100, ["--tokenizer", "char"], 17),
+    ],
+    ids=["bytes", "characters"],
+)
+def test_prepared_files_can_be_used(tmp_path, device, capsys, text, flags, vocabulary):
+    """`generate` and `--init-from` can use a run on prepared files."""
+    (tmp_path / "text.txt").write_text(text)
+    prefix, run = str(tmp_path / "out" / "data"), str(tmp_path / "run")
+    assert main(["prepare", str(tmp_path / "text.txt"), "--output", prefix, *flags]) == 0
+    out = capsys.readouterr().out
+    assert f"{prefix}_train.bin: {len(TokenFile(prefix + '_train.bin')):,} tokens" in out
+    assert f"a vocabulary of {vocabulary}" in out
+    on = ["--device", str(device)]
+    assert main(["train", "-i", prefix, *SMALL, "--output", run, *on]) == 0
+    assert main(["generate", run, "--max-new-tokens", "4", *on]) == 0
+    assert main(["train", "-i", prefix, *SMALL, "--output", str(tmp_path / "other"), "--init-from", run, *on]) == 0
 
 
-def test_prepare_reports_a_missing_file(tmp_path, capsys):
-    assert main(["prepare", str(tmp_path / "no.txt"), "--output", str(tmp_path / "x")]) == 2
-    assert "gptkernels prepare: error: no such file" in capsys.readouterr().err
-
-
-def test_prepare_with_characters_and_train_on_them(tmp_path, device, capsys):
-    (tmp_path / "text.txt").write_text("zwei mal drei macht fünf\n" * 100)
-    prefix = str(tmp_path / "chars")
-    assert main(["prepare", str(tmp_path / "text.txt"), "-o", prefix, "--tokenizer", "char"]) == 0
-    assert "a vocabulary of 17" in capsys.readouterr().out
-    run = str(tmp_path / "run")
-    assert main(["train", "-i", prefix, *SMALL, "--output", run, "--device", str(device)]) == 0
-    assert main(["generate", run, "--max-new-tokens", "4", "--device", str(device)]) == 0
-    other = ["--output", str(tmp_path / "other"), "--init-from", run, "--device", str(device)]
-    assert main(["train", "-i", prefix, *SMALL, *other]) == 0
-
-
-def test_prepare_reports_nul_bytes(tmp_path, capsys):
+def test_prepare_reports_missing_files_and_nul_bytes(tmp_path, capsys):
+    error = error_of(capsys, "prepare", tmp_path / "no.txt", "--output", tmp_path / "x")
+    assert "gptkernels prepare: error: no such file" in error
     (tmp_path / "binary").write_bytes(b"a\0b" * 100)
     assert main(["prepare", str(tmp_path / "binary"), "-o", str(tmp_path / "x")]) == 0
     assert "the text has NUL bytes" in capsys.readouterr().out
@@ -203,8 +192,7 @@ def test_out_of_memory_is_reported(error, command, advice, monkeypatch, capsys):
         raise error
 
     monkeypatch.setattr(cli, f"_{command}", fail)
-    assert main([command]) == 2
-    assert f"gptkernels {command}: error: out of memory{advice}" in capsys.readouterr().err
+    assert f"gptkernels {command}: error: out of memory{advice}" in error_of(capsys, command)
 
 
 @pytest.mark.parametrize(
@@ -221,18 +209,16 @@ def test_out_of_memory_is_reported(error, command, advice, monkeypatch, capsys):
     ],
 )
 def test_a_failing_read_names_the_file(command, prefix, tmp_path, monkeypatch, capsys):
-    """A process's own memory is a regular file whose first bytes cannot be read."""
+    """Reads of /proc/self/mem, which is a regular file, fail at the first bytes."""
     monkeypatch.chdir(tmp_path)
     for folder in ("texts", "hugging_face"):
         (tmp_path / folder).mkdir()
     (tmp_path / "text.txt").write_text("text\n" * 10)
     for name in ("memory.bin", "memory_train.bin", "texts/memory.txt", "hugging_face/config.json"):
         (tmp_path / name).symlink_to("/proc/self/mem")
-    arguments = command.split()
-    if arguments[0] == "train":
-        arguments += ["-i", prefix]
-    assert main(arguments) == 3
-    assert re.search(r"error: \[Errno 5\] Input/output error: '\S*(memory|config)\S*'", capsys.readouterr().err)
+    data = ["-i", prefix] if command.startswith("train") else []
+    error = error_of(capsys, *command.split(), *data, status=3)
+    assert re.search(r"error: \[Errno 5\] Input/output error: '\S*(memory|config)\S*'", error)
 
 
 def test_internal_errors_keep_their_traceback(monkeypatch):
@@ -240,8 +226,7 @@ def test_internal_errors_keep_their_traceback(monkeypatch):
         raise RuntimeError("a fault of this program")
 
     monkeypatch.setattr(cli, "_info", fail)
-    with pytest.raises(RuntimeError, match="a fault of this program"):
-        main(["info"])
+    assert_raises(RuntimeError, "a fault of this program", main, ["info"])
 
 
 class Unwritable(io.StringIO):
@@ -255,20 +240,21 @@ class Unwritable(io.StringIO):
         raise self._error
 
 
-def test_a_closed_pipe_ends_a_command_silently(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdout", Unwritable(BrokenPipeError()))
-    assert main(["info"]) == 141
-    assert capsys.readouterr().err == ""
-
-
-def test_a_full_disk_is_reported(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdout", Unwritable(OSError(28, "No space left on device")))
-    assert main(["info"]) == 3
-    assert "gptkernels info: error: [Errno 28] No space left on device" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("error", "status", "message"),
+    [
+        (BrokenPipeError(), 141, ""),
+        (OSError(28, "No space left on device"), 3, "gptkernels info: error: [Errno 28] No space left on device\n"),
+    ],
+)
+def test_a_failing_stdout_ends_a_command(error, status, message, monkeypatch, capsys):
+    """A closed pipe is not reported."""
+    monkeypatch.setattr(sys, "stdout", Unwritable(error))
+    assert error_of(capsys, "info", status=status) == message
 
 
 @pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "No space left on device")])
-def test_training_continues_without_output(run_train, tmp_path, monkeypatch, error):
+def test_training_continues_with_a_failing_stdout(run_train, tmp_path, monkeypatch, error):
     monkeypatch.setattr(sys, "stdout", Unwritable(error))
     assert run_train("-s", "1") == 0
     assert (tmp_path / "runs" / "tiny" / "main.log").read_text().count("trl") == 3
@@ -296,7 +282,7 @@ def test_info_prints_what_info_returns(capsys):
     assert all(f"{name}: {value}" in text for name, value in gptkernels.info().items())
 
 
-def test_the_module_runs():
+def test_the_package_is_a_program():
     result = subprocess.run([sys.executable, "-m", "gptkernels", "bake"], capture_output=True, text=True, check=False)
     assert result.returncode == 2
     assert "invalid choice" in result.stderr

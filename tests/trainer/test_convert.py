@@ -1,4 +1,4 @@
-"""Conversion between the forms of a GPT-2 keeps every bit, and refuses what it cannot convert."""
+"""Conversion between the forms of a GPT-2 preserves every bit, and refuses models that it cannot convert."""
 
 import dataclasses
 import itertools
@@ -17,6 +17,7 @@ from conversions import (
     TARGETS,
     WTE,
     assert_same_bits,
+    expect_one_line_error,
     make_checkpoint,
     make_model,
     make_nanogpt,
@@ -26,19 +27,19 @@ from conversions import (
 )
 from gptkernels.checkpoint import load_model, save_model, save_training_state
 from gptkernels.convert import convert, load
+from gptkernels.data import load_tokenizer, write_tokens
 from gptkernels.models import GPT2
 from gptkernels.models.nanogpt import parameter_groups
 from gptkernels.optim import AdamW
 from gptkernels.trainer.cli import main
 from helpers import assert_raises
-
-# ---- every direction -------------------------------------------------------------------------------------------------
+from small_runs import error_of
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("source", [*TARGETS, "training"])
-def test_every_direction_keeps_every_bit(tmp_path, source, target, dtype):
+def test_each_conversion_preserves_every_bit(tmp_path, source, target, dtype):
     model = make_model(dtype=dtype)
     path = write_as(source, tmp_path / "a", model)
     before = path.read_bytes() if path.is_file() else None
@@ -54,8 +55,8 @@ def test_every_direction_keeps_every_bit(tmp_path, source, target, dtype):
 
 @pytest.mark.parametrize("target", ["huggingface", "nanogpt", "gptkernels"])
 @pytest.mark.parametrize("source", ["huggingface", "nanogpt", "gptkernels", "training"])
-def test_the_exact_gelu_and_missing_biases_stay(tmp_path, source, target):
-    """Hugging Face's GPT-2 always has biases; they are 0, and the configuration says that there are none."""
+def test_the_exact_gelu_and_missing_biases_are_preserved(tmp_path, source, target):
+    """Hugging Face's GPT-2 always has biases. They are written as 0, and the configuration says that there are none."""
     model = make_model(bias=False, activation="gelu")
     path = write_as(source, tmp_path / "a", model)
     convert(path, tmp_path / "b" / TARGETS[target])
@@ -64,13 +65,16 @@ def test_the_exact_gelu_and_missing_biases_stay(tmp_path, source, target):
     assert_same_bits(state, unpad(model))
 
 
-def test_a_chain_of_conversions_ends_with_the_same_file(tmp_path):
-    names = ["a.safetensors", "b", "c.pt", "d.bin", "e.pt", "f", "g.bin", "h.safetensors"]
-    make_model().save_checkpoint(tmp_path / names[0])
+def convert_in_a_chain(folder, names):
     for one, other in itertools.pairwise(names):
-        convert(tmp_path / one, tmp_path / other)
-    assert (tmp_path / "h.safetensors").read_bytes() == (tmp_path / "a.safetensors").read_bytes()
-    assert (tmp_path / "g.bin").read_bytes() == (tmp_path / "d.bin").read_bytes()
+        convert(folder / one, folder / other)
+
+
+def test_a_chain_of_conversions_ends_with_the_same_file(tmp_path):
+    make_model().save_checkpoint(tmp_path / "a.safetensors")
+    convert_in_a_chain(tmp_path, ["a.safetensors", "b", "c.pt", "d.bin", "e.pt", "f", "g.bin", "h.safetensors"])
+    for one, other in (("a.safetensors", "h.safetensors"), ("d.bin", "g.bin")):
+        assert (tmp_path / one).read_bytes() == (tmp_path / other).read_bytes()
 
 
 def test_special_values_keep_their_bits(tmp_path):
@@ -78,32 +82,26 @@ def test_special_values_keep_their_bits(tmp_path):
     model = make_model(dtype=torch.bfloat16)
     patterns = torch.tensor([0x8000, 0x0001, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x7F81, 0x0080]).to(torch.uint16)
     model.transformer.h[0].mlp.c_fc.weight.data[:4, :8] = patterns.view(torch.bfloat16)
-    names = ["a.safetensors", "b", "c.pt", "d.bin", "e.safetensors"]
-    model.save_checkpoint(tmp_path / names[0])
-    for one, other in itertools.pairwise(names):
-        convert(tmp_path / one, tmp_path / other)
-    assert_same_bits(load(tmp_path / names[-1])[1], unpad(model))
+    model.save_checkpoint(tmp_path / "a.safetensors")
+    convert_in_a_chain(tmp_path, ["a.safetensors", "b", "c.pt", "d.bin", "e.safetensors"])
+    assert_same_bits(load(tmp_path / "e.safetensors")[1], unpad(model))
 
 
-def test_mixed_dtypes(tmp_path):
+def test_mixed_dtypes_are_preserved(tmp_path):
     model = make_model()
     state = {name: t.half() if "ln_" in name else t for name, t in unpad(model).items()}
     state[HEAD] = state[WTE]
     save_model(tmp_path / "a.safetensors", state, model.config)
-    convert(tmp_path / "a.safetensors", tmp_path / "b")
-    convert(tmp_path / "b", tmp_path / "c.pt")
+    convert_in_a_chain(tmp_path, ["a.safetensors", "b", "c.pt"])
     assert_same_bits(load(tmp_path / "c.pt")[1], state)
     assert json.loads((tmp_path / "b" / "config.json").read_text())["torch_dtype"] == "float32"
-    convert(tmp_path / "c.pt", tmp_path / "d.bin")  # float32 holds both exactly
+    convert(tmp_path / "c.pt", tmp_path / "d.bin")  # float32 represents both dtypes exactly
     assert_same_bits(load(tmp_path / "d.bin")[1], {name: tensor.float() for name, tensor in state.items()})
     assert GPT2.from_checkpoint(tmp_path / "c.pt").lm_head.weight.dtype == torch.float32
 
 
-# ---- llm.c -----------------------------------------------------------------------------------------------------------
-
-
-def test_llmcs_first_version(tmp_path):
-    """Version 1 of llm.c's format (April 2024) has float32 parameters and an unpadded vocabulary."""
+def test_version_1_of_llmcs_format_is_read(tmp_path):
+    """Version 1 (April 2024) has float32 parameters and an unpadded vocabulary."""
     model = make_model()
     save_model(tmp_path / "v3.bin", model.state_dict(), model.config, padded_vocab_size=50)
     raw = (tmp_path / "v3.bin").read_bytes()
@@ -115,22 +113,22 @@ def test_llmcs_first_version(tmp_path):
 
 
 @pytest.mark.parametrize("version", [0, 2, 4, 6])
-def test_llmcs_other_versions_are_refused(tmp_path, version):
-    """Versions 2 and 4 had different layouts within days, which a file does not tell."""
+def test_other_versions_of_llmcs_format_are_refused(tmp_path, version):
+    """The layouts of versions 2 and 4 changed within days, and a file does not tell which layout it has."""
     raw = write_as("llm.c", tmp_path, make_model()).read_bytes()
     (tmp_path / "model.bin").write_bytes(raw[:4] + struct.pack("<i", version) + raw[8:])
-    with pytest.raises(ValueError, match=f"version is {version}, known for a model of llm.c: 1 or 3 or 5|version"):
-        load(tmp_path / "model.bin")
+    message = f"version is {version}, known for a model of llm.c: 1 or 3 or 5|version"
+    assert_raises(ValueError, message, load, tmp_path / "model.bin")
 
 
 def test_numbers_without_a_header_are_refused(tmp_path):
-    raw = write_as("llm.c", tmp_path, make_model()).read_bytes()
-    (tmp_path / "model.bin").write_bytes(raw[1024:])
-    with pytest.raises(ValueError, match="numbers without a header do not say what model they are"):
-        convert(tmp_path / "model.bin", tmp_path / "b.pt")
+    path = write_as("llm.c", tmp_path, make_model())
+    path.write_bytes(path.read_bytes()[1024:])
+    message = "numbers without a header do not say what model they are"
+    assert_raises(ValueError, message, convert, path, tmp_path / "b.pt")
 
 
-def test_llmcs_padding(tmp_path):
+def test_padded_vocab_size_is_the_padding_of_llmcs_files(tmp_path):
     path = write_as("huggingface", tmp_path, make_model())
     convert(path, tmp_path / "a.bin")
     convert(path, tmp_path / "b.bin", padded_vocab_size=64)
@@ -138,50 +136,46 @@ def test_llmcs_padding(tmp_path):
         padded = load_model(tmp_path / name, keep_padding=True)[1][WTE]
         assert len(padded) == rows
         assert not padded[50:].any()
-    for options in ({"padded_vocab_size": 49}, {"padded_vocab_size": -1}):
-        assert_raises(ValueError, "padded_vocab_size", convert, path, tmp_path / "c.bin", **options)
-    with pytest.raises(ValueError, match=r"--padded-vocab-size is for llm\.c's \.bin"):
-        convert(path, tmp_path / "c.pt", padded_vocab_size=64)
+    for size in (49, -1):
+        assert_raises(ValueError, "padded_vocab_size", convert, path, tmp_path / "c.bin", padded_vocab_size=size)
+    message = r"--padded-vocab-size is for llm\.c's \.bin"
+    assert_raises(ValueError, message, convert, path, tmp_path / "c.pt", padded_vocab_size=64)
 
 
-def test_llmc_needs_flags_for_biases_and_gelu(tmp_path):
+def test_llmcs_format_needs_flags_for_biases_and_gelu(tmp_path):
     model = make_model(bias=False, activation="gelu")
     path = write_as("nanogpt", tmp_path, model)
     assert_raises(ValueError, "--bias gives it biases of 0", convert, path, tmp_path / "a.bin")
-    with pytest.raises(ValueError, match="--activation gelu_tanh writes it with the tanh GELU"):
-        convert(path, tmp_path / "a.bin", bias=True)
+    message = "--activation gelu_tanh writes it with the tanh GELU"
+    assert_raises(ValueError, message, convert, path, tmp_path / "a.bin", bias=True)
     convert(path, tmp_path / "a.bin", bias=True, activation="gelu_tanh")
-    ours, config = GPT2.from_checkpoint(tmp_path / "a.bin"), dataclasses.replace(model.config, activation="gelu_tanh")
-    expected = GPT2(config)
+    expected = GPT2(dataclasses.replace(model.config, activation="gelu_tanh"))
     expected.load_state_dict(model.state_dict())
     tokens = torch.randint(50, (2, 8))
-    torch.testing.assert_close(ours(tokens)[0], expected(tokens)[0])
-
-
-# ---- dtypes ----------------------------------------------------------------------------------------------------------
+    torch.testing.assert_close(GPT2.from_checkpoint(tmp_path / "a.bin")(tokens)[0], expected(tokens)[0])
 
 
 @pytest.mark.parametrize("target", TARGETS)
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "float16", "float64"])
-def test_the_dtype_option(tmp_path, target, name):
+def test_the_dtype_option_rounds_the_parameters(tmp_path, target, name):
     model = make_model()
     path = write_as("gptkernels", tmp_path / "a", model)
     there = tmp_path / "b" / TARGETS[target]
     if target == "llm.c" and name in ("float16", "float64"):
-        with pytest.raises(ValueError, match=f"a .bin has float32 or bfloat16, --dtype is {name}"):
-            convert(path, there, dtype=name)
+        message = f"a .bin has float32 or bfloat16, --dtype is {name}"
+        assert_raises(ValueError, message, convert, path, there, dtype=name)
         return
     assert convert(path, there, dtype=name).dtype == getattr(torch, name)
     assert_same_bits(load(there)[1], {key: t.to(getattr(torch, name)) for key, t in unpad(model).items()})
 
 
-def test_nothing_is_rounded_without_a_dtype(tmp_path):
+def test_nothing_is_rounded_without_the_dtype_option(tmp_path):
     path = write_as("gptkernels", tmp_path, make_model(dtype=torch.float64))
-    with pytest.raises(ValueError, match="has float32 or bfloat16, the model float64: --dtype rounds it"):
-        convert(path, tmp_path / "a.bin")
+    message = "has float32 or bfloat16, the model float64: --dtype rounds it"
+    assert_raises(ValueError, message, convert, path, tmp_path / "a.bin")
     convert(path, tmp_path / "a.bin", dtype="bfloat16")
     half = make_model(1, torch.float16)
-    convert(write_as("nanogpt", tmp_path, half), tmp_path / "b.bin")  # exact in float32
+    convert(write_as("nanogpt", tmp_path, half), tmp_path / "b.bin")  # float32 represents float16 exactly
     assert_same_bits(load(tmp_path / "b.bin")[1], {name: tensor.float() for name, tensor in unpad(half).items()})
 
 
@@ -209,11 +203,8 @@ def test_overflow_is_refused(tmp_path):
     model = make_model()
     model.transformer.h[1].mlp.c_fc.bias.data[3] = 1e5
     path = write_as("gptkernels", tmp_path, model)
-    with pytest.raises(ValueError, match=r"transformer\.h\.1\.mlp\.c_fc\.bias has values beyond float16's largest"):
-        convert(path, tmp_path / "a.pt", dtype="float16")
-
-
-# ---- overwriting -----------------------------------------------------------------------------------------------------
+    message = r"transformer\.h\.1\.mlp\.c_fc\.bias has values beyond float16's largest"
+    assert_raises(ValueError, message, convert, path, tmp_path / "a.pt", dtype="float16")
 
 
 def test_the_source_is_never_overwritten(tmp_path):
@@ -221,14 +212,14 @@ def test_the_source_is_never_overwritten(tmp_path):
     raw = path.read_bytes()
     os.link(path, tmp_path / "link.bin")
     (tmp_path / "to").symlink_to(tmp_path)
+    message = "is what is read: the target must be another file"
     for target in (path, tmp_path / "link.bin", tmp_path / "to" / "model.bin"):
-        with pytest.raises(ValueError, match="is what is read: the target must be another file"):
-            convert(path, target, overwrite=True)
+        assert_raises(ValueError, message, convert, path, target, overwrite=True)
     folder = write_as("huggingface", tmp_path, make_model())
     assert_raises(ValueError, "is what is read", convert, folder, folder, overwrite=True)
-    with pytest.raises(ValueError, match="a part of a Hugging Face model"):
-        convert(path, folder / "model.safetensors", overwrite=True)
-    assert_raises(ValueError, "a part of a Hugging Face model: name its folder", load, folder / "model.safetensors")
+    message = "a part of a Hugging Face model"
+    assert_raises(ValueError, message, convert, path, folder / "model.safetensors", overwrite=True)
+    assert_raises(ValueError, f"{message}: name its folder", load, folder / "model.safetensors")
     model = make_model()
     model.save_checkpoint(folder / "model-own.safetensors")
     assert_same_bits(load(folder / "model-own.safetensors")[1], unpad(model))
@@ -237,7 +228,7 @@ def test_the_source_is_never_overwritten(tmp_path):
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_overwrite_option(tmp_path, target):
+def test_the_overwrite_option_replaces_the_target(tmp_path, target):
     source = write_as("gptkernels", tmp_path / "a", make_model(1))
     there = write_as(target, tmp_path / "b", make_model(0))
     assert_raises(ValueError, "exists: --overwrite replaces it", convert, source, there)
@@ -251,20 +242,19 @@ def test_the_overwrite_option(tmp_path, target):
 def test_a_full_disk_leaves_the_previous_files(tmp_path, target, there_before):
     source = write_as("gptkernels", tmp_path / "a", make_model(1))
     folder = tmp_path / "b"
-    there = folder / TARGETS[target]
     if there_before:
         write_as(target, folder, make_model(0))
-    names = sorted(path.name for path in folder.rglob("*")) if there_before else []
+    names = sorted(path.name for path in folder.rglob("*"))
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     for size in (0, 100, 1100, 20_000):
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
         try:
-            assert_raises(OSError, "File too large", convert, source, there, overwrite=True)
+            assert_raises(OSError, "File too large", convert, source, folder / TARGETS[target], overwrite=True)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert sorted(path.name for path in folder.rglob("*")) == names
     if there_before:
-        assert_same_bits(load(there)[1], unpad(make_model(0)))
+        assert_same_bits(load(folder / TARGETS[target])[1], unpad(make_model(0)))
 
 
 @pytest.mark.parametrize(
@@ -284,25 +274,19 @@ def test_bad_targets_are_refused(tmp_path, target, message):
     assert (tmp_path / "file").read_bytes() == b"mine"
 
 
-# ---- damaged files ---------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("source", ["huggingface", "nanogpt", "llm.c", "gptkernels", "old", "huggingface pickle"])
 def test_truncated_files_are_refused(tmp_path, source):
-    path, file = write_sound(tmp_path, source)
+    path, file = write_and_find_file(tmp_path, source)
     raw = file.read_bytes()
     for size in sorted({0, 1, 4, 8, 9, 100, 1024, len(raw) // 2, len(raw) - 60, len(raw) - 1}):
         file.write_bytes(raw[:size])
-        with pytest.raises(ValueError, match=re.escape(str(path))) as error:
-            load(path)
-        assert "\n" not in str(error.value)
+        expect_one_line_error(path, re.escape(str(path)))
     file.unlink()
-    with pytest.raises((OSError, ValueError)):
-        load(path)
+    assert_raises((OSError, ValueError), None, load, path)
 
 
-def write_sound(folder, source):
-    """Write a model; return it and the file that is to be damaged."""
+def write_and_find_file(folder, source):
+    """Write a model, and return its path and the path of the file with its parameters."""
     if source == "huggingface pickle":
         path = write_as("huggingface", folder, make_model())
         pickle_state(load_file(path / "model.safetensors"), path)
@@ -315,19 +299,16 @@ def write_sound(folder, source):
     return path, path / "model.safetensors" if path.is_dir() else path
 
 
-# ---- the command -----------------------------------------------------------------------------------------------------
-
-
-def test_the_command(tmp_path, capsys):
+def test_convert_is_a_command(tmp_path, capsys):
     path = write_as("gptkernels", tmp_path, make_model(activation="gelu", bias=False))
-    assert main(["convert", str(path), str(tmp_path / "b")]) == 0
+    command = ["convert", str(path), str(tmp_path / "b")]
+    assert main(command) == 0
     out = capsys.readouterr().out.splitlines()
     assert "gptkernels' form; block_size 8, vocab_size 50, n_layer 2, n_head 2, n_embd 16, bias False" in out[0]
     assert out[1].endswith("b: Hugging Face's form; float32")
     assert out[2:] == ["note: Hugging Face's GPT-2 has biases: they are written as 0, which computes the same"]
-    assert main(["convert", str(path), str(tmp_path / "b")]) == 2
-    assert "exists: --overwrite replaces it" in capsys.readouterr().err
-    assert main(["convert", str(path), str(tmp_path / "b"), "--overwrite", "--dtype", "bfloat16", "--bias"]) == 0
+    assert "exists: --overwrite replaces it" in error_of(capsys, *command)
+    assert main([*command, "--overwrite", "--dtype", "bfloat16", "--bias"]) == 0
     assert "float16" in capsys.readouterr().out
     assert GPT2.from_pretrained(tmp_path / "b").config.bias
 
@@ -343,16 +324,12 @@ def test_the_command(tmp_path, capsys):
 )
 def test_bad_options_are_reported(tmp_path, arguments, message, capsys):
     path = write_as("llm.c", tmp_path, make_model())
-    assert main(["convert", str(path), str(tmp_path / "b"), *arguments]) == 2
-    assert message in capsys.readouterr().err
+    assert message in error_of(capsys, "convert", path, tmp_path / "b", *arguments)
     assert not (tmp_path / "b").exists()
 
 
-def test_every_form_can_be_used(tmp_path, capsys, monkeypatch):
-    """`generate` and `--init-from` accept every form."""
+def test_generate_and_init_from_accept_each_form(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    from gptkernels.data import load_tokenizer, write_tokens
-
     write_tokens("data_train.bin", [list(range(200)) * 5])
     load_tokenizer("bytes").save("data")
     for form in ("huggingface", "nanogpt"):

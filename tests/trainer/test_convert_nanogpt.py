@@ -1,4 +1,4 @@
-"""nanoGPT's checkpoints have the same logits there and here; runs continue there; malicious pickles are refused."""
+"""nanoGPT computes the same logits from its checkpoints and continues our runs. Malicious pickles are refused."""
 
 import dataclasses
 import os
@@ -15,6 +15,7 @@ from conversions import (
     CONFIG,
     WTE,
     assert_same_bits,
+    expect_one_line_error,
     make_checkpoint,
     make_model,
     make_nanogpt,
@@ -28,21 +29,27 @@ from gptkernels.models import GPT2
 from helpers import assert_raises
 
 
+def save_checkpoint(folder, checkpoint, **options):
+    """Save a checkpoint under nanoGPT's name, and return its path."""
+    torch.save(checkpoint, folder / "ckpt.pt", **options)
+    return folder / "ckpt.pt"
+
+
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("kind", [published.GPT, published.SlowGPT])
 def test_nanogpts_checkpoint_has_the_same_logits_here(tmp_path, bias, kind):
     theirs = kind(make_nanogpt(bias).config)
-    torch.save(make_checkpoint(theirs), tmp_path / "ckpt.pt")
-    ours = GPT2.from_checkpoint(tmp_path / "ckpt.pt")
+    path = save_checkpoint(tmp_path, make_checkpoint(theirs))
+    ours = GPT2.from_checkpoint(path)
     assert (ours.config.bias, ours.config.activation) == (bias, "gelu")
     tokens = torch.randint(50, (2, 8))
     torch.testing.assert_close(ours(tokens)[0], theirs(tokens, tokens)[0], rtol=1e-5, atol=1e-5)
-    assert_same_bits(GPT2.from_checkpoint(tmp_path).state_dict(), ours.state_dict())  # by its folder
+    assert_same_bits(GPT2.from_checkpoint(tmp_path).state_dict(), ours.state_dict())
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_nanogpt_loads_ours(tmp_path, bias):
-    """It loads strictly and with the optimizer, as its train.py resumes."""
+def test_nanogpt_loads_our_checkpoint(tmp_path, bias):
+    """nanoGPT's model loads with strict=True, and its optimizer loads the state, as train.py does when it resumes."""
     ours = make_model(bias=bias, activation="gelu", dropout=0.125)
     ours.save_checkpoint(tmp_path / "model.safetensors")
     done = convert(tmp_path / "model.safetensors", tmp_path / "ckpt.pt")
@@ -60,12 +67,12 @@ def test_nanogpt_loads_ours(tmp_path, bias):
 
 
 def test_nanogpt_continues_our_run(tmp_path):
-    """Three steps here and three there are six here; the embedding's moments lose their padding."""
+    """Three steps and three steps of nanoGPT equal six steps. The embedding's moments lose their padding."""
     config = dataclasses.replace(CONFIG, activation="gelu", dropout=0.5)
     ours = make_model(activation="gelu")
     optimizer = ours.configure_optimizers(0.1, 1e-2, (0.9, 0.95), "cpu")
     for group in optimizer.param_groups:
-        group["eps"] = 1e-3  # the keys' bias has a gradient of rounding noise, which Adam would amplify
+        group["eps"] = 1e-3  # the exact gradient of the keys' bias is 0; Adam would amplify its rounding errors
     batches = torch.randint(50, (6, 2, 8))
 
     def train(model, optimizer, batches):
@@ -91,7 +98,7 @@ def test_nanogpt_continues_our_run(tmp_path):
     for name, tensor in unpad(ours).items():
         torch.testing.assert_close(theirs.state_dict()[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
 
-    # A conversion to another of nanoGPT's files cuts the compiled model's names and a part of the vocabulary.
+    # A conversion from nanoGPT's form to itself renames a compiled model's parameters and cuts the vocabulary.
     checkpoint["model"] = {f"_orig_mod.{name}": tensor for name, tensor in checkpoint["model"].items()}
     checkpoint["model_args"]["dropout"] = 0.0
     torch.save({**checkpoint, "best_val_loss": torch.tensor(2.5)}, tmp_path / "compiled.pt")
@@ -127,23 +134,21 @@ def test_another_optimizers_state_is_left_out(tmp_path, change):
     model(tokens, tokens)[1].backward()
     optimizer.step()
     checkpoint = make_checkpoint(model, optimizer=optimizer.state_dict())
-    torch.save(checkpoint, tmp_path / "ckpt.pt")
-    assert convert(tmp_path / "ckpt.pt", tmp_path / "a.pt").notes == ()
+    assert convert(save_checkpoint(tmp_path, checkpoint), tmp_path / "a.pt").notes == ()
     change(checkpoint["optimizer"])
-    torch.save(checkpoint, tmp_path / "ckpt.pt")
-    notes = convert(tmp_path / "ckpt.pt", tmp_path / "b.pt").notes
+    notes = convert(save_checkpoint(tmp_path, checkpoint), tmp_path / "b.pt").notes
     assert notes[0] == "the state of its optimizer is not AdamW's for this model: it is left out"
     assert torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"]["state"] == {}
 
 
-def test_a_parameter_twice_is_refused(tmp_path):
+def test_a_parameter_with_two_names_is_refused(tmp_path):
     checkpoint = make_checkpoint(make_nanogpt())
     checkpoint["model"]["transformer.ln_f.weight"] = torch.ones(16)
-    torch.save(checkpoint, tmp_path / "ckpt.pt")
-    assert_raises(ValueError, r"parameters both with and without '_orig_mod\.'", load, tmp_path / "ckpt.pt")
+    message = r"parameters both with and without '_orig_mod\.'"
+    assert_raises(ValueError, message, load, save_checkpoint(tmp_path, checkpoint))
 
 
-def test_the_optimizer_has_all_options_of_torchs(tmp_path):
+def test_the_optimizers_state_has_torchs_options(tmp_path):
     make_model().save_checkpoint(tmp_path / "a.safetensors")
     convert(tmp_path / "a.safetensors", tmp_path / "b.pt")
     groups = torch.load(tmp_path / "b.pt", weights_only=True)["optimizer"]["param_groups"]
@@ -155,19 +160,17 @@ def test_the_optimizer_has_all_options_of_torchs(tmp_path):
 def test_an_old_checkpoint_has_biases(tmp_path):
     checkpoint = make_checkpoint(make_nanogpt())
     del checkpoint["model_args"]["bias"], checkpoint["model_args"]["dropout"]
-    torch.save(checkpoint, tmp_path / "ckpt.pt")
-    assert GPT2.from_checkpoint(tmp_path / "ckpt.pt").config.bias
+    assert GPT2.from_checkpoint(save_checkpoint(tmp_path, checkpoint)).config.bias
 
 
 def test_vocab_size_removes_nanogpts_padding(tmp_path):
-    """nanoGPT's vocabulary of 50304 includes padding, which only the user can tell."""
+    """nanoGPT's vocabulary of 50304 includes padding, which its files do not tell."""
     model = make_model(vocab_size=50304, n_embd=2)
     path = write_as("nanogpt", tmp_path / "a", model)
     done = convert(path, tmp_path / "model.safetensors")
     assert done.config["vocab_size"] == 50304
-    assert done.notes == (
-        "if 50304 is GPT-2's vocabulary of 50257 with padding, --vocab-size 50257 takes the padding off",
-    )
+    note = "if 50304 is GPT-2's vocabulary of 50257 with padding, --vocab-size 50257 takes the padding off"
+    assert done.notes == (note,)
     done = convert(path, tmp_path / "b.bin", vocab_size=50257)
     assert done.config["vocab_size"] == 50257
     assert torch.equal(load_model(tmp_path / "b.bin")[1][WTE], model.lm_head.weight[:50257])
@@ -189,10 +192,7 @@ def with_tensor(tensor):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (
-            lambda: make_checkpoint(make_nanogpt(), config=Payload()),
-            "holds posix.system, which is no tensor and no plain",
-        ),
+        (lambda: make_checkpoint(make_nanogpt(), config=Payload()), "holds posix.system, which is no tensor and no"),
         (lambda: Payload(), "holds posix.system"),
         (lambda: {"model": {}}, "it has no 'model_args'"),
         (lambda: make_nanogpt().state_dict(), "it has no 'model'"),
@@ -201,26 +201,19 @@ def with_tensor(tensor):
         (lambda: make_checkpoint(make_nanogpt(), model_args={"n_layer": 2}), "block_size is None, must be an integer"),
         (lambda: make_checkpoint(make_nanogpt(), model={}), "but there are 0 parameters"),
         (lambda: with_tensor("x"), "is no dense tensor"),
-        # torch gives the second message from 2.15 on.
+        # From torch 2.15 on, the second message is raised.
         (lambda: with_tensor(torch.ones(16).to_sparse()), "is no dense tensor|no whole file of torch.save"),
         (lambda: with_tensor(torch.ones(16, device="meta")), "is no dense tensor"),
         (lambda: with_tensor(torch.ones(16, dtype=torch.int64)), "torch.int64, must be of a floating-point dtype"),
         (lambda: with_tensor(torch.ones(17)), "has shape (17,), must have (16,)"),
-        (
-            lambda: make_checkpoint(make_nanogpt(), config={"activation": "relu"}),
-            "activation is 'relu', must be one of",
-        ),
+        (lambda: make_checkpoint(make_nanogpt(), config={"activation": "relu"}), "activation is 'relu', must be one"),
     ],
 )
 def test_other_pickles_are_refused(tmp_path, content, message):
-    path = tmp_path / "ckpt.pt"
-    expected = "|".join(map(re.escape, message.split("|")))
-    for legacy in (False, True):
-        torch.save(content(), path, _use_new_zipfile_serialization=not legacy)
-        with pytest.raises(ValueError, match=expected) as error:
-            load(path)
-        assert str(path) in str(error.value)
-        assert "\n" not in str(error.value)
+    message = "|".join(map(re.escape, message.split("|")))
+    for is_old in (False, True):
+        path = save_checkpoint(tmp_path, content(), _use_new_zipfile_serialization=not is_old)
+        expect_one_line_error(path, message)
     assert not os.path.exists("/tmp/gptkernels_has_run_code")
 
 
@@ -228,43 +221,36 @@ def test_other_pickles_are_refused(tmp_path, content, message):
 def test_unsupported_arguments_are_refused(tmp_path, arguments):
     checkpoint = make_checkpoint(make_nanogpt())
     checkpoint["model_args"] |= arguments
-    torch.save(checkpoint, tmp_path / "ckpt.pt")
-    assert_raises(ValueError, next(iter(arguments)), load, tmp_path / "ckpt.pt")
+    assert_raises(ValueError, next(iter(arguments)), load, save_checkpoint(tmp_path, checkpoint))
 
 
-def test_claims_beyond_the_file_are_refused(tmp_path):
-    """Tensors are expanded, an archive is compressed, and the older format states sizes before its data."""
+def test_tensors_larger_than_the_file_are_refused(tmp_path):
+    """A tensor may be expanded, an archive compressed, and a size in a file of the older format wrong."""
     C, huge = 2**14, torch.ones(1)
     config = {"block_size": 1, "vocab_size": 1, "n_layer": 1, "n_head": 1, "n_embd": C, "bias": False}
-    names = {
-        "wte": (1, C),
-        "wpe": (1, C),
-        "ln_f": (C,),
-        "h.0.ln_1": (C,),
-        "h.0.ln_2": (C,),
-        "h.0.attn.c_attn": (3 * C, C),
-    }
-    names |= {"h.0.attn.c_proj": (C, C), "h.0.mlp.c_fc": (4 * C, C), "h.0.mlp.c_proj": (C, 4 * C)}
+    names = {"wte": (1, C), "wpe": (1, C), "ln_f": (C,), "h.0.ln_1": (C,), "h.0.ln_2": (C,)}
+    names |= {"h.0.attn.c_attn": (3 * C, C), "h.0.attn.c_proj": (C, C)}
+    names |= {"h.0.mlp.c_fc": (4 * C, C), "h.0.mlp.c_proj": (C, 4 * C)}
     state = {f"transformer.{name}.weight": huge.expand(shape) for name, shape in names.items()}
-    torch.save({"model": state, "model_args": config}, tmp_path / "expanded.pt")
-    assert (tmp_path / "expanded.pt").stat().st_size < 10_000
-    assert_raises(ValueError, r"the parameters take 12\d+ bytes, the files have", load, tmp_path / "expanded.pt")
+    path = save_checkpoint(tmp_path, {"model": state, "model_args": config})
+    assert path.stat().st_size < 10_000
+    assert_raises(ValueError, r"the parameters take 12\d+ bytes, the files have", load, path)
 
-    torch.save(make_checkpoint(make_nanogpt()), tmp_path / "ckpt.pt")
-    with zipfile.ZipFile(tmp_path / "ckpt.pt") as whole, zipfile.ZipFile(tmp_path / "small.pt", "w", 8) as compressed:
+    path = save_checkpoint(tmp_path, make_checkpoint(make_nanogpt()))
+    with zipfile.ZipFile(path) as whole, zipfile.ZipFile(tmp_path / "small.pt", "w", 8) as compressed:
         for entry in whole.infolist():
             compressed.writestr(entry.filename, whole.read(entry))
     assert_raises(ValueError, "compressed", load, tmp_path / "small.pt")
 
-    torch.save(make_checkpoint(make_nanogpt()), tmp_path / "old.pt", _use_new_zipfile_serialization=False)
-    raw = (tmp_path / "old.pt").read_bytes()
+    path = save_checkpoint(tmp_path, make_checkpoint(make_nanogpt()), _use_new_zipfile_serialization=False)
+    raw = path.read_bytes()
     storage = pickle.dumps(50 * 16, 2)[2:-1]  # the number of elements of the embedding's storage
     assert raw.count(storage) >= 1
-    (tmp_path / "old.pt").write_bytes(raw.replace(storage, b"J" + struct.pack("<i", 2**31 - 1)))
-    assert_raises(ValueError, "bytes of tensors, the file has", load, tmp_path / "old.pt")
+    path.write_bytes(raw.replace(storage, b"J" + struct.pack("<i", 2**31 - 1)))
+    assert_raises(ValueError, "bytes of tensors, the file has", load, path)
 
 
-def test_a_run_before_its_first_step(tmp_path):
+def test_a_run_can_be_converted_before_its_first_step(tmp_path):
     model = make_model(dropout=0.25)
     optimizer = model.configure_optimizers(0.1, 1e-2, (0.9, 0.95)).state_dict()
     path = tmp_path / "checkpoint.safetensors"

@@ -1,4 +1,4 @@
-"""Token files, the loader, the corpus and `prepare`."""
+"""Token files, the data loader, the corpus and `gptkernels prepare`."""
 
 import itertools
 import os
@@ -38,6 +38,7 @@ MAGIC = 20240520
 
 @contextmanager
 def limit_memory(limit=1 << 20):
+    """Assert that the context allocates less than `limit` bytes."""
     tracemalloc.start()
     try:
         yield
@@ -47,10 +48,15 @@ def limit_memory(limit=1 << 20):
 
 
 def expect_error(path, *words):
+    """Assert that opening a token file takes little memory, and raises an error with the file's name and `words`."""
     with limit_memory(), pytest.raises(ValueError, match=re.escape(str(path))) as info:
         TokenFile(path)
     for word in words:
         assert word in str(info.value)
+
+
+def header(*numbers):
+    return struct.pack("<256i", *numbers, *[0] * (256 - len(numbers)))
 
 
 @pytest.fixture
@@ -61,9 +67,6 @@ def token_file(tmp_path):
         return path
 
     return write
-
-
-# ---- token files -----------------------------------------------------------------------------------------------------
 
 
 @given(st.lists(st.lists(st.integers(0, 65535), max_size=20), min_size=1, max_size=6).filter(any))
@@ -78,11 +81,11 @@ def test_token_file_round_trip(tmp_path_factory, chunks):
     assert file[:].dtype == np.int64
     assert file[:].tolist() == flat
     assert file[1:3].tolist() == flat[1:3]
-    assert path.read_bytes()[:1024] == struct.pack("<256i", MAGIC, 1, len(flat), *[0] * 253)
+    assert path.read_bytes()[:1024] == header(MAGIC, 1, len(flat))
 
 
 @pytest.mark.parametrize("count", [1, 255, 256, 257, 5000])
-def test_headerless_int32(tmp_path, count):
+def test_files_of_int32_without_a_header_are_read(tmp_path, count):
     path = tmp_path / "old.bin"
     (np.arange(count, dtype="<i4") % 50257).tofile(path)
     file = TokenFile(path)
@@ -90,7 +93,7 @@ def test_headerless_int32(tmp_path, count):
     assert file[:].tolist() == [i % 50257 for i in range(count)]
 
 
-def test_truncated_token_files(tmp_path):
+def test_truncated_token_files_are_refused(tmp_path):
     path = tmp_path / "tokens.bin"
     write_tokens(path, [[1, 2, 3]])
     raw = path.read_bytes()
@@ -104,20 +107,17 @@ def test_truncated_token_files(tmp_path):
     expect_error(path, "too long", "number of tokens is 3")
 
 
-@pytest.mark.parametrize("count", [0, -1, -(2**31), 4, 2**31 - 1])
-def test_wrong_counts_are_refused(tmp_path, count):
-    path = tmp_path / "tokens.bin"
-    path.write_bytes(struct.pack("<256i", MAGIC, 1, count, *[0] * 253) + bytes(6))
-    expect_error(path, f"number of tokens is {count}")
-
-
 @pytest.mark.parametrize(
     ("raw", "word"),
     [
-        (struct.pack("<256i", MAGIC, 7, 1, *[0] * 253) + bytes(2), "version is 7"),
-        (struct.pack("<256i", 20240326, 3, *[0] * 254), "a model of llm.c"),
-        (struct.pack("<256i", 20240328, 2, *[0] * 254), "a tokenizer of llm.c"),
-        (struct.pack("<256i", 20240801, 7, *[0] * 254), "32-bit tokens of llm.c"),
+        *(
+            (header(MAGIC, 1, n) + bytes(6), f"number of tokens is {n}")
+            for n in (0, -1, -(2**31), 4, 2**31 - 1)  # the file has 3 tokens
+        ),
+        (header(MAGIC, 7, 1) + bytes(2), "version is 7"),
+        (header(20240326, 3), "a model of llm.c"),
+        (header(20240328, 2), "a tokenizer of llm.c"),
+        (header(20240801, 7), "32-bit tokens of llm.c"),
         (b"Once upon a time there was a text....", "multiple of 4"),
         (b"Once upon a time there was a text...", "magic"),
         (np.arange(1, 500, dtype="<u2")[:400].tobytes(), "magic"),  # nanoGPT's raw uint16
@@ -125,7 +125,7 @@ def test_wrong_counts_are_refused(tmp_path, count):
         (np.array([5, -6], "<i4").tobytes(), "value -6 at position 1"),
     ],
 )
-def test_other_files_are_refused(tmp_path, raw, word):
+def test_what_is_no_token_file_is_refused(tmp_path, raw, word):
     path = tmp_path / "tokens.bin"
     path.write_bytes(raw)
     expect_error(path, word)
@@ -140,28 +140,24 @@ def test_other_files_are_refused(tmp_path, raw, word):
         ([[[1]]], r"of shape \(1, 1\)"),
         ([], "no tokens to write"),
         ([[], []], "no tokens to write"),
+        ([range(5), range(5)], "more than 9 tokens"),
     ],
 )
-def test_write_tokens_refuses_bad_tokens(tmp_path, chunks, message):
-    assert_raises(ValueError, message, write_tokens, tmp_path / "tokens.bin", chunks)
+def test_write_tokens_refuses_bad_tokens(tmp_path, monkeypatch, chunks, message):
+    monkeypatch.setattr(tokens_module, "MAX_TOKENS", 9)
+    path = tmp_path / "tokens.bin"
+    assert_raises(ValueError, message, write_tokens, path, chunks)
+    assert_raises(ValueError, "vocab_size is 65537: token files hold 16-bit tokens", write_tokens, path, [[1]], 65537)
     assert not list(tmp_path.iterdir())
 
 
-def test_write_tokens_limits(tmp_path, monkeypatch):
-    with pytest.raises(ValueError, match="vocab_size is 65537: token files hold 16-bit tokens"):
-        write_tokens(tmp_path / "tokens.bin", [[1]], 65537)
-    monkeypatch.setattr(tokens_module, "MAX_TOKENS", 3)
-    assert_raises(ValueError, "more than 3 tokens", write_tokens, tmp_path / "tokens.bin", [[1, 2], [3, 4]])
-    assert not list(tmp_path.iterdir())
-
-
-def test_write_tokens_streams(tmp_path):
+def test_write_tokens_holds_one_chunk_in_memory(tmp_path):
     with limit_memory():
         write_tokens(tmp_path / "tokens.bin", (np.full(10_000, i) for i in range(200)))
     assert len(TokenFile(tmp_path / "tokens.bin")) == 2_000_000
 
 
-def test_failed_write_leaves_the_previous_file(tmp_path):
+def test_a_failed_write_leaves_the_previous_file(tmp_path):
     path = tmp_path / "tokens.bin"
     write_tokens(path, [[1, 2, 3]])
     assert_raises(ValueError, "token -1", write_tokens, path, [[4], [-1]])
@@ -169,12 +165,12 @@ def test_failed_write_leaves_the_previous_file(tmp_path):
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_file_larger_than_memory(tmp_path):
-    """Neither opening nor random reads of 4 GiB of tokens (a sparse file) take memory or time."""
+def test_a_large_file_takes_little_memory(tmp_path):
+    """Neither opening a sparse file with 4 GiB of tokens nor random reads of it take memory."""
     path = tmp_path / "large.bin"
     count = 2**31 - 1
     with open(path, "wb") as file:
-        file.write(struct.pack("<256i", MAGIC, 1, count, *[0] * 253))
+        file.write(header(MAGIC, 1, count))
         file.truncate(1024 + 2 * count)
     with limit_memory(64 << 20):  # includes numpy's imports on first use
         loader = DataLoader(path, 4, 8, 256)
@@ -185,12 +181,9 @@ def test_file_larger_than_memory(tmp_path):
     assert loader.num_windows == count // 8
 
 
-# ---- several token files ---------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def shards(tmp_path):
-    """Write three files of 40, 1 and 59 tokens: 0..99 when read as one."""
+    """Write three files of 40, 1 and 59 tokens, which are 0 to 99 when they are read as one."""
     for name, tokens in (("a", range(40)), ("b", [40]), ("c", range(41, 100))):
         write_tokens(tmp_path / f"text_{name}.bin", [list(tokens)])
     return str(tmp_path / "text_*.bin")
@@ -227,7 +220,7 @@ def test_an_error_in_a_shard_names_its_file(shards):
     assert_raises(ValueError, r"text_c.bin: token 45 at position 4 is outside the vocabulary of 45", loader.next_batch)
 
 
-def test_shards_are_found(shards, tmp_path):
+def test_find_files_returns_matching_files(shards, tmp_path):
     assert find_files(str(tmp_path / "text_a.bin")) == [tmp_path / "text_a.bin"]
     write_tokens(tmp_path / "odd[1].bin", [[1]])
     assert find_files(str(tmp_path / "odd[1].bin")) == [tmp_path / "odd[1].bin"]
@@ -236,11 +229,8 @@ def test_shards_are_found(shards, tmp_path):
     assert_raises(ValueError, "no token files", TokenFiles, [])
 
 
-# ---- the loader ------------------------------------------------------------------------------------------------------
-
-
-def test_random_offsets(token_file):
-    """Every offset, 0 to 57, is about as frequent; ranks share the draws; the state resumes them."""
+def test_random_offsets_are_uniform(token_file):
+    """All offsets, 0 to 57, are about equally frequent. Ranks share the draws."""
     alone = DataLoader(token_file(65), 4, 7, 256, seed=1, random_offsets=True)
     ranks = [DataLoader(alone.data, 2, 7, 256, seed=1, random_offsets=True, rank=rank, world_size=2) for rank in (0, 1)]
     counts = np.zeros(58, int)
@@ -250,9 +240,6 @@ def test_random_offsets(token_file):
         assert torch.cat([loader.next_batch()[0] for loader in ranks]).equal(tokens)
         counts[tokens[:, 0]] += 1
     assert ((counts - 100) ** 2).sum() / 100 < 58 + 6 * (2 * 58) ** 0.5  # chi-squared, six sigma
-    other = DataLoader(alone.data, 4, 7, 256, seed=9)
-    other.load_state_dict(alone.state_dict())
-    assert other.next_batch()[0].equal(alone.next_batch()[0])
     assert not DataLoader(alone.data, 4, 7, 256, seed=2, random_offsets=True).next_batch()[0].equal(tokens)
 
 
@@ -267,7 +254,7 @@ def test_permute_is_a_bijection(n, seed, epoch):
 
 @pytest.mark.parametrize("n", [2**20, 10**6 + 3, 2**33 + 1, 2**62])
 def test_permute_mixes(n):
-    """The images of neighbours are as far apart as random numbers are, and half of them go up."""
+    """Images of neighbours are as far apart as random numbers are, and half of them ascend."""
     indices = np.arange(5000) + n // 2
     images = permute(indices[indices < n], n, (3, 4)).astype(float) / n
     assert abs(images.mean() - 1 / 2) < 0.03
@@ -277,7 +264,7 @@ def test_permute_mixes(n):
 
 
 @pytest.mark.parametrize("n", [2, 3, 4, 5])
-def test_few_windows_have_every_order(n):
+def test_each_order_of_few_windows_is_equally_frequent(n):
     draws = 100 * len(list(itertools.permutations(range(n))))
     counts = dict.fromkeys(itertools.permutations(range(n)), 0)
     for seed in range(draws):
@@ -286,7 +273,7 @@ def test_few_windows_have_every_order(n):
     assert (deviation**2).sum() / 100 < len(counts) + 6 * len(counts) ** 0.5  # chi-squared, six sigma
 
 
-def test_batches(token_file):
+def test_batches_are_consecutive_windows(token_file):
     loader = DataLoader(token_file(100), 2, 5, 256, shuffle=False)
     assert (loader.num_windows, loader.batches_per_epoch, loader.epoch) == (19, 9, 0)
     tokens, targets = loader.next_batch()
@@ -309,7 +296,7 @@ def test_batches(token_file):
 )
 @settings(max_examples=40, deadline=None)
 def test_ranks_share_every_epoch(tmp_path_factory, windows, tail, B, world_size, shuffle):
-    """All ranks together see each window once per epoch, in the order that one rank alone sees."""
+    """In an epoch, the ranks together see each window once, in the order of a single rank."""
     T = 4
     path = tmp_path_factory.mktemp("data") / "tokens.bin"
     write_tokens(path, [np.arange(windows * T + 1 + tail)])
@@ -331,25 +318,20 @@ def test_ranks_share_every_epoch(tmp_path_factory, windows, tail, B, world_size,
     assert (epochs[0] == epochs[1]) != shuffle
 
 
-@pytest.mark.parametrize("shuffle", [True, False])
-def test_resume(token_file, shuffle):
-    path = token_file(1000)
-    one = DataLoader(path, 3, 7, 256, seed=1, shuffle=shuffle)
+@pytest.mark.parametrize("options", [{"shuffle": True}, {"shuffle": False}, {"random_offsets": True}], ids=str)
+def test_a_state_resumes_the_batches(token_file, options):
+    one = DataLoader(token_file(1000), 3, 7, 256, seed=1, **options)
     for _ in range(60):  # into the second epoch
         one.next_batch()
     state = one.state_dict()
     expected = [one.next_batch() for _ in range(60)]
-    other = DataLoader(path, 3, 7, 256, seed=2, shuffle=not shuffle)
+    other = DataLoader(one.data, 3, 7, 256, seed=2, shuffle=not options.get("shuffle"))
     other.load_state_dict(state)
-    for tokens, targets in expected:
-        got = other.next_batch()
-        assert got[0].equal(tokens)
-        assert got[1].equal(targets)
+    torch.testing.assert_close([other.next_batch() for _ in range(60)], expected, rtol=0, atol=0)
 
 
-def test_seeds_differ(token_file):
-    path = token_file(1000)
-    first = [DataLoader(path, 8, 4, 256, seed=seed).next_batch()[0] for seed in (0, 0, 1)]
+def test_a_seed_fixes_the_batches(token_file):
+    first = [DataLoader(token_file(1000), 8, 4, 256, seed=seed).next_batch()[0] for seed in (0, 0, 1)]
     assert first[0].equal(first[1])
     assert not first[0].equal(first[2])
 
@@ -371,8 +353,8 @@ def test_states_of_other_loaders_are_refused(token_file, change, message):
     loader = DataLoader(token_file(1000), 3, 7, 256)
     assert_raises(ValueError, message, loader.load_state_dict, {**loader.state_dict(), **change})
     assert_raises(ValueError, "it is a list, must be a mapping", loader.load_state_dict, [])
-    with pytest.raises(ValueError, match="position, seed"):
-        loader.load_state_dict({name: 1 for name in ("shuffle", "sequence_length", "num_tokens")})
+    incomplete = dict.fromkeys(("shuffle", "sequence_length", "num_tokens"), 1)
+    assert_raises(ValueError, "position, seed", loader.load_state_dict, incomplete)
 
 
 @pytest.mark.parametrize("value", [-3, 256, 2**31 - 1])
@@ -385,19 +367,17 @@ def test_tokens_outside_the_vocabulary_are_refused(tmp_path, value):
     for _ in range(777 // 64):
         loader.next_batch()
     assert_raises(ValueError, rf"old.bin: token {value} at position 777 is outside .* of 256", loader.next_batch)
-
-
-def test_a_target_outside_the_vocabulary_is_refused(tmp_path):
-    write_tokens(tmp_path / "tokens.bin", [[1, 2, 3, 4, 300]])
+    write_tokens(tmp_path / "tokens.bin", [[1, 2, 3, 4, 300]])  # 300 is a target only
     assert_raises(ValueError, "token 300 at position 4", DataLoader(tmp_path / "tokens.bin", 1, 4, 256).next_batch)
 
 
 def test_too_little_data_is_refused(token_file):
-    path = token_file(64)
-    with pytest.raises(ValueError, match=r"64 tokens are too few for a batch of B=4 sequences of T=16: it takes 65"):
-        DataLoader(path, 4, 16, 256)
-    assert_raises(ValueError, r"T=16 on each of 2 ranks: it takes 65", DataLoader, path, 2, 16, 256, world_size=2)
-    DataLoader(token_file(65), 4, 16, 256).next_batch()
+    for message, B, options in (
+        ("64 tokens are too few for a batch of B=4 sequences of T=16: it takes 65", 4, {}),
+        ("T=16 on each of 2 ranks: it takes 65", 2, {"world_size": 2}),
+    ):
+        assert_raises(ValueError, message, DataLoader, token_file(64), B, 16, 256, **options)
+        DataLoader(token_file(65), B, 16, 256, **options).next_batch()
 
 
 @pytest.mark.parametrize(
@@ -412,19 +392,17 @@ def test_too_little_data_is_refused(token_file):
         ({"seed": -1}, "seed is -1"),
     ],
 )
-def test_loader_refuses_bad_arguments(token_file, arguments, message):
+def test_bad_arguments_of_the_loader_are_refused(token_file, arguments, message):
     arguments = {"batch_size": 1, "sequence_length": 4, "vocab_size": 256, **arguments}
     assert_raises(ValueError, message, DataLoader, token_file(100), **arguments)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="page-locked memory needs CUDA")
-def test_pinned_batches(token_file):
+def test_batches_can_be_in_page_locked_memory(token_file):
     tokens, targets = DataLoader(token_file(100), 2, 4, 256, pin_memory=True).next_batch()
     assert tokens.is_pinned()
     assert targets.is_pinned()
 
-
-# ---- the corpus ------------------------------------------------------------------------------------------------------
 
 WORDS = st.text(st.sampled_from("abз中!'7\N{PILE OF POO}"), min_size=1, max_size=4)
 BLANKS = st.text(st.sampled_from(" \t\n\r\x1c\u00a0\u3000"), max_size=3)
@@ -434,7 +412,7 @@ BLANKS = st.text(st.sampled_from(" \t\n\r\x1c\u00a0\u3000"), max_size=3)
     words=st.lists(st.tuples(WORDS, st.sampled_from(" \n\t"), BLANKS), max_size=60), chunk_bytes=st.integers(64, 200)
 )
 @settings(max_examples=60, deadline=None)
-def test_chunks_of_text_encode_as_the_whole(tmp_path_factory, bpe, words, chunk_bytes):
+def test_chunks_of_a_text_have_the_tokens_of_the_text(tmp_path_factory, bpe, words, chunk_bytes):
     text = "".join(part for word in words for part in word)
     path = tmp_path_factory.mktemp("text") / "text.txt"
     path.write_bytes(text.encode())
@@ -448,7 +426,7 @@ def bpe():
     return train_bpe(["ab ab\n\nab  \n ab 中 зз 77!! \u3000 " * 20], 320)
 
 
-def test_any_bytes_can_be_read(tmp_path):
+def test_a_document_may_have_any_bytes(tmp_path):
     path = tmp_path / "bytes"
     raw = bytes(range(256)) * 5
     path.write_bytes(raw)
@@ -457,18 +435,16 @@ def test_any_bytes_can_be_read(tmp_path):
         assert text.encode("utf-8", "surrogateescape") == raw[100:1200]
 
 
-def test_find_documents(tmp_path):
+def test_documents_are_found_in_folders_or_by_name(tmp_path):
     for name in ("b.txt", "a.txt", "sub/c.txt", ".hidden", ".git/d.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(name)
     (tmp_path / "binary").write_bytes(b"\x7fELF\0")
     (tmp_path / "empty").touch()
     found = find_documents([tmp_path])
-    assert sorted(document.path.relative_to(tmp_path).as_posix() for document in found) == [
-        *("a.txt", "b.txt", "sub/c.txt")
-    ]
-    assert find_documents([tmp_path]) == found
-    assert find_documents(tmp_path) == find_documents(str(tmp_path)) == found
+    names = sorted(document.path.relative_to(tmp_path).as_posix() for document in found)
+    assert names == ["a.txt", "b.txt", "sub/c.txt"]
+    assert find_documents([tmp_path]) == find_documents(tmp_path) == find_documents(str(tmp_path)) == found
     named = find_documents([tmp_path / "b.txt", tmp_path / "a.txt", tmp_path / ".hidden"])
     assert [document.path.name for document in named] == ["b.txt", "a.txt", ".hidden"]
     assert_raises(ValueError, r"no such file or folder: .*absent", find_documents, [tmp_path / "absent"])
@@ -481,7 +457,7 @@ def test_find_documents(tmp_path):
     fraction=st.floats(0.01, 0.99),
 )
 @settings(max_examples=60, deadline=None)
-def test_split(tmp_path_factory, texts, fraction):
+def test_split_keeps_every_byte(tmp_path_factory, texts, fraction):
     folder = tmp_path_factory.mktemp("split")
     for i, text in enumerate(texts):
         (folder / str(i)).write_bytes(text)
@@ -497,7 +473,7 @@ def test_split(tmp_path_factory, texts, fraction):
 
 
 def test_split_keeps_characters_whole(tmp_path):
-    """A line longer than the search for its end is cut between two characters."""
+    """A line that is too long for the search for its end is cut between two characters."""
     path = tmp_path / "text"
     for character in ("ä", "中", "\N{PILE OF POO}"):
         raw = character.encode() * 30_000
@@ -509,18 +485,17 @@ def test_split_keeps_characters_whole(tmp_path):
             assert b"".join([*train.chunks(), *val.chunks()]) == raw
 
 
-def test_split_at_a_line(tmp_path):
+def test_split_cuts_at_the_end_of_a_line(tmp_path):
     path = tmp_path / "text"
     path.write_bytes(b"0123456\n" * 100)
-    (train,), (val,) = split([Document.whole(path)], 0.1)
-    assert train.stop == val.start == 720
-    (train,), _ = split([Document.whole(path)], 0.103)
-    assert train.stop == 720
+    for fraction in (0.1, 0.103):
+        (train,), (val,) = split([Document.whole(path)], fraction)
+        assert train.stop == val.start == 720
     for fraction in (0, 1, -0.5, float("nan")):
         assert_raises(ValueError, "val_fraction is", split, [Document.whole(path)], fraction)
 
 
-def test_standard_library():
+def test_standard_library_is_a_corpus():
     train, val = standard_library()
     assert (train, val) == standard_library()
     assert {document.path.name for document in train + val} >= {"os.py", "argparse.py"}
@@ -528,16 +503,11 @@ def test_standard_library():
     sizes = [sum(document.size for document in part) for part in (train, val)]
     assert sum(sizes) <= 16 << 20
     assert 0.01 < sizes[1] / sum(sizes) < 0.12
-    few = standard_library(max_bytes=1 << 20)
-    assert sum(document.size for part in few for document in part) <= 1 << 20
-
-
-def test_standard_library_text():
-    train, val = standard_library_text(1 << 20)
-    documents = standard_library(1 << 20)
-    assert len(train) == sum(document.size for document in documents[0])
-    assert b"import" in train
-    assert b"import" in val
+    few, texts = standard_library(1 << 20), standard_library_text(1 << 20)
+    sizes = [sum(document.size for document in part) for part in few]
+    assert sum(sizes) <= 1 << 20
+    assert len(texts[0]) == sizes[0]
+    assert all(b"import" in text for text in texts)
 
 
 def test_a_missing_standard_library_is_reported(tmp_path, monkeypatch):
@@ -545,22 +515,26 @@ def test_a_missing_standard_library_is_reported(tmp_path, monkeypatch):
     assert_raises(ValueError, "too little of the standard library", standard_library)
 
 
-# ---- prepare ---------------------------------------------------------------------------------------------------------
+@pytest.fixture
+def text(tmp_path):
+    """Write a short text."""
+    path = tmp_path / "text.txt"
+    path.write_text("some text\n" * 20)
+    return path
 
 
-def test_prepare_bytes(tmp_path):
-    text = tmp_path / "text.txt"
+def read_tokens(summary):
+    """Return the tokens of both files that `prepare` wrote."""
+    return np.concatenate([TokenFile(summary[name])[:] for name in ("train", "val")])
+
+
+def test_prepare_bytes(text):
     text.write_bytes("Zoë says:\n".encode() * 100 + b"\xff\n")
-    prefix = tmp_path / "out" / "data"
+    prefix = text.parent / "out" / "data"
     summary = prepare([text], prefix, val_fraction=0.1)
     assert summary == {
-        "train": f"{prefix}_train.bin",
-        "val": f"{prefix}_val.bin",
-        "tokenizer": f"{prefix}_tokenizer.bin",
-        "train_tokens": 1001 + 1,
-        "val_tokens": 101 + 1,
-        "vocab_size": 256,
-        "eot": 0,
+        **{"train": f"{prefix}_train.bin", "val": f"{prefix}_val.bin", "tokenizer": f"{prefix}_tokenizer.bin"},
+        **{"train_tokens": 1001 + 1, "val_tokens": 101 + 1, "vocab_size": 256, "eot": 0},
     }
     tokens = [TokenFile(summary[name])[:].tolist() for name in ("train", "val")]
     assert [part[0] for part in tokens] == [0, 0]
@@ -569,47 +543,38 @@ def test_prepare_bytes(tmp_path):
 
 
 def test_prepare_bpe(tmp_path):
-    for i in range(5):
-        (tmp_path / f"{i}.txt").write_text(f"the {i}th of the five texts, and the end of the text\n" * 10)
+    lines = [f"the {i}th of the five texts, and the end of the text" for i in range(5)]
+    for i, line in enumerate(lines):
+        (tmp_path / f"{i}.txt").write_text(f"{line}\n" * 10)
     prefix = tmp_path / "data"
     summary = prepare([tmp_path], prefix, "bpe", vocab_size=280)
     assert summary["vocab_size"] == 280
     assert summary["tokenizer"] == f"{prefix}_tokenizer.json"
-    tokenizer = tokenizer_for_prefix(prefix)
-    tokens = np.concatenate([TokenFile(summary[name])[:] for name in ("train", "val")])
-    documents = tokenizer.decode(tokens).split("<|endoftext|>")[1:]
-    assert len(documents) == 6  # the last one is cut in two
-    assert sorted(set("".join(documents).split("\n"))) == [
-        "",
-        *(f"the {i}th of the five texts, and the end of the text" for i in range(5)),
-    ]
+    documents = tokenizer_for_prefix(prefix).decode(read_tokens(summary)).split("<|endoftext|>")[1:]
+    assert len(documents) == 6  # the last document is in both files
+    assert sorted(set("".join(documents).split("\n"))) == ["", *lines]
 
     prepare([tmp_path / "0.txt"], prefix)
     assert not Path(summary["tokenizer"]).exists()
     assert tokenizer_for_prefix(prefix).vocab_size == 256
 
 
-def test_prepare_characters(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("это 中 text\n" * 50 + "\N{PILE OF POO}")
-    prefix = tmp_path / "data"
-    summary = prepare([text], prefix, "char")
-    assert (summary["vocab_size"], summary["eot"]) == (len(set(text.read_text())), None)
-    tokenizer = tokenizer_for_prefix(prefix)
-    tokens = np.concatenate([TokenFile(summary[name])[:] for name in ("train", "val")])
-    assert tokenizer.decode(tokens) == text.read_text()
-    assert len(tokens) == len(text.read_text())
-
-
-def test_nul_bytes_are_kept(tmp_path):
-    """NUL is the byte tokenizer's end-of-text token, unless the data has it."""
-    text = tmp_path / "binary"
-    text.write_bytes(b"a\0b\n" * 100)
-    summary = prepare([text], tmp_path / "data")
-    assert (summary["vocab_size"], summary["eot"]) == (256, None)
-    assert tokenizer_for_prefix(tmp_path / "data").eot is None
-    tokens = np.concatenate([TokenFile(summary[name])[:] for name in ("train", "val")])
-    assert bytes(tokens.tolist()) == text.read_bytes()
+@pytest.mark.parametrize(
+    ("content", "tokenizer", "vocab_size"),
+    [
+        ("это 中 text\n" * 50 + "\N{PILE OF POO}", "char", 10),
+        ("a\0b\n" * 100, "bytes", 256),  # NUL is the byte tokenizer's end-of-text token only if the data have no NUL
+    ],
+    ids=["characters", "bytes with NUL"],
+)
+def test_prepare_without_an_end_of_text_token(text, content, tokenizer, vocab_size):
+    text.write_text(content)
+    summary = prepare([text], text.parent / "data", tokenizer)
+    assert (summary["vocab_size"], summary["eot"]) == (vocab_size, None)
+    tokens, tokenizer = read_tokens(summary), tokenizer_for_prefix(text.parent / "data")
+    assert tokenizer.eot is None
+    assert tokenizer.decode(tokens) == content
+    assert len(tokens) == len(content)
 
 
 def test_prepare_never_overwrites_its_input(tmp_path):
@@ -618,69 +583,59 @@ def test_prepare_never_overwrites_its_input(tmp_path):
     before = source.read_bytes()
     (tmp_path / "link.txt").symlink_to(source)
     for name in ("x_train.bin", "link.txt"):
-        with pytest.raises(ValueError, match=r"is an input, and would be overwritten as .*x_train\.bin"):
-            prepare([tmp_path / name], tmp_path / "x")
+        message = r"is an input, and would be overwritten as .*x_train\.bin"
+        assert_raises(ValueError, message, prepare, [tmp_path / name], tmp_path / "x")
     assert source.read_bytes() == before
 
 
-def test_prepare_overwrites_only_its_own_files(tmp_path):
-    (tmp_path / "text.txt").write_text("some text\n" * 20)
+def test_prepare_overwrites_only_its_own_files(text, tmp_path):
     for suffix, content in (
         ("train.bin", b"my notes"),
-        ("val.bin", struct.pack("<256i", 20240328, *[0] * 255)),
-        ("tokenizer.bin", struct.pack("<256i", MAGIC, *[0] * 255)),
+        ("val.bin", header(20240328)),
+        ("tokenizer.bin", header(MAGIC)),
         ("tokenizer.json", b'{"mine": 1}'),
         ("tokenizer.json", b"[" * 100_000),
     ):
         path = tmp_path / f"x_{suffix}"
         path.write_bytes(content)
-        with pytest.raises(ValueError, match="exists, and prepare did not write it"):
-            prepare([tmp_path / "text.txt"], tmp_path / "x")
+        assert_raises(ValueError, "exists, and prepare did not write it", prepare, [text], tmp_path / "x")
         assert path.read_bytes() == content
         path.unlink()
     (tmp_path / "x_val.bin").mkdir()
-    with pytest.raises(ValueError, match=r"x_val\.bin is a folder, must be a regular file"):
-        prepare([tmp_path / "text.txt"], tmp_path / "x")
+    assert_raises(ValueError, r"x_val\.bin is a folder, must be a regular file", prepare, [text], tmp_path / "x")
 
 
-def test_a_failed_prepare_changes_nothing(tmp_path):
-    """The tokenizer lacks a character at the very end of the text."""
-    (tmp_path / "text.txt").write_text("abc\n" * 100)
-    first = prepare([tmp_path / "text.txt"], tmp_path / "x", "char")
+def test_a_failed_prepare_changes_nothing(text, tmp_path):
+    """The tokenizer lacks a character at the end of the text."""
+    text.write_text("abc\n" * 100)
+    tokenizer = prepare([text], tmp_path / "x", "char")["tokenizer"]
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    (tmp_path / "other.txt").write_text("abc\n" * 100 + "Z")
-    tokenizer = first["tokenizer"]
-    with pytest.raises(ValueError, match="vocabulary of 4 characters has no 'Z'"):
-        prepare([tmp_path / "other.txt"], tmp_path / "x", tokenizer)
-    (tmp_path / "other.txt").unlink()
+    other = tmp_path / "other.txt"
+    other.write_text("abc\n" * 100 + "Z")
+    message = "vocabulary of 4 characters has no 'Z'"
+    assert_raises(ValueError, message, prepare, [other], tmp_path / "x", tokenizer)
+    other.unlink()
     assert {path: path.read_bytes() for path in tmp_path.iterdir()} == files
 
 
-def test_prepare_of_the_folder_that_holds_its_output(tmp_path):
-    (tmp_path / "text.txt").write_text("some text of a folder\n" * 20)
-    first = prepare([tmp_path], tmp_path / "x", "bpe", vocab_size=300)
-    tokens = Path(first["train"]).read_bytes()
-    again = prepare([tmp_path], tmp_path / "x", "bpe", vocab_size=300)
-    assert Path(again["train"]).read_bytes() == tokens
-    other = prepare([tmp_path], tmp_path / "y", "bpe", vocab_size=300)
-    assert Path(other["train"]).read_bytes() == tokens
+def test_prepare_of_a_folder_leaves_out_prepared_files(text, tmp_path):
+    written = [prepare([tmp_path], tmp_path / name, "bpe", vocab_size=300) for name in ("x", "x", "y")]
+    assert len({Path(summary["train"]).read_bytes() for summary in written}) == 1
 
 
-def test_prepare_writes_through_a_link(tmp_path):
-    (tmp_path / "text.txt").write_text("some text\n" * 20)
+def test_prepare_writes_through_a_link(text, tmp_path):
     (tmp_path / "disk").mkdir()
     (tmp_path / "x_train.bin").symlink_to(tmp_path / "disk" / "tokens.bin")
-    prepare([tmp_path / "text.txt"], tmp_path / "x")
+    prepare([text], tmp_path / "x")
     assert (tmp_path / "x_train.bin").is_symlink()
     assert len(TokenFile(tmp_path / "disk" / "tokens.bin")) > 100
 
 
-def test_the_newest_tokenizer_is_read(tmp_path):
-    (tmp_path / "text.txt").write_text("some text\n" * 20)
-    prepare([tmp_path / "text.txt"], tmp_path / "x")
+def test_the_newest_tokenizer_is_read(text, tmp_path):
+    prepare([text], tmp_path / "x")
     stale = (tmp_path / "x_tokenizer.bin").read_bytes()
-    prepare([tmp_path / "text.txt"], tmp_path / "x", "bpe", vocab_size=270)
-    (tmp_path / "x_tokenizer.bin").write_bytes(stale)  # a killed run leaves it
+    prepare([text], tmp_path / "x", "bpe", vocab_size=270)
+    (tmp_path / "x_tokenizer.bin").write_bytes(stale)  # a killed run leaves such a file
     os.utime(tmp_path / "x_tokenizer.bin", (1, 1))
     assert tokenizer_for_prefix(tmp_path / "x").vocab_size > 256
 
@@ -696,12 +651,12 @@ def test_a_file_given_twice_is_read_once(tmp_path):
 
 @pytest.fixture
 def odd_files(tmp_path):
-    """Make a FIFO, a socket, a dangling link, a loop of links and a link to its own folder."""
+    """Make a FIFO, a socket, a dangling link, a loop of links, and a link to the folder of these files."""
     folder = tmp_path / "odd"
     folder.mkdir()
     os.mkfifo(folder / "fifo")
     with socket.socket(socket.AF_UNIX) as made:
-        made.bind(os.path.relpath(folder / "socket"))  # a whole path may be too long
+        made.bind(os.path.relpath(folder / "socket"))  # an absolute path may be too long
     (folder / "dangling").symlink_to("nowhere")
     (folder / "loop").symlink_to("pool")
     (folder / "pool").symlink_to("loop")
@@ -725,8 +680,7 @@ def test_odd_files_are_skipped_or_refused(odd_files):
     assert_raises(ValueError, "is a character device", find_documents, ["/dev/zero"])
 
 
-def test_an_unreadable_folder_is_an_error(tmp_path, monkeypatch):
-    (tmp_path / "text.txt").write_text("text")
+def test_an_unreadable_folder_is_an_error(text, tmp_path, monkeypatch):
     (tmp_path / "closed").mkdir()
     scandir = os.scandir
 
@@ -739,26 +693,21 @@ def test_an_unreadable_folder_is_an_error(tmp_path, monkeypatch):
     assert_raises(PermissionError, "closed", find_documents, tmp_path)
 
 
-def test_prepare_reports_progress(tmp_path):
-    (tmp_path / "text.txt").write_text("some text\n" * 20)
+def test_prepare_reports_progress(text, tmp_path):
     calls = []
-    prepare([tmp_path / "text.txt"], tmp_path / "x", "bpe", progress=lambda *call: calls.append(call))
+    prepare([text], tmp_path / "x", "bpe", progress=lambda *call: calls.append(call))
     last = {what: (done, total) for what, done, total in calls}
     assert last == {"reading for byte pairs": (190, 190), "encoding train": (190, 190), "encoding val": (10, 10)}
 
 
-def test_prepare_with_the_tokenizer_of_other_data(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("the text of the day\n" * 20)
-    first = prepare([text], tmp_path / "first", "bpe", vocab_size=280)
+def test_prepare_with_the_tokenizer_of_other_data(text, tmp_path):
+    first = prepare([text], tmp_path / "first", "bpe", vocab_size=262)
     second = prepare([text], tmp_path / "second", first["tokenizer"])
-    assert Path(first["train"]).read_bytes() == Path(second["train"]).read_bytes()
-    assert Path(first["tokenizer"]).read_bytes() == Path(second["tokenizer"]).read_bytes()
+    for name in ("train", "tokenizer"):
+        assert Path(first[name]).read_bytes() == Path(second[name]).read_bytes()
 
 
-def test_prepare_refuses_bad_arguments(tmp_path):
-    text = tmp_path / "text.txt"
-    text.write_text("some text\n" * 20)
+def test_prepare_refuses_bad_arguments(text, tmp_path):
     prefix = tmp_path / "data"
     for arguments, message in (
         ({"files": [tmp_path / "absent"]}, "no such file or folder"),
@@ -777,7 +726,7 @@ def test_prepare_refuses_bad_arguments(tmp_path):
     assert_raises(ValueError, "no tokenizer for the data", tokenizer_for_prefix, prefix)
 
 
-def test_prepare_standard_library(tmp_path):
+def test_the_standard_library_can_be_prepared(tmp_path):
     summary = prepare_standard_library(tmp_path / "std", 1 << 20)
     again = prepare_standard_library(tmp_path / "again", 1 << 20)
     assert Path(summary["train"]).read_bytes() == Path(again["train"]).read_bytes()

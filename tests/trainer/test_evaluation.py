@@ -14,9 +14,8 @@ from gptkernels.trainer.config import TrainConfig
 from gptkernels.trainer.evaluate import evaluate, evaluate_run
 from gptkernels.trainer.evaluation import answer
 from gptkernels.trainer.processes import Processes
-from gptkernels.trainer.train import train
 from helpers import assert_raises
-from small_runs import TEXT, make_options, read_log, run_flags
+from small_runs import TEXT, error_of, make_options, read_log, run_flags, train_with
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -24,7 +23,7 @@ CONTEXT, ENDINGS = [5, 6, 7], [[1], [2, 3], [4, 5, 6, 7], [8]]
 
 
 def make_words(context, endings, label, index):
-    """Lay out a question as `write_evalfile` in llm.c's dev/data/data_common.py does."""
+    """Return the 16-bit words of a question, as `write_evalfile` in llm.c's dev/data/data_common.py orders them."""
     words = [65535, 0, index, label, len(endings)]
     for part in (context, *endings):
         words += [len(part), *part]
@@ -33,7 +32,7 @@ def make_words(context, endings, label, index):
 
 
 def write_questions(path, questions, **changes):
-    """Write (context, endings, label)s; `changes` are fields of the header."""
+    """Write a file of questions (context, endings, label), with changes of its header's fields."""
     streams = [make_words(*question, i) for i, question in enumerate(questions)]
     header = {"magic": 20240522, "version": 1, "count": len(streams), "longest": 2 * max(map(len, streams))} | changes
     flat = [word for stream in streams for word in stream]
@@ -44,12 +43,8 @@ def write_questions(path, questions, **changes):
 @pytest.fixture
 def path(tmp_path):
     """Write three questions."""
-    return write_questions(
-        tmp_path / "questions.bin", [(CONTEXT, ENDINGS, 2), ([9], [[1], [2]], 0), (CONTEXT, ENDINGS, 3)]
-    )
-
-
-# ---- the file --------------------------------------------------------------------------------------------------------
+    questions = [(CONTEXT, ENDINGS, 2), ([9], [[1], [2]], 0), (CONTEXT, ENDINGS, 3)]
+    return write_questions(tmp_path / "questions.bin", questions)
 
 
 def test_questions_are_read(path):
@@ -60,44 +55,40 @@ def test_questions_are_read(path):
     assert [ending.tolist() for ending in questions[0].endings] == ENDINGS
 
 
+HEADER = [
+    (0, 20240520, r"magic is 20240520, which is a token file of llm.c, not 20240522"),
+    (1, 2, r"version is 2, known for a file of questions: 1"),
+    (2, 0, r"number of questions is 0"),
+    (2, 4, r"truncated: the file ends before question 3 of 4"),
+    (2, 2, r"bytes are left over after question 1|too long"),
+    (3, 1, r"too long: 3 questions of at most 1 bytes"),
+]
+QUESTION = [
+    (0, 1, "question 0 begins with 1, must be 65535"),
+    (1, 7, "question 0 has 7 bytes"),
+    (1, 60000, "question 0 has 60000 bytes, of which the file has"),
+    (2, 5, "question 0: its index is 5"),
+    (3, 4, "question 0: ending 4 of 4 cannot be the right one"),
+    (4, 1, "question 0: ending 2 of 1 cannot be"),
+    (4, 3, "question 0: 2 words are left over"),
+    (5, 0, "question 0: the context or an ending is empty"),
+    (5, 900, "question 0: the context or an ending is empty, or longer than the question"),
+    (6, 10, "question 0: token 10 at position 0 is outside the vocabulary of 10"),
+]
+
+
 @pytest.mark.parametrize(
-    ("place", "value", "message"),
+    ("offset", "word", "message"),
     [
-        (0, 20240520, r"magic is 20240520, which is a token file of llm.c, not 20240522"),
-        (1, 2, r"version is 2, known for a file of questions: 1"),
-        (2, 0, r"number of questions is 0"),
-        (2, 4, r"truncated: the file ends before question 3 of 4"),
-        (2, 2, r"bytes are left over after question 1|too long"),
-        (3, 1, r"too long: 3 questions of at most 1 bytes"),
+        *((4 * place, struct.pack("<i", value), message) for place, value, message in HEADER),
+        *((1024 + 2 * place, struct.pack("<H", value), message) for place, value, message in QUESTION),
     ],
 )
-def test_a_wrong_header_is_refused(path, place, value, message):
+def test_a_damaged_file_is_refused(path, offset, word, message):
     with open(path, "r+b") as file:
-        file.seek(4 * place)
-        file.write(struct.pack("<i", value))
+        file.seek(offset)
+        file.write(word)
     assert_raises(ValueError, rf"questions.bin: ({message})", read_questions, path, 10)
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "message"),
-    [
-        (0, 1, "question 0 begins with 1, must be 65535"),
-        (1, 7, "question 0 has 7 bytes"),
-        (1, 60000, "question 0 has 60000 bytes, of which the file has"),
-        (2, 5, "question 0: its index is 5"),
-        (3, 4, "question 0: ending 4 of 4 cannot be the right one"),
-        (4, 1, "question 0: ending 2 of 1 cannot be"),
-        (4, 3, "question 0: 2 words are left over"),
-        (5, 0, "question 0: the context or an ending is empty"),
-        (5, 900, "question 0: the context or an ending is empty, or longer than the question"),
-        (6, 10, "question 0: token 10 at position 0 is outside the vocabulary of 10"),
-    ],
-)
-def test_a_damaged_question_is_refused(path, place, value, message):
-    with open(path, "r+b") as file:
-        file.seek(1024 + 2 * place)
-        file.write(struct.pack("<H", value))
-    assert_raises(ValueError, rf"questions.bin: {message}", read_questions, path, 10)
 
 
 def test_a_truncated_file_is_refused(path):
@@ -107,21 +98,15 @@ def test_a_truncated_file_is_refused(path):
         assert_raises(ValueError, r"questions.bin: ", read_questions, path, 10)
 
 
-# ---- answers ---------------------------------------------------------------------------------------------------------
-
-
 def find_answers(model, questions):
-    """Return for each question the ending with the lowest mean loss, computed one row at a time."""
+    """Return the ending with the lowest mean loss for each question, from one row at a time."""
     answers = []
-    for context, endings, _ in questions:
+    for context, endings in questions:
         losses = []
         for ending in endings:
             tokens = torch.tensor([context + ending], device=next(model.parameters()).device)
-            log_probabilities = model(tokens)[0][0].log_softmax(-1)
-            first = len(context) - 1
-            losses.append(
-                -sum(log_probabilities[first + i, token].item() for i, token in enumerate(ending)) / len(ending)
-            )
+            log_probabilities = model(tokens)[0][0, len(context) - 1 :].log_softmax(-1)
+            losses.append(-sum(log_probabilities[i, token].item() for i, token in enumerate(ending)) / len(ending))
         answers.append(losses.index(min(losses)))
     return answers
 
@@ -136,12 +121,11 @@ def test_the_answer_has_the_lowest_mean_loss(tmp_path, device, tokens_per_batch)
             parameter.mul_(8)
     draw = lambda longest: torch.randint(40, (int(torch.randint(1, longest, ())),)).tolist()  # noqa: E731
     questions = [(draw(12), [draw(12) for _ in range(2 + i % 3)]) for i in range(30)]
-    answers = find_answers(model, [(*question, 0) for question in questions])
+    answers = find_answers(model, questions)
     assert len(set(answers)) > 2
     labels = [found if i % 3 else (found + 1) % len(questions[i][1]) for i, found in enumerate(answers)]
-    path = write_questions(
-        tmp_path / "questions.bin", [(*question, label) for question, label in zip(questions, labels, strict=True)]
-    )
+    labelled = [(*question, label) for question, label in zip(questions, labels, strict=True)]
+    path = write_questions(tmp_path / "questions.bin", labelled)
     processes = Processes(str(device))
     assert answer(model, read_questions(path, 40), tokens_per_batch, processes) == (20, 30)
     halves = []
@@ -149,9 +133,6 @@ def test_the_answer_has_the_lowest_mean_loss(tmp_path, device, tokens_per_batch)
         processes.world_size, processes.average = 2, lambda share: halves.append(share.item()) or share
         answer(model, read_questions(path, 40), tokens_per_batch, processes)
     assert sum(halves) == 20
-
-
-# ---- runs ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -164,7 +145,7 @@ def options(tmp_path, device):
 
 def test_a_run_answers_questions(options, capsys):
     given = options | {"steps": 60, "val_every": 30, "learning_rate": 1e-2, "checkpoint_every": 0, "sample_every": 0}
-    result = train(TrainConfig(**given))
+    result = train_with(given)
     assert result.accuracy == 1
     assert "step 60: 2 of 2 questions answered rightly, accuracy 1.0000" in capsys.readouterr().out
     log = (result.output / "main.log").read_text()
@@ -176,57 +157,52 @@ def test_a_run_answers_questions(options, capsys):
 
 
 def test_questions_do_not_change_the_run(options, tmp_path):
-    plain = train(TrainConfig(**options | {"eval_file": None, "output": str(tmp_path / "plain")}))
-    assert train(TrainConfig(**options)).train_loss == plain.train_loss
+    plain = train_with(options, eval_file=None, output=tmp_path / "plain")
+    assert train_with(options).train_loss == plain.train_loss
 
 
 def test_a_question_that_is_too_long_is_reported(options, tmp_path, capsys):
     write_questions(tmp_path / "q.bin", [([1], [[2], [3]], 0), ([1], [[2], [3] * 16], 0)])
-    assert main(["train", *run_flags(options)]) == 2
-    assert "q.bin: question 1 has 17 tokens, the model 16 positions" in capsys.readouterr().err
+    error = error_of(capsys, "train", *run_flags(options))
+    assert "q.bin: question 1 has 17 tokens, the model 16 positions" in error
     assert not (tmp_path / "run").exists()
 
 
-def test_a_run_is_evaluated_without_training(options, tmp_path, capsys):
-    result = train(TrainConfig(**options))
+def test_a_run_is_evaluated_without_training(options, capsys):
+    result = train_with(options)
     before = {path.name: path.read_bytes() for path in result.output.iterdir()}
     capsys.readouterr()
-    found = [
-        evaluate_run(str(result.output)),
-        evaluate(TrainConfig(**options | {"init_from": str(result.output), "eval_only": True})),
-    ]
-    assert [(one.val_loss, one.score.accuracy) for one in found] == [(result.val_loss, result.accuracy)] * 2
+    given = TrainConfig(**options | {"init_from": str(result.output), "eval_only": True})
+    for found in (evaluate_run(str(result.output)), evaluate(given)):
+        assert (found.val_loss, found.score.accuracy) == (result.val_loss, result.accuracy)
+
     assert capsys.readouterr().out.count(f"validation loss {result.val_loss:.4f} nats per byte\n") == 2
     assert {path.name: path.read_bytes() for path in result.output.iterdir()} == before
 
 
 def test_evaluation_needs_no_training_data(options, tmp_path, capsys):
-    run = str(train(TrainConfig(**options)).output)
+    run = str(train_with(options).output)
     size = ["--layers", "1", "--heads", "2", "--channels", "16", "-b", "2", "-t", "16", "--device", options["device"]]
     command = ["train", "--eval-only", "--init-from", run, *size]
-    assert main([*command, "--eval-file", options["eval_file"]]) == 0
-    assert main([*command, "--val-files", str(tmp_path / "text_v*.bin")]) == 0
-    out = capsys.readouterr().out
-    assert "questions answered rightly" in out
-    assert "validation loss" in out
-    assert main(["train", "--eval-only", *size]) == 2
-    assert "--eval-only takes the model of --init-from or --resume" in capsys.readouterr().err
-    assert main([*command, "-i", options["data"], "-m", "0"]) == 2
-    assert "nothing to evaluate on: not asked for, and no --eval-file" in capsys.readouterr().err
-    assert main(["train", "--resume", run, "--eval-only", "-m", "1"]) == 0
-    assert "validation loss" in capsys.readouterr().out
+    for flags, message in (
+        ([*command, "--eval-file", options["eval_file"]], "questions answered rightly"),
+        ([*command, "--val-files", str(tmp_path / "text_v*.bin")], "validation loss"),
+        (["train", "--resume", run, "--eval-only", "-m", "1"], "validation loss"),
+    ):
+        assert main(flags) == 0
+        assert message in capsys.readouterr().out
+    error = error_of(capsys, "train", "--eval-only", *size)
+    assert "--eval-only takes the model of --init-from or --resume" in error
+    error = error_of(capsys, *command, "-i", options["data"], "-m", "0")
+    assert "nothing to evaluate on: not asked for, and no --eval-file" in error
 
 
-def test_held_out_files_replace_the_prefixs(options, tmp_path):
-    """Three shards of a text have the loss of the whole text."""
+def test_shards_of_held_out_files_have_the_loss_of_one_file(options, tmp_path):
     text = list(TEXT[:300])
-    for name, part in (("a", text[:100]), ("b", text[100:130]), ("c", text[130:])):
-        write_tokens(tmp_path / f"held_out_{name}.bin", [part])
-    write_tokens(tmp_path / "whole.bin", [text])
-    losses = [
-        train(
-            TrainConfig(**options | {"val_files": str(tmp_path / files), "output": str(tmp_path / files[0])})
-        ).val_loss
-        for files in ("held_out_*.bin", "whole.bin")
-    ]
-    assert losses[0] == losses[1]
+    for name, part in {"parts_a": text[:100], "parts_b": text[100:130], "parts_c": text[130:], "whole": text}.items():
+        write_tokens(tmp_path / f"{name}.bin", [part])
+    losses = {
+        train_with(options, val_files=tmp_path / f"{name}.bin", output=tmp_path / f"run_{name[0]}").val_loss
+        for name in ("parts_*", "whole")
+    }
+    assert len(losses) == 1

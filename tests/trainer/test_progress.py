@@ -1,4 +1,4 @@
-"""Progress of a command: data is never taken for markup, and a failing output does not end a run."""
+"""Progress of a command: data is not interpreted as markup, and a failing output does not end a run."""
 
 import io
 import sys
@@ -13,17 +13,29 @@ MARKUP = "[a:on:b] [bold]x[/] :smile: [/nothing]"
 
 
 class Terminal(io.StringIO):
+    """A stream that may be a terminal, and whose writes may fail."""
+
     encoding = "utf-8"
 
-    def isatty(self):
-        return True
+    def __init__(self, is_terminal=True, error=None):
+        super().__init__()
+        self.isatty = lambda: is_terminal
+        self._error = error
+
+    def write(self, text):
+        if self._error:
+            raise self._error
+        return super().write(text)
+
+    def flush(self):
+        if self._error:
+            raise self._error
 
 
 @pytest.mark.parametrize("terminal", [True, False], ids=["bar", "lines"])
 def test_a_terminal_has_a_bar_and_other_outputs_have_lines(monkeypatch, terminal):
-    """Text is never taken for the bar's markup."""
-    monkeypatch.setattr(sys, "stdout", Terminal())
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: terminal)
+    """Text with the bar's markup is shown as it is."""
+    monkeypatch.setattr(sys, "stdout", Terminal(terminal))
     monkeypatch.setenv("TERM", "xterm")
     shown = progress.show_progress(5, 0, True)
     assert isinstance(shown, progress.Bar) == terminal
@@ -35,35 +47,23 @@ def test_a_terminal_has_a_bar_and_other_outputs_have_lines(monkeypatch, terminal
     assert ("\x1b[" in text) == terminal
 
 
-class Broken(Terminal):
-    """A stream that nothing can be written to."""
-
-    def __init__(self, error=None):
-        super().__init__()
-        self._error = error or OSError(5, "Input/output error")
-
-    def write(self, text):
-        raise self._error
-
-    def flush(self):
-        raise self._error
-
-
-@pytest.mark.parametrize("terminal", [True, False])
-@pytest.mark.parametrize("error", [BrokenPipeError(), OSError(28, "No space left"), ValueError("closed file")])
-def test_output_that_fails_is_dropped(monkeypatch, error, terminal):
-    stream = Broken(error)
-    monkeypatch.setattr(stream, "isatty", lambda: terminal)
+@pytest.mark.parametrize(
+    "stream",
+    [
+        None,
+        *(
+            Terminal(is_terminal, error)
+            for is_terminal in (True, False)
+            for error in (BrokenPipeError(), OSError(28, "No space left"), ValueError("closed file"))
+        ),
+    ],
+)
+def test_output_that_fails_is_dropped(monkeypatch, stream):
     monkeypatch.setattr(sys, "stdout", stream)
     shown = progress.show_progress(2, 0, True)
     shown.say("text")
     shown.step(STEP)
     shown.close()
-
-
-def test_closed_standard_output(monkeypatch):
-    monkeypatch.setattr(sys, "stdout", None)
-    progress.show_progress(5, 0, True).say("hello")
 
 
 @pytest.mark.parametrize("terminal", [True, False])
@@ -90,9 +90,12 @@ def test_control_characters_are_not_printed():
     assert progress.printable("a\tb\n\x1b[2Jé") == "a\tb\n\ufffd[2Jé"
 
 
-@pytest.mark.parametrize("stream_type", [Terminal, io.StringIO, Broken])
-def test_byte_progress(monkeypatch, stream_type):
-    stream = stream_type()
+@pytest.mark.parametrize(
+    ("stream", "is_shown"),
+    [(Terminal(), True), (io.StringIO(), True), (Terminal(error=OSError(5, "Input/output error")), False)],
+    ids=["terminal", "file", "failing"],
+)
+def test_progress_in_bytes_is_shown_in_megabytes(monkeypatch, stream, is_shown):
     monkeypatch.setattr(sys, "stderr", stream)
     seconds = iter(range(0, 1000, 3))
     monkeypatch.setattr(progress.time, "monotonic", lambda: next(seconds))
@@ -101,11 +104,11 @@ def test_byte_progress(monkeypatch, stream_type):
         shown("reading", done * 1_000_000, 4_000_000)
     shown.close()
     lines = stream.getvalue().replace("\r", "\n").split("\n")
-    expected = [] if stream_type is Broken else [f"reading: {done}.0 of 4.0 MB" for done in (1, 2, 4)]
+    expected = [f"reading: {done}.0 of 4.0 MB" for done in (1, 2, 4)] if is_shown else []
     assert [line for line in lines if line.strip()] == expected
 
 
-def test_short_texts_show_nothing(monkeypatch):
+def test_progress_of_short_texts_is_not_shown(monkeypatch):
     monkeypatch.setattr(sys, "stderr", Terminal())
     shown = progress.ByteProgress()
     shown("reading", 10, 10)

@@ -1,4 +1,4 @@
-"""`--resume` with checkpoints that others have made or changed, and with data that has changed."""
+"""`--resume` with checkpoints that other programs have made or changed, and with data that has changed."""
 
 import json
 import os
@@ -10,17 +10,15 @@ import pytest
 import torch
 from safetensors import safe_open
 
-from gptkernels.data import load_tokenizer, write_tokens
 from gptkernels.files import safetensors as _safetensors
 from gptkernels.files import writing as _files
-from gptkernels.trainer.cli import main
-from gptkernels.trainer.config import TrainConfig
 from gptkernels.trainer.fingerprint import BLOCK_BYTES, MAX_BLOCKS, fingerprint
-from gptkernels.trainer.train import Trainer, resume, train
+from gptkernels.trainer.train import Trainer, resume
+from helpers import assert_raises
+from small_runs import error_of, make_options, train_with
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-TEXT = b"the quick brown fox jumps over the lazy dog; " * 60
 FIELDS = ("config", "model", "optimizer", "trainer", "rng")
 VALUES = [
     *(None, True, False, 0, 1, -1, 2, 2**31, 3 * 10**7, 2**62, 10**30, 0.5, -0.0, 1e308, float("nan"), float("inf")),
@@ -32,43 +30,46 @@ VALUES = [
 
 @pytest.fixture
 def options(tmp_path, device):
-    """Return the options of a small run."""
-    write_tokens(tmp_path / "text_train.bin", [list(TEXT)])
-    load_tokenizer("bytes").save(tmp_path / "text")
-    sizes = {"layers": 1, "heads": 2, "channels": 16, "batch_size": 2, "sequence_length": 16}
-    files = {"data": str(tmp_path / "text"), "output": str(tmp_path / "run")}
-    return {**sizes, **files, "steps": 3, "val_every": 0, "sample_length": 0, "device": str(device)}
+    """Return the options of a small run of three steps."""
+    return make_options(tmp_path, device, steps=3, val_every=0, sample_length=0)
 
 
 @pytest.fixture
 def checkpoint(options, monkeypatch):
-    """Train three steps and return the checkpoint."""
+    """Train three steps, and return the checkpoint."""
     monkeypatch.setattr(_files, "_fsync", lambda path: None)
-    return train(TrainConfig(**options)).output / "checkpoint.safetensors"
+    return train_with(options).output / "checkpoint.safetensors"
 
 
-def read(path):
-    """Read the tensors, and the trees of the metadata."""
+def read_checkpoint(path):
+    """Return the tensors of a checkpoint, and the trees of its metadata."""
     with safe_open(path, "pt") as file:
         names, metadata = list(file.keys()), file.metadata()
         return {name: file.get_tensor(name) for name in names}, {name: json.loads(metadata[name]) for name in FIELDS}
 
 
-def write(path, tensors, trees):
-    """Write a checkpoint with right checksums, whatever it holds."""
+def write_checkpoint(path, tensors, trees):
+    """Write a checkpoint with valid checksums, but unchecked contents."""
     fields = {name: json.dumps(tree) for name, tree in trees.items()}
     _safetensors.write_safetensors(path, tensors, "training", fields)
 
 
 def change(path, field, way, value):
-    """Set an entry of the metadata, given by its path of keys and indices."""
-    tensors, trees = read(path)
+    """Set an entry of the metadata, whose path is a list of keys and indices."""
+    tensors, trees = read_checkpoint(path)
     *parents, last = way
     node = trees[field]
     for part in parents:
         node = node[part]
     node[last] = value
-    write(path, tensors, trees)
+    write_checkpoint(path, tensors, trees)
+
+
+def expect_refusal(checkpoint, message):
+    """Assert that the run is not resumed, with a message that names the checkpoint."""
+    with pytest.raises(ValueError, match=message) as info:
+        resume(str(checkpoint.parent), steps=4)
+    assert str(checkpoint) in str(info.value)
 
 
 @pytest.mark.parametrize(
@@ -102,16 +103,13 @@ def change(path, field, way, value):
 )
 def test_a_changed_entry_is_refused_by_name(checkpoint, field, way, value, message):
     change(checkpoint, field, way, value)
-    with pytest.raises(ValueError, match=message) as info:
-        resume(str(checkpoint.parent), steps=4)
-    assert str(checkpoint) in str(info.value)
+    expect_refusal(checkpoint, message)
 
 
 def test_endless_epochs_are_refused(checkpoint):
     change(checkpoint, "trainer", ["options", "steps"], None)
     change(checkpoint, "trainer", ["options", "epochs"], 1e308)
-    with pytest.raises(ValueError, match="--epochs is 1e\\+308, which is too many"):
-        resume(str(checkpoint.parent))
+    assert_raises(ValueError, "--epochs is 1e\\+308, which is too many", resume, str(checkpoint.parent))
 
 
 @pytest.mark.parametrize(
@@ -126,16 +124,14 @@ def test_endless_epochs_are_refused(checkpoint):
     ],
 )
 def test_a_changed_tensor_is_refused_by_name(checkpoint, name, value, message):
-    tensors, trees = read(checkpoint)
+    tensors, trees = read_checkpoint(checkpoint)
     assert name in tensors
-    write(checkpoint, tensors | {name: value}, trees)
-    with pytest.raises(ValueError, match=message) as info:
-        resume(str(checkpoint.parent), steps=4)
-    assert str(checkpoint) in str(info.value)
+    write_checkpoint(checkpoint, tensors | {name: value}, trees)
+    expect_refusal(checkpoint, message)
 
 
 def mutate(trees, tensors, randomness):
-    """Change an entry or a tensor at random; return the change, to be shown if the test fails."""
+    """Change an entry or a tensor at random, and return the change, which the test shows if it fails."""
     if randomness.random() < 0.1:
         name = randomness.choice(sorted(tensors))
         wrong = [torch.zeros(1), torch.zeros(2, 3, dtype=torch.int64), torch.full_like(tensors[name], 255)]
@@ -158,7 +154,7 @@ def mutate(trees, tensors, randomness):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_mutants_are_resumed_or_refused(checkpoint, monkeypatch, seed, tmp_path):
-    """Mutants with right checksums raise no other error, and take little memory and time."""
+    """Checkpoints with random changes and valid checksums raise no other error, and take little memory and time."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Trainer, "run", lambda self: "resumed")
     monkeypatch.setattr("gptkernels.trainer.run_data.standard_library", lambda: "nothing")
@@ -167,9 +163,9 @@ def test_mutants_are_resumed_or_refused(checkpoint, monkeypatch, seed, tmp_path)
     memory, answers = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, []
     for _ in range(150):
         checkpoint.write_bytes(whole)
-        tensors, trees = read(checkpoint)
+        tensors, trees = read_checkpoint(checkpoint)
         done = mutate(trees, tensors, randomness)
-        write(checkpoint, tensors, trees)
+        write_checkpoint(checkpoint, tensors, trees)
         start = time.process_time()
         try:
             answers.append(resume(str(checkpoint.parent)))
@@ -183,21 +179,18 @@ def test_mutants_are_resumed_or_refused(checkpoint, monkeypatch, seed, tmp_path)
     assert answers.count("refused") > 75
 
 
-# ---- paths -----------------------------------------------------------------------------------------------------------
-
-
 def test_the_log_of_a_resumed_run_is_in_its_folder(options, tmp_path, capsys):
-    """A log elsewhere is written to only if the command line names it."""
+    """A log in another folder is written to only if the command line names it. Its old lines stay."""
     log = tmp_path / "losses.log"
-    train(TrainConfig(**options | {"log_file": str(log)}))
-    before = log.read_text()
+    train_with(options, log_file=log)
+    before = log.read_text() + "s:9 trl:4.0000\n"
+    log.write_text(before)
     resume(options["output"], steps=4)
     assert log.read_text() == before
     assert (tmp_path / "run" / "main.log").read_text().startswith("s:3 trl:")
     assert f"log in {tmp_path / 'run' / 'main.log'}" in capsys.readouterr().out
     resume(options["output"], steps=5, log_file=str(log))
-    assert log.read_text().startswith(before)
-    assert "s:4 trl:" in log.read_text()
+    assert log.read_text().startswith(f"{before}s:4 trl:")
 
 
 def test_a_checkpoint_cannot_name_a_file_to_overwrite(checkpoint, tmp_path):
@@ -210,14 +203,7 @@ def test_a_checkpoint_cannot_name_a_file_to_overwrite(checkpoint, tmp_path):
     assert resume(str(checkpoint.parent), steps=5).step == 5
 
 
-def test_a_log_of_another_run_is_appended_to(checkpoint, tmp_path):
-    other = tmp_path / "other.log"
-    other.write_text("s:0 trl:5.0000\ns:9 trl:4.0000\n")
-    resume(str(checkpoint.parent), steps=4, log_file=str(other))
-    assert other.read_text().startswith("s:0 trl:5.0000\ns:9 trl:4.0000\ns:3 trl:")
-
-
-def test_a_csv_may_hold_invalid_utf8(checkpoint):
+def test_a_csv_may_have_invalid_utf8(checkpoint):
     path = checkpoint.with_name("log.csv")
     path.write_bytes(path.read_bytes() + b"\xff\n")
     assert resume(str(checkpoint.parent), steps=4).step == 4
@@ -230,21 +216,16 @@ def test_a_link_in_the_folder_is_refused(checkpoint, name, tmp_path):
     os.replace(path, elsewhere)
     path.symlink_to(elsewhere)
     before = elsewhere.read_bytes()
-    with pytest.raises(ValueError, match=f"{name}: a symbolic link, which is not replaced"):
-        resume(str(checkpoint.parent), steps=4)
+    message = f"{name}: a symbolic link, which is not replaced"
+    assert_raises(ValueError, message, resume, str(checkpoint.parent), steps=4)
     assert path.is_symlink()
     assert elsewhere.read_bytes() == before
 
 
 def test_a_checkpoint_that_is_a_fifo_is_refused(tmp_path, capsys):
-    (tmp_path / "run").mkdir()
-    os.mkfifo(tmp_path / "run" / "checkpoint.safetensors")
-    assert main(["train", "--resume", str(tmp_path / "run")]) == 2
-    assert main(["generate", str(tmp_path / "run")]) == 2
-    assert capsys.readouterr().err.count("a regular file") == 2
-
-
-# ---- data ------------------------------------------------------------------------------------------------------------
+    os.mkfifo(tmp_path / "checkpoint.safetensors")
+    for command in (["train", "--resume"], ["generate"]):
+        assert "a regular file" in error_of(capsys, *command, tmp_path)
 
 
 def test_changed_data_of_the_same_size_is_refused(checkpoint, tmp_path):
@@ -252,21 +233,20 @@ def test_changed_data_of_the_same_size_is_refused(checkpoint, tmp_path):
     data = bytearray(path.read_bytes())
     data[-2] ^= 1
     path.write_bytes(data)
-    with pytest.raises(ValueError, match=r"text_train.bin has changed: it was \d+ bytes, crc32"):
-        resume(str(checkpoint.parent), steps=4)
+    message = r"text_train.bin has changed: it was \d+ bytes, crc32"
+    assert_raises(ValueError, message, resume, str(checkpoint.parent), steps=4)
 
 
-def test_moved_data_is_accepted(checkpoint, tmp_path):
+def test_data_may_have_another_name(checkpoint, tmp_path):
     for name in ("train.bin", "tokenizer.bin"):
         os.link(tmp_path / f"text_{name}", tmp_path / f"moved_{name}")
     assert resume(str(checkpoint.parent), steps=4, data=str(tmp_path / "moved")).step == 4
 
 
 def test_the_fingerprint_of_a_large_file_reads_every_fourth_block(tmp_path):
-    """The file is sparse and has 1 GiB."""
     path = tmp_path / "large"
     with open(path, "wb") as file:
-        file.truncate(4 * MAX_BLOCKS * BLOCK_BYTES)
+        file.truncate(4 * MAX_BLOCKS * BLOCK_BYTES)  # a sparse file of 1 GiB
     zeros = fingerprint([path])
     for block, is_read in ((1, False), (4, True)):
         with open(path, "r+b") as file:

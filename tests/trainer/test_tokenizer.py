@@ -1,4 +1,4 @@
-"""Tokenizers and llm.c's tokenizer files."""
+"""Tokenizers, and llm.c's tokenizer files."""
 
 import json
 import os
@@ -71,15 +71,15 @@ def test_text_never_encodes_to_special_tokens(tokenizer):
 
 def test_tokens_outside_the_vocabulary_are_refused(tokenizer):
     for token in (-1, tokenizer.vocab_size, 2**40):
-        with pytest.raises(ValueError, match=f"token {token} is outside the vocabulary of {tokenizer.vocab_size}"):
-            tokenizer.decode([token])
+        message = f"token {token} is outside the vocabulary of {tokenizer.vocab_size}"
+        assert_raises(ValueError, message, tokenizer.decode, [token])
 
 
-def test_invalid_utf8():
+def test_invalid_utf8_can_be_encoded():
     text = b"\xff\xfea".decode("utf-8", "surrogateescape")
     assert ByteTokenizer().decode_bytes(ByteTokenizer().encode(text)) == b"\xff\xfea"
-    bpe = train_bpe([text], 300)
-    assert bpe.decode(bpe.encode(text)) == "��a"
+    for tokenizer in (train_bpe([text], 300), CharTokenizer.of_texts([text])):
+        assert tokenizer.decode(tokenizer.encode(text)) == "\ufffd\ufffda"
 
 
 def test_stream_text_waits_for_whole_characters():
@@ -89,10 +89,7 @@ def test_stream_text_waits_for_whole_characters():
     assert list(stream_text(ByteTokenizer(), [0xE4, 0x61])) == ["�a"]
 
 
-# ---- byte-pair encodings ---------------------------------------------------------------------------------------------
-
-
-def test_train_bpe(bpe):
+def test_training_is_reproducible_and_compresses(bpe):
     assert bpe.vocab_size == 340
     assert len(bpe.encode(SAMPLE)) < len(SAMPLE.encode()) / 2
     again = train_bpe([SAMPLE * 20, SAMPLE.upper()], 340)
@@ -101,8 +98,11 @@ def test_train_bpe(bpe):
     assert train_bpe([], 300).vocab_size == 257
 
 
-def test_bpe_of_one_long_run():
-    """2 MB of one character are a single word; learning still takes linear time."""
+def test_training_on_long_runs_takes_linear_time(bpe):
+    """2 MB of one character are a single word, which training cuts."""
+    # SAMPLE has no word that is cut, and the tokenizer that training returns cuts no words.
+    assert max(map(len, (SAMPLE * 20).split())) < module.MAX_TRAINING_WORD
+    assert json.loads(bpe._tokenizer.to_str())["pre_tokenizer"]["type"] == "ByteLevel"
     started = time.process_time()
     tokenizer = train_bpe(["-" * 1_000_000, " " * 1_000_000], 300)
     assert time.process_time() - started < 10  # without a limit on words it takes over 10 minutes
@@ -110,15 +110,8 @@ def test_bpe_of_one_long_run():
     assert len(tokenizer.encode("-" * 1_000_000)) < 10_000
 
 
-def test_long_runs_change_no_other_words(bpe):
-    text = SAMPLE * 20
-    assert max(map(len, text.split())) < module.MAX_TRAINING_WORD
-    model = json.loads(bpe._tokenizer.to_str())
-    assert model["pre_tokenizer"]["type"] == "ByteLevel"
-
-
-def test_bpe_that_lacks_a_byte(bpe, tmp_path):
-    """`tokenizers` would drop the byte silently."""
+def test_a_byte_without_a_token_is_an_error(bpe, tmp_path):
+    """The library `tokenizers` would drop the byte silently."""
     path = bpe.save(tmp_path / "data")
     spec = json.loads(path.read_text())
     spec["model"]["vocab"]["qQq"] = spec["model"]["vocab"].pop("Q")
@@ -129,7 +122,7 @@ def test_bpe_that_lacks_a_byte(bpe, tmp_path):
     assert_raises(ValueError, "no token for byte 81", tokenizer.encode, "Quick")
 
 
-def test_bpe_files(bpe, tmp_path):
+def test_byte_pairs_are_saved_and_loaded_in_both_forms(bpe, tmp_path):
     path = bpe.save(tmp_path / "data")
     assert path == tmp_path / "data_tokenizer.json"
     loaded = load_tokenizer(path)
@@ -169,10 +162,7 @@ def test_damaged_json_is_refused(bpe, tmp_path, change, message):
     assert_raises(ValueError, re.escape(str(path)), load_tokenizer, path)
 
 
-# ---- characters ------------------------------------------------------------------------------------------------------
-
-
-def test_characters(tmp_path):
+def test_a_vocabulary_of_characters_is_saved_and_loaded(tmp_path):
     text = "añ中\N{PILE OF POO}\nb"
     tokenizer = CharTokenizer.of_texts([text, "ba"])
     assert tokenizer.vocabulary == [character.encode() for character in sorted(text)]
@@ -185,7 +175,7 @@ def test_characters(tmp_path):
     assert_raises(ValueError, "vocabulary of 6 characters has no 'Z'", loaded.encode, "aZ")
 
 
-def test_characters_with_an_end_of_text(tmp_path):
+def test_a_vocabulary_of_characters_may_have_an_end_of_text(tmp_path):
     write_llmc_tokenizer(tmp_path / "t.bin", LLMCTokenizer([b"a", b"<|endoftext|>", "中".encode()], 1))
     tokenizer = load_tokenizer(tmp_path / "t.bin")
     assert isinstance(tokenizer, CharTokenizer)
@@ -194,26 +184,17 @@ def test_characters_with_an_end_of_text(tmp_path):
         assert_raises(ValueError, "is not one character, or is there twice", CharTokenizer, vocabulary)
 
 
-def test_invalid_utf8_as_characters():
-    tokenizer = CharTokenizer.of_texts([b"a\xffb".decode("utf-8", "surrogateescape")])
-    assert tokenizer.decode(tokenizer.encode(b"b\xfe".decode("utf-8", "surrogateescape"))) == "b\ufffd"
-
-
-# ---- llm.c's files ---------------------------------------------------------------------------------------------------
-
-
-def test_llmc_encodes_as_its_source(bpe, llmc):
+def test_a_tokenizer_read_from_llmcs_file_encodes_as_its_source(bpe, llmc):
     @given(st.text() | st.text(st.sampled_from(SAMPLE)))
     @settings(max_examples=80, deadline=None)
     def check(text):
         assert llmc.encode(text) == bpe.encode(text)
 
     check()
-    assert llmc.vocabulary == bpe.vocabulary
-    assert llmc.eot == bpe.eot
+    assert (llmc.vocabulary, llmc.eot) == (bpe.vocabulary, bpe.eot)
 
 
-def test_gpt2_split_is_tiktokens():
+def test_the_pattern_that_splits_words_is_tiktokens():
     from tiktoken_ext.openai_public import r50k_pat_str
 
     assert r50k_pat_str == module.GPT2_SPLIT
@@ -244,7 +225,7 @@ def test_llmc_round_trip(tmp_path_factory, case):
     assert (loaded.vocabulary, loaded.eot) == (vocabulary, eot)
 
 
-def test_version_1_of_gpt2(tmp_path):
+def test_gpt2s_file_of_version_1_has_an_end_of_text(tmp_path):
     path = tmp_path / "tokenizer.bin"
     write_llmc_tokenizer(path, LLMCTokenizer([b"x"] * 50257, None))
     assert read_llmc_tokenizer(path).eot == 50256
@@ -290,7 +271,7 @@ def raw_file(*fields, tokens=b"\1a\2bc"):
         (raw_file(MAGIC, 2, 2, 0) + b"x", "1 bytes are left over"),
     ],
 )
-def test_damaged_llmc_files_are_refused(tmp_path, raw, word):
+def test_damaged_llmc_files_are_refused_with_little_memory(tmp_path, raw, word):
     path = tmp_path / "tokenizer.bin"
     path.write_bytes(raw)
     tracemalloc.start()
@@ -301,14 +282,15 @@ def test_damaged_llmc_files_are_refused(tmp_path, raw, word):
         tracemalloc.stop()
 
 
-def test_llmc_files_refuse_long_tokens(tmp_path):
+def test_llmc_files_refuse_long_and_empty_tokens(tmp_path):
     for token in (b"", b"x" * 256):
-        with pytest.raises(ValueError, match=f"token 1 has {len(token)} bytes"):
-            write_llmc_tokenizer(tmp_path / "tokenizer.bin", LLMCTokenizer([b"a", token], None))
+        tokenizer = LLMCTokenizer([b"a", token], None)
+        message = f"token 1 has {len(token)} bytes"
+        assert_raises(ValueError, message, write_llmc_tokenizer, tmp_path / "tokenizer.bin", tokenizer)
     assert not list(tmp_path.iterdir())
 
 
-def test_incomplete_vocabularies(monkeypatch):
+def test_incomplete_vocabularies_encode_what_they_can(monkeypatch):
     every = [bytes([byte]) for byte in range(256)]
     lacking = LLMCTokenizer([*every[:97], *every[98:], b"bc"], None)
     assert lacking.encode("xbc") == [119, 255]
@@ -319,11 +301,8 @@ def test_incomplete_vocabularies(monkeypatch):
     assert_raises(ValueError, "pip install tiktoken", LLMCTokenizer(every, None).encode, "a")
 
 
-# ---- GPT-2's ---------------------------------------------------------------------------------------------------------
-
-
-def test_gpt2(bpe, monkeypatch, tmp_path):
-    """The tokens are those of tiktoken's vocabulary, replaced by a small one; the tokenizer can be saved."""
+def test_gpt2s_tokenizer_has_tiktokens_tokens(bpe, monkeypatch, tmp_path):
+    """A small vocabulary replaces tiktoken's. The tokenizer can be saved."""
     ranks = {token: i for i, token in enumerate(bpe.vocabulary[1:])}
     encoding = tiktoken.Encoding(
         "gpt2", pat_str=module.GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)}
@@ -340,7 +319,7 @@ def test_gpt2(bpe, monkeypatch, tmp_path):
     assert saved.encode(SAMPLE) == encoding.encode_ordinary(SAMPLE)
 
 
-def test_gpt2_that_cannot_be_downloaded(monkeypatch):
+def test_a_gpt2_tokenizer_that_cannot_be_downloaded_is_reported(monkeypatch):
     def fail(name):
         raise ConnectionError("no route to host")
 

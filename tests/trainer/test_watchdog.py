@@ -1,4 +1,4 @@
-"""A hanging run ends with an exit status of its own, one line of error and its last checkpoint."""
+"""The watchdog ends a hanging run with a special exit status, one line of error and the last checkpoint."""
 
 import os
 import subprocess
@@ -7,16 +7,14 @@ import threading
 
 import pytest
 
-from gptkernels.checkpoint import load_training_state
 from gptkernels.trainer import watchdog
-from gptkernels.trainer.config import TrainConfig
-from gptkernels.trainer.train import resume, train
+from gptkernels.trainer.train import resume
 from gptkernels.trainer.watchdog import INTERVALS, STALLED, Watchdog
-from small_runs import assert_same_run, make_options, run_flags
+from small_runs import assert_same_run, load_step, make_options, run_flags, train_with
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Once a checkpoint exists, a function of the trainer runs a statement before its own code.
+# Once a checkpoint exists, one of the trainer's functions executes a statement before its code.
 CHILD = """
 import functools, importlib, os, sys, time
 import torch
@@ -25,12 +23,12 @@ from gptkernels.trainer.cli import main
 module, path, statement, checkpoint, rank, *arguments = sys.argv[1:]
 *parents, name = path.split(".")
 owner = functools.reduce(getattr, parents, importlib.import_module(module))
-honest = getattr(owner, name)
+original = getattr(owner, name)
 
 def call(*args, **kwargs):
     if os.path.exists(checkpoint) and os.environ.get("RANK", rank) == rank:
         exec(statement)
-    return honest(*args, **kwargs)
+    return original(*args, **kwargs)
 
 setattr(owner, name, call)
 sys.exit(main(arguments))
@@ -46,13 +44,10 @@ def options(tmp_path, device):
 
 
 def train_in_child(options, hang, tmp_path, launcher=(), rank=0):
-    """Run `gptkernels train`, which hangs in the process of that rank."""
+    """Run `gptkernels train` in a child whose process of the given rank hangs."""
     script = tmp_path / "child.py"
     script.write_text(CHILD)
-    flags = [
-        f"--{'' if options['graph'] else 'no-'}graph",
-        *run_flags({n: options[n] for n in options if n != "graph"}),
-    ]
+    flags = ["--no-graph", *run_flags({name: options[name] for name in options if name != "graph"})]
     checkpoint = os.path.join(options["output"], "checkpoint.safetensors")
     return subprocess.run(
         [sys.executable, *launcher, str(script), *hang, checkpoint, str(rank), "train", "--watchdog", "0.05", *flags],
@@ -65,7 +60,7 @@ def train_in_child(options, hang, tmp_path, launcher=(), rank=0):
 
 
 @pytest.mark.parametrize(
-    ("hang", "step", "what"),
+    ("hang", "step", "doing"),
     [
         (("gptkernels.data.loader", "DataLoader.next_batch", BLOCK), 4, "reading the training data"),
         (STEP, 4, "in its forward pass, backward pass or update"),
@@ -76,21 +71,21 @@ def train_in_child(options, hang, tmp_path, launcher=(), rank=0):
     ],
     ids=["data", "step", "device", "validation", "sample", "checkpoint"],
 )
-def test_a_hang_ends_the_run(options, hang, step, what, device, tmp_path):
+def test_a_hang_ends_the_run(options, hang, step, doing, device, tmp_path):
     if "cuda" in hang[2] and device.type == "cpu":
         pytest.skip("CUDA only")
     child = train_in_child(options, hang, tmp_path)
     assert child.returncode == STALLED, child.stderr
-    assert f"error: nothing was finished for 0.05 minutes at step {step} of 8, {what}" in child.stderr
+    assert f"error: nothing was finished for 0.05 minutes at step {step} of 8, {doing}" in child.stderr
     assert "(B=2, T=16, on " in child.stderr
     assert "The checkpoint of step 4 is kept" in child.stderr
     assert "in _train" in child.stderr  # the main thread's stack
-    assert load_training_state(tmp_path / "run" / "checkpoint.safetensors").trainer["step"] == 4
-    whole = train(TrainConfig(**options | {"output": str(tmp_path / "whole")}))
+    assert load_step(tmp_path / "run") == 4
+    whole = train_with(options, output=tmp_path / "whole")
     assert_same_run(resume(str(tmp_path / "run")).output, whole.output)
 
 
-def test_a_hang_of_one_process_ends_all(options, device, tmp_path):
+def test_a_hang_of_one_process_ends_all_processes(options, device, tmp_path):
     if device.type != "cpu":
         pytest.skip("two processes on one GPU")
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
@@ -101,7 +96,7 @@ def test_a_hang_of_one_process_ends_all(options, device, tmp_path):
 
 
 class Script:
-    """Stands for the event that ends the thread; calls `act(i)` in the i-th of `count` intervals."""
+    """Stands for the event that ends the watchdog's thread. Calls `act(i)` in the i-th of `count` intervals."""
 
     def __init__(self, count, act):
         self._count, self._act, self._passed = count, act, 0
@@ -113,11 +108,11 @@ class Script:
 
 
 @pytest.mark.parametrize(
-    ("every", "what", "ends"),
+    ("every", "doing", "ends"),
     [(INTERVALS - 1, "a unit", False), (10**6, "a unit", True), (10**6, None, False)],
     ids=["slow", "hanging", "unwatched"],
 )
-def test_only_a_watched_unit_without_progress_is_ended(monkeypatch, every, what, ends):
+def test_only_a_watched_unit_without_progress_is_ended(monkeypatch, every, doing, ends):
     def end(status):
         raise SystemExit(status)
 
@@ -125,7 +120,7 @@ def test_only_a_watched_unit_without_progress_is_ended(monkeypatch, every, what,
     dog = Watchdog(1.0, reported.append)
     dog._closed = Script(10 * INTERVALS, lambda i: None if i % every else dog.tick())
     monkeypatch.setattr(watchdog.os, "_exit", end)
-    dog._what = what
+    dog._what = doing
     if ends:
         with pytest.raises(SystemExit, match=str(STALLED)):
             dog._run()
@@ -136,11 +131,11 @@ def test_only_a_watched_unit_without_progress_is_ended(monkeypatch, every, what,
 
 
 def test_a_blocked_report_does_not_delay_the_exit(monkeypatch):
-    """A blocked thread may hold the lock of a stream."""
+    """The report may block because a blocked thread holds the lock of a stream."""
     statuses = []
     monkeypatch.setattr(watchdog.os, "_exit", statuses.append)
     monkeypatch.setattr(watchdog, "REPORT_SECONDS", 0.05)
-    Watchdog(1.0, lambda what: threading.Event().wait())._end_process("a unit")
+    Watchdog(1.0, lambda doing: threading.Event().wait())._end_process("a unit")
     assert statuses == [STALLED]
 
 

@@ -1,0 +1,37 @@
+"""A small GPT-2, its reference and batches of tokens, for tests of models."""
+
+import torch
+
+from gptkernels.models import GPT2, GPT2Config
+from reference_gpt2 import ReferenceGPT2
+
+SIZES = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 60, "block_size": 16}
+
+
+def make_model(device="cpu", dtype=torch.float32, noise=0.1, **changes):
+    """Return a model of SIZES with changes. Noise is added to the weights so that each of them affects the results."""
+    torch.manual_seed(3)
+    model = GPT2(GPT2Config(**SIZES | changes), device, dtype)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn(p.shape).to(p) * noise)
+    return model
+
+
+def make_pair(device="cpu", dtype=torch.float64, **changes):
+    """Return a model and a reference with the same weights."""
+    model = make_model(device, dtype, **changes)
+    reference = ReferenceGPT2(model.config).to(device, dtype)
+    reference.load_state_dict(model.state_dict())
+    return model, reference
+
+
+def make_batch(device="cpu", B=2, length=16, vocab_size=SIZES["vocab_size"], seed=5):
+    """Return random tokens (B, T), and the token after each of them as targets (B, T)."""
+    tokens = torch.randint(vocab_size, (B, length + 1), generator=torch.Generator().manual_seed(seed)).to(device)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def assert_equal(found, expected):
+    """Assert that two sequences of tensors have the same bits."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
