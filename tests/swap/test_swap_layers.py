@@ -599,3 +599,14 @@ def test_the_head_and_its_loss_compile_inside_of_a_transform(device):
     gradient = torch.func.grad(lambda hidden, weight: head_and_loss(hidden, weight, targets, -1)[1])
     found = torch.compile(gradient, fullgraph=True, backend="aot_eager")(hidden, weight)
     torch.testing.assert_close(found, gradient(hidden, weight))
+
+
+def test_the_second_derivative_of_the_head_matches_torch(device):
+    hidden, weight = (torch.randn(shape, device=device, requires_grad=True) for shape in [(3, 5, 16), (77, 16)])
+    targets = torch.randint(77, (3, 5), device=device)
+    torchs = F.cross_entropy(F.linear(hidden, weight).flatten(0, 1), targets.flatten())
+    found = []
+    for loss in (head_and_loss(hidden, weight, targets, -100)[1], torchs):
+        first = torch.autograd.grad(loss, (hidden, weight), create_graph=True)
+        found.append(torch.autograd.grad(sum(g.square().sum() for g in first), (hidden, weight)))
+    torch.testing.assert_close(*found)
