@@ -34,7 +34,8 @@ MODELS = {
                 [(1, 9), (9, 1), (2, 12)],
                 [(1, 1)] * 5,
             ]
-        ],
+        ]
+        + [partial(four_warpgroups, [(1, 1)] * 3, loaded=[4] * 3)],  # causal, with more keys than queries
     ),
     "forward, two warpgroups": (
         10_000,

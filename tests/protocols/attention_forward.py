@@ -15,25 +15,29 @@ def find_stages(name):
 MOST_SKIPPED = find_constant(FORWARD, "kMostSkipped", kStages=find_stages("FourWarpgroups"))
 
 
-def four_warpgroups(tiles, stages=None, most_skipped=None, warpgroups=2):
-    """A tile is the number of key tiles that each group of its queries sees, 1 for a group beyond the last query."""
+def four_warpgroups(tiles, stages=None, most_skipped=None, warpgroups=2, loaded=None):
+    """A tile is the number of key tiles that each group of its queries sees, 1 for a group beyond the last query.
+
+    ``loaded`` is the number of key tiles that are loaded for each tile; by default, those that a group sees.
+    """
     stages = stages or find_stages("FourWarpgroups")
     most_skipped = find_constant(FORWARD, "kMostSkipped", kStages=stages) if most_skipped is None else most_skipped
     model = Model()
     queries = Buffers(model, "query", find_ring_size(FORWARD, "query"), warpgroups)
     keys = Buffers(model, "stage", stages, warpgroups)  # keys and values
-    load_tiles(model.process("loader"), queries, map(max, tiles), keys)
+    loaded = loaded or [*map(max, tiles)]
+    load_tiles(model.process("loader"), queries, loaded, keys)
 
     def compute(p, group, _):
         query = stage = 0
 
         def open_tile():
             nonlocal stage
-            skipped = min(max(tiles[query]) - tiles[query][group], most_skipped)
+            skipped = min(loaded[query] - tiles[query][group], most_skipped)
             for _ in range(skipped):
                 keys.skip(p, stage)
                 stage += 1
-            return max(tiles[query]) - 1 - skipped
+            return loaded[query] - 1 - skipped
 
         queries.get(p, 0)
         block, more = open_tile(), True
@@ -55,8 +59,10 @@ def four_warpgroups(tiles, stages=None, most_skipped=None, warpgroups=2):
                 p.read(queries(query))
                 keys.free(p, slot)  # out
             if last:
-                p.read(*[keys(slot)] * (not more))
-                queries.free(p, of_slot)  # store_out
+                if more:
+                    queries.free(p, of_slot)  # store_out
+                else:
+                    p.read(keys(slot))
 
     return add_warps(model, warpgroups, 1, compute)
 

@@ -62,6 +62,7 @@ class Block(torch.nn.Module):
         else:
             values, bias = self.attn(normed, *caches), None
         normed, residual_2 = _add_and_norm(residual_1, _pending(values, bias, self.resid_dropout), self.ln_2)
+        del residual_1  # without gradients its memory is free for the MLP
         if is_unmodified(self.mlp, nn.MLP):
             values, bias = self.mlp.without_bias(normed)
         else:

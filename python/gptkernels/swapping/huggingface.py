@@ -368,11 +368,12 @@ def _masks(attention_mask: Tensor | None, start: int, keys: int) -> Masks:
     if not torch.compiler.is_compiling() and not attention_mask.is_meta:
         if bool(seen.all()):
             return None, None, None
-        positions = torch.arange(keys, device=seen.device)
-        begin = seen.int().argmax(1)
-        end = begin + seen.sum(1)
-        if start and bool((seen == ((positions >= begin[:, None]) & (positions < end[:, None]))).all()):
-            return None, begin.int(), end.int()
+        if start:
+            positions = torch.arange(keys, device=seen.device)
+            begin = seen.int().argmax(1)
+            end = begin + seen.sum(1)
+            if bool((seen == ((positions >= begin[:, None]) & (positions < end[:, None]))).all()):
+                return None, begin.int(), end.int()
     return seen[:, None, None], None, None
 
 

@@ -128,6 +128,7 @@ def layer(
     """
     normed, residual_1 = add_and_norm(stream, pending, block.ln_1, narrow[0])
     normed, residual_2 = add_and_norm(residual_1, attend(block.attn, normed), block.ln_2, narrow[1])
+    del residual_1  # without gradients its memory is free for the MLP
     return residual_2, feed_forward(block.mlp, normed)
 
 
