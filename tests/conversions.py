@@ -1,4 +1,4 @@
-"""Models, and their files in every form, for the tests of conversion."""
+"""Models and their files in every supported format, for the tests of conversion."""
 
 import dataclasses
 

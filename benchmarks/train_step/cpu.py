@@ -22,12 +22,12 @@ VOCABULARY = 128
 
 
 def measured(variants, turns, peak):
-    """Measure steps by process time on one thread and by the clock on all threads, and our operators on one thread.
+    """Measure steps in process time on one thread and in wall-clock time on all, and our operators on one thread.
 
     Args:
         variants: names.
         turns: how often each variant runs TURN steps.
-        peak: the peak GFLOP/s of one thread, for the floors of the matmuls.
+        peak: the peak GFLOP/s of one thread, which gives the lower bounds of the matmuls' times.
     """
     preset = PRESETS["tiny"]
     sizes = {"n_layer": preset.layers, "n_head": preset.heads, "n_embd": preset.channels}

@@ -1,4 +1,4 @@
-"""The host's time for the parts of a step, ours and plain torch's, and for a layer and its operators."""
+"""Measures the host time of the parts of a training step, ours and plain torch's, and of a layer and its operators."""
 
 import statistics
 import time

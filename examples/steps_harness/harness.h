@@ -1,6 +1,6 @@
-// The data, the timing and the output of a table's line, which the kernels in *_steps share. A folder's problem.h
-// declares the function that each step defines. Its problem.cu has a main() that checks the result against a formula in
-// double.
+// The kernels in *_steps share this code, which creates the data, measures the time and prints a row of the table. A
+// folder's problem.h declares the function that each step defines. Its problem.cu has a main() that checks the result
+// against a formula in double precision.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -315,7 +315,7 @@ def test_gradients_are_divided_by_grad_scale_before_they_are_clipped(options, de
 @pytest.mark.parametrize("norm", [0.0, 0.5, 1.0, 3.0, 1e30, float("inf"), float("nan")])
 @with_dtypes(torch.float64, torch.float32)
 def test_clipping_has_the_bits_of_torchs(norm, dtype, device):
-    """The gradients are used as clip_grad_norm_ would change them, but are not written."""
+    """The step uses the values that clip_grad_norm_ would write, but leaves the gradients unchanged."""
     params, gradients = make([(5, 7), (3000,)], dtype, device, steps=3)
     norm = torch.tensor(norm, device=device)
     scale = (2.0 / (norm + 1e-6)).clamp(max=1.0)

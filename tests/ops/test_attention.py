@@ -55,7 +55,7 @@ def visible(q, k, mask=None, causal=False, offset=0, begin=None, end=None):
 
 
 def formula(q, k, v, *, scale=None, keep=None, p=0.0, **options):
-    """Compute out and logsumexp step by step: in float64 for the reference, else in the dtype of the arguments.
+    """Compute out and logsumexp step by step in the dtype of the arguments, which is float64 for the reference.
 
     With ``keep`` and ``p``, dropout is applied to the probabilities.
     """

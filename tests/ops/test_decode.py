@@ -326,7 +326,7 @@ def test_default_generator(device):
 
 
 def test_modules_and_operator_agree(device):
-    """In float32 no token differs, because their logits differ by rounding errors alone."""
+    """In float32 the modules and the operator generate the same tokens: their logits differ only by rounding errors."""
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (2, 3), device=device)
     fused = generate(model, tokens, 30)[0]

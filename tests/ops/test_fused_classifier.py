@@ -127,7 +127,7 @@ def test_rows_in_each_kind_of_memory(width, dtype, device):
 @pytest.mark.parametrize("width", [1001, 50257])
 @two_dtypes
 def test_more_rows_than_the_device_keeps(width, dtype, device):
-    """Some rows are ignored, so that their place in shared memory is loaded again or skipped."""
+    """Buffers in shared memory are used for several rows, and rows that are ignored are not loaded."""
     logits, targets, _ = inputs(1200 if device.type == "cuda" else 50, width, dtype, device)
     targets[3::5] = IGNORED
     losses, dlogits = ops.fused_classifier(logits, targets)

@@ -221,7 +221,7 @@ def test_more_than_2_31_elements(device):
 
 @all_dtypes
 def test_transposed_weights_and_their_gradients_are_not_copied(dtype, device):
-    """Views of weights (in, out), which Hugging Face's Conv1D has, have gradients with the views' strides."""
+    """The gradient of a weight that is a transposed view, as of Hugging Face's Conv1D, has the strides of the view."""
     x, fc, fc_bias, proj, proj_bias = inputs(9, 24, 40, dtype, device)
     args = x, fc.t().contiguous(), fc_bias, proj.t().contiguous(), proj_bias
     dout = randn(9, 24, dtype=dtype, device=device)

@@ -76,7 +76,10 @@ class Buffers(Ring):
         model.arrivals |= {self.full.name: 2, self.empty.name: readers}  # full: the announcement and the bytes
 
     def fill(self, p, *others):
-        """Load the next use of a buffer after its previous use was released, as the kernels do with ``phase ^ 1``."""
+        """Wait until the previous contents of the next buffer are released, and load new contents.
+
+        The kernels wait for parity ``phase ^ 1``, so that the first wait for each buffer returns at once.
+        """
         p.wait(self.empty(self.filled - self.size))
         p.load(self.full(self.filled), self(self.filled), *others)
         self.filled += 1

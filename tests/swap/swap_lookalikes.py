@@ -2,8 +2,8 @@
 
 `MODELS` maps a name to a function that returns `(model, run)`. `run(model, tokens)` returns `(logits, loss)`, which
 depend only on torch's, Python's and NumPy's seeds. Ten models are nanoGPT with a change, ten are Hugging Face's GPT-2
-with a change. Some change only after `run` sets something, in training mode, for long sequences, from the second call
-on, or for large activations.
+with a change. Some differ from GPT-2 only under a condition: after `run` has set an attribute, in training mode, for
+long sequences, from the second call on, or for large activations.
 """
 
 import math

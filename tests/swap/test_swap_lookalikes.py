@@ -95,7 +95,7 @@ class Local(published.CausalSelfAttention):
 
 
 def make_local(window):
-    """Return a class of attention whose method ``window`` returns the number of keys that a query sees."""
+    """Return an attention class with this method ``window``, which returns the number of keys that a query sees."""
     return type("Window", (Local,), {"window": window})
 
 

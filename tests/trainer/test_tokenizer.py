@@ -99,7 +99,7 @@ def test_training_is_reproducible_and_compresses(bpe):
 
 
 def test_training_on_long_runs_takes_linear_time(bpe):
-    """2 MB of one character are a single word, which training cuts."""
+    """1 MB of one character is a single word, which training splits into shorter words."""
     # SAMPLE has no word that is cut, and the tokenizer that training returns cuts no words.
     assert max(map(len, (SAMPLE * 20).split())) < module.MAX_TRAINING_WORD
     assert json.loads(bpe._tokenizer.to_str())["pre_tokenizer"]["type"] == "ByteLevel"

@@ -96,7 +96,7 @@ def test_a_hang_of_one_process_ends_all_processes(options, device, tmp_path):
 
 
 class Script:
-    """Stands for the event that ends the watchdog's thread. Calls `act(i)` in the i-th of `count` intervals."""
+    """Replaces the event that ends the watchdog's thread. Calls `act(i)` in the i-th of `count` intervals."""
 
     def __init__(self, count, act):
         self._count, self._act, self._passed = count, act, 0

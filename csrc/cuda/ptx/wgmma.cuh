@@ -149,7 +149,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "memory")
 
 // Computes D (64 x 2n) = A * B, or D += A * B if `accumulate` is not 0, over 16 values of k. A and B are descriptors.
-// The columns of A's panels are k. kRowsAreK says whether the rows of B's panels are k (panel_descriptor()).
+// k is the column index in A's panels. kRowsAreK says whether k is the row index in B's panels (panel_descriptor()).
 template <typename T, bool kRowsAreK, int n>
 __device__ void wgmma(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
   static_assert(n == 32 || n == 64);

@@ -1,4 +1,4 @@
-"""A description of a transformer block, for ``GPT2`` and for swapped models, that computes the block as one node.
+"""Describes a transformer block of ``GPT2`` or of a swapped model, and computes it as one node of autograd's graph.
 
 Shapes: B batch, T tokens, C channels.
 """

@@ -151,7 +151,7 @@ class ScaledDotProductAttention(torch.autograd.Function):
 
 
 def _folded(*positions: int):
-    """Make a vmap rule that folds the mapped dimension into the batch if there is no mask and no bound of keys."""
+    """Make a vmap rule that folds the mapped dimension into the batch; with a mask or key bounds it loops instead."""
 
     def rule(op, size, in_dims, args):
         options = Options(*args[positions[-1] + 1 :])
@@ -185,7 +185,7 @@ def packed_formula(qkv, num_heads, scale, dropout_p=0.0, seed=None, offset=None)
 
 
 def packed_backward_formula(dout, qkv, out, logsumexp, num_heads, scale, dropout_p=0.0, seed=None, offset=None):
-    """Compute dqkv in torch ops; out and logsumexp are functions of qkv."""
+    """Compute dqkv in torch ops. A derivative of dqkv also passes through out and logsumexp, which depend on qkv."""
     options = Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
     dout = dout.unflatten(2, (num_heads, -1)).transpose(1, 2)
     gradients = backward_formula(dout, None, *unpack(qkv, num_heads), out, logsumexp, *options)

@@ -34,7 +34,7 @@ def padded(rows):
 
 
 def transposed_like(x: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
-    """Make an empty transposed copy, without elements if none is wanted."""
+    """Return an uninitialised tensor for the transposed copy of x, or one with 0 elements if ``wanted`` is false."""
     if not wanted:
         return x.new_empty(0, dtype=dtype)
     return x.new_empty((x.shape[-1], padded(math.prod(x.shape[:-1]))), dtype=dtype)

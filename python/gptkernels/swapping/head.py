@@ -101,8 +101,8 @@ def _compiled(
 def _dtype_of_one_node(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
     """Return the matmuls' dtype if LM head and loss can be one node of autograd's graph; None if they cannot.
 
-    The node computes the gradient of the mean loss with respect to the logits. float16 would round this gradient to 0,
-    and float64 would need a float64 scale.
+    The node computes the gradient of the mean loss with respect to the logits. float16 would round this gradient to 0.
+    float64 is not supported, because the factor 1 / (number of targets) is float32.
     """
     if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and _jvp.active()):
         return None

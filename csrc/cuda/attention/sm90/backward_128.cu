@@ -324,9 +324,9 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
   uint32_t weights[16];  // P', then dS'
   RingPosition<kStages> ring;
   RingPosition<kTiles> at;
-  // The first of the warpgroup's 64 keys. Under the causal mask, one half of a tile sees one block more than the other
-  // half, so the warpgroups exchange the halves at each tile. Tiles begin at multiples of 128, so `row & 64` is 0 in
-  // the first half and 64 in the second.
+  // The first of the warpgroup's 64 keys. Under the causal mask, one half of a tile's keys is visible to one more block
+  // of queries than the other half, so the warpgroups exchange the halves after every tile. Tiles begin at multiples of
+  // 128, so `row & 64` is 0 in the first half and 64 in the second.
   int row = warpgroup * 64;
   int block, end, member = 0;
   OwnBlock<1> own = {};  // the mask of the block whose scores were started last

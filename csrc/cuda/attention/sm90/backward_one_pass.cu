@@ -439,9 +439,9 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
       for (int i = 0; i < 32; ++i) dkey[i] = dvalue[i] = 0;
       const int own_first = own_first_block<kCausal>(p, first_key);
       BlockWalk walk(own_first, p.blocks, tile);
-      // The first `others` blocks of queries are computed only by the other warpgroup. This warpgroup skips these
-      // blocks at a time when it holds no other block, so that the loader never waits for a stage that this warpgroup
-      // releases later.
+      // The first `others` blocks of queries are computed only by the other warpgroup, but this warpgroup must release
+      // their stages, too. It does so while it holds no other block. Otherwise the loader could wait for one of these
+      // stages while this warpgroup waits for a later block.
       const int others = own_first - first_block<kCausal>(p, tile * kRows);
       const auto pass_over = [&] {
         for (int i = 0; i < others; ++i) {

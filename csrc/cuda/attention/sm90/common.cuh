@@ -1,5 +1,5 @@
-// The code that the attention kernels for sm_90a share: the arguments, dropout, and the checks whether the kernels
-// support a call.
+// Code that the attention kernels for sm_90a share: the arguments, dropout, and the checks that determine whether the
+// kernels support a call.
 #pragma once
 
 #include <cmath>
