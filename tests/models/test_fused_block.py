@@ -139,7 +139,7 @@ def count_saved_bytes(model, autocast):
 )
 @both_precisions
 def test_frozen_parameters(options, frozen, device, monkeypatch):
-    """With float8 matmuls, a block with a frozen parameter is not a single node, and the other blocks are."""
+    """With float8 matmuls, a block with a frozen parameter is not a single node. All other blocks are single nodes."""
     model = make_model(device, **options)
     for name, p in model.named_parameters():
         p.requires_grad_(frozen not in name)
@@ -206,7 +206,7 @@ def test_a_changed_dropout_is_called(device):
     seen = []
     model.transformer.h[0].resid_dropout.register_forward_hook(lambda module, args, out: seen.append(out.shape))
     assert count_nodes(compute_loss(model, device)) == 2
-    assert len(seen) == 2  # after attention and after the MLP
+    assert len(seen) == 2  # one call after attention, one call after the MLP
 
 
 def test_without_gradients_there_is_no_node(device):

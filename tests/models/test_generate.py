@@ -1,4 +1,4 @@
-"""`gptkernels generate` writes reproducible text while it is generated, and reports bad input in one sentence."""
+"""`gptkernels generate` streams reproducible text, and reports bad input in one sentence."""
 
 import io
 import os

@@ -35,7 +35,7 @@ def test_configure_optimizers_matches_nanogpt(bias, device):
     shapes = [[[len(p.shape) for p in group["params"]] for group in o.param_groups] for o in (optimizer, expected)]
     assert shapes[0] == shapes[1]
     for group in (*optimizer.param_groups, *expected.param_groups):
-        group["eps"] = 1e-3  # Adam would amplify the rounding errors in the gradient of the keys' bias, which is 0
+        group["eps"] = 1e-3  # Adam would amplify rounding errors in the keys' bias's gradient, which is exactly 0
     for tokens in torch.randint(50, (5, 2, 8), device=device):
         for model, steps in ((ours, optimizer), (theirs, expected)):
             steps.zero_grad()

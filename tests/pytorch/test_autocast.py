@@ -100,7 +100,7 @@ def test_the_cache_leaves_gradients_unchanged(device):
 
 
 def test_only_float32_leaf_parameters_are_cached(device):
-    """Tensors without a gradient, activations, views and float64 tensors are not cached."""
+    """Tensors that need no gradient, activations, views and float64 tensors are not cached."""
     x = torch.randn(3, 5, device=device)
     weight = torch.randn(7, 5, device=device, requires_grad=True)
     for w in (weight.detach(), weight * 1, weight[:4], weight.double().detach().requires_grad_()):

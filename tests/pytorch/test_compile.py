@@ -22,7 +22,7 @@ def test_inductor_compiles_a_deep_model(device, monkeypatch, caplog):
     """Inductor has a rule for every op of 12 layers.
 
     For an op without a rule, Inductor formats the expressions of the arguments, which takes time exponential in the
-    depth. From torch 2.13 on, it does so only if its log is on. The log is on here, and the test fails if Inductor
+    depth. From torch 2.13 on, Inductor does so only if its log is on. The test turns the log on, and fails if Inductor
     formats an expression.
     """
     import torch._inductor.exc

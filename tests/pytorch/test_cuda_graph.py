@@ -1,7 +1,7 @@
 """Every op can be captured in a CUDA graph.
 
-An op allocates nothing outside torch's allocator, does not synchronise, and reads no value on the host that a replay
-would not read again.
+An op allocates no memory outside torch's allocator, and does not synchronise. The host reads no value of a
+tensor, because a replay would not read the value again.
 """
 
 import copy

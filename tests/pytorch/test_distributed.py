@@ -1,6 +1,6 @@
 """Two processes on the CPU have the losses of one process, with DDP or FSDP2 and with our optimizer.
 
-``torch.multiprocessing.spawn`` trains once in each of the WAYS below. The tests read the results, which are saved.
+``torch.multiprocessing.spawn`` trains once in each way of WAYS. The tests read the results that process 0 saved.
 """
 
 import copy

@@ -180,7 +180,7 @@ def test_autocasts_cache_does_not_outlive_an_update(device):
 
 @pytest.mark.parametrize("what", ["weight_decay", "max_grad_norm", "requires_grad", "state"])
 def test_changed_options_and_loaded_states_capture_again(device, what):
-    """After a state is loaded, the step uses the loaded moments and master weights, not those of the captured graph."""
+    """After a state is loaded, the step uses the loaded moments and master weights, and captures a new graph."""
     saved = {}
 
     def change(i, model, optimizer):

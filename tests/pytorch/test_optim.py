@@ -478,7 +478,7 @@ def test_clip_grad_norm_of_no_gradients_or_infinities(device):
 @pytest.mark.parametrize("max_norm", [0.5, 1e6, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_clipping_in_the_step(max_norm, dtype, device):
-    """A step with max_grad_norm has the bits of clip_grad_norm_ over all groups, followed by a step without it."""
+    """A step with max_grad_norm has the bits of clip_grad_norm_ for all groups and a step without clipping."""
     ours, apart = make_parameters(dtype, device), make_parameters(dtype, device)
     optimizers = [
         AdamW([{"params": p[:3]}, {"params": p[3:], "lr": 0.1}], max_grad_norm=clip)

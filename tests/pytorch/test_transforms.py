@@ -193,7 +193,7 @@ def test_hessians_agree(case, device):
     found = hessian(scalar, positions)(*inputs)
     assert_trees_close(found, expected)
     assert_trees_close(jacrev(jacfwd(scalar, positions), positions)(*inputs), expected)
-    if case.partition(",")[0] != "fused_classifier_":  # like torch's copy_, refuses ZeroTensors
+    if case.partition(",")[0] != "fused_classifier_":  # this op and torch's copy_ refuse ZeroTensors
         assert_trees_close(jacfwd(jacfwd(scalar, positions), positions)(*inputs), expected)
     assert_trees_close(jacrev(jacrev(scalar, positions), positions)(*inputs), expected)
 
@@ -277,7 +277,7 @@ def test_vmap_keeps_the_ops_errors(device):
     def refuse(message, function, *args):
         assert_raises(RuntimeError, message, vmap(function), *args)
 
-    # In the combined table of all samples, row 4 belongs to the second sample.
+    # vmap combines the samples' tables into one table, in which row 4 belongs to the second sample.
     tokens = torch.tensor([[0, 1, 4], [0, 0, 0]])
     refuse(r"token|range|index", lambda g, t: ops.embedding_backward(g, t, 4), torch.ones(2, 3, 8), tokens)
     refuse("at least 1 dimension", ops.softmax, torch.randn(3, device=device))

@@ -80,7 +80,7 @@ def test_bin_round_trip(tmp_path_factory, config, dtype, seed):
 
 
 def test_bin_layout(tmp_path):
-    """The layout is the layout of the files that llm.c writes."""
+    """The file has the layout of the files that llm.c writes."""
     path = tmp_path / "model.bin"
     state = make_state()
     checkpoint.save_model(path, state, CONFIG)

@@ -72,7 +72,7 @@ def test_nanogpt_continues_our_run(tmp_path):
     ours = make_model(activation="gelu")
     optimizer = ours.configure_optimizers(0.1, 1e-2, (0.9, 0.95), "cpu")
     for group in optimizer.param_groups:
-        group["eps"] = 1e-3  # Adam would amplify the rounding errors in the gradient of the keys' bias, which is 0
+        group["eps"] = 1e-3  # Adam would amplify rounding errors in the keys' bias's gradient, which is exactly 0
     batches = torch.randint(50, (6, 2, 8))
 
     def train(model, optimizer, batches):

@@ -239,7 +239,7 @@ def test_random_offsets_are_uniform(token_file):
         assert targets.equal(tokens + 1)
         assert torch.cat([loader.next_batch()[0] for loader in ranks]).equal(tokens)
         counts[tokens[:, 0]] += 1
-    assert ((counts - 100) ** 2).sum() / 100 < 58 + 6 * (2 * 58) ** 0.5  # chi-squared, six sigma
+    assert ((counts - 100) ** 2).sum() / 100 < 58 + 6 * (2 * 58) ** 0.5  # chi-squared: mean plus six sigma
     assert not DataLoader(alone.data, 4, 7, 256, seed=2, random_offsets=True).next_batch()[0].equal(tokens)
 
 
@@ -270,7 +270,7 @@ def test_each_order_of_few_windows_is_equally_frequent(n):
     for seed in range(draws):
         counts[tuple(permute(np.arange(n), n, (seed, 0)).tolist())] += 1
     deviation = np.array(list(counts.values())) - 100
-    assert (deviation**2).sum() / 100 < len(counts) + 6 * len(counts) ** 0.5  # chi-squared, six sigma
+    assert (deviation**2).sum() / 100 < len(counts) + 6 * len(counts) ** 0.5  # chi-squared: mean plus 4.2 sigma
 
 
 def test_batches_are_consecutive_windows(token_file):
@@ -517,7 +517,7 @@ def test_a_missing_standard_library_is_reported(tmp_path, monkeypatch):
 
 @pytest.fixture
 def text(tmp_path):
-    """Write a short text."""
+    """Write a short text, and return the path of the file."""
     path = tmp_path / "text.txt"
     path.write_text("some text\n" * 20)
     return path

@@ -34,7 +34,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("terminal", [True, False], ids=["bar", "lines"])
 def test_a_terminal_has_a_bar_and_other_outputs_have_lines(monkeypatch, terminal):
-    """Both outputs show text that looks like markup of the bar without a change."""
+    """Text that looks like markup is shown unchanged on a terminal and in other outputs."""
     monkeypatch.setattr(sys, "stdout", Terminal(terminal))
     monkeypatch.setenv("TERM", "xterm")
     shown = progress.show_progress(5, 0, True)

@@ -86,7 +86,7 @@ def test_schedules_warm_up_to_the_peak_and_decay_to_the_minimum(kind):
     [
         ("cosine", {10: 1, 55: 0.55, 100: 0.1}),
         ("linear", {10: 1, 55: 0.55, 73: 0.37, 100: 0.1}),
-        ("wsd", {10: 1, 79: 1, 80: 1, 85: 0.55, 100: 0.1}),  # the last fifth has llm.c's factor 1 - sqrt(x)
+        ("wsd", {10: 1, 79: 1, 80: 1, 85: 0.55, 100: 0.1}),  # the last fifth follows llm.c: 1 - sqrt(progress)
         ("constant", {10: 1, 100: 1}),
     ],
 )
@@ -417,7 +417,7 @@ def test_each_step_is_logged_with_its_time(options, device, monkeypatch, tmp_pat
 
 
 def fill_disk(monkeypatch, count):
-    """Make all calls that write, from the `count`-th call on, raise ENOSPC. Return a list with the number of calls."""
+    """Make calls that write raise ENOSPC from the `count`-th call on. Return a list with the number of these calls."""
     calls = [0]
 
     def failing(function):
@@ -439,7 +439,7 @@ def fill_disk(monkeypatch, count):
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(options, tmp_path, capsys):
-    """A run makes many calls that write. The disk becomes full at each third of these calls."""
+    """The test makes one run for every third call that writes. From this call on, the disk is full."""
     given = options | {"steps": 2, "val_every": 1, "sample_every": 0, "checkpoint_every": 1}
     with pytest.MonkeyPatch.context() as patch:
         total = fill_disk(patch, 10**9)

@@ -79,7 +79,7 @@ def test_a_hang_ends_the_run(options, hang, step, doing, device, tmp_path):
     assert f"error: nothing was finished for 0.05 minutes at step {step} of 8, {doing}" in child.stderr
     assert "(B=2, T=16, on " in child.stderr
     assert "The checkpoint of step 4 is kept" in child.stderr
-    assert "in _train" in child.stderr  # is in the main thread's stack
+    assert "in _train" in child.stderr  # a function in the main thread's stack
     assert load_step(tmp_path / "run") == 4
     whole = train_with(options, output=tmp_path / "whole")
     assert_same_run(resume(str(tmp_path / "run")).output, whole.output)
