@@ -1,4 +1,4 @@
-"""A transformer block as one node of autograd's graph has the bits of its single operators."""
+"""A transformer block that is one node of autograd's graph has the same bits as its operators called one by one."""
 
 import contextlib
 import copy
@@ -39,12 +39,12 @@ def compute_loss(model, device, seed=5):
 
 
 def count_nodes(loss):
-    """Return the number of blocks that are one node of the loss's graph."""
+    """Return how many blocks are a single node in the graph of the loss."""
     return node_names(loss).count("_LayerBackward")
 
 
 def train(model, device, autocast=None):
-    """Return the losses, gradients, parameters and float8 histories of three steps with fixed random numbers."""
+    """Run three steps from a fixed seed. Return the losses, the gradients, and the final parameters and buffers."""
     torch.manual_seed(7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
@@ -70,10 +70,10 @@ def assert_same(found, expected):
 
 
 def compare(model, device, monkeypatch, autocast=None, expected_nodes=None):
-    """Assert that training has the same bits whether blocks are nodes or single operators."""
+    """Assert that training has the same bits whether each block is one node or calls its operators one by one."""
     other = copy.deepcopy(model)
     if expected_nodes is not None:
-        # A forward pass updates the float8 histories, so nodes are counted with a copy.
+        # A forward pass updates the float8 histories, so the nodes are counted on a copy of the model.
         assert count_nodes(compute_loss(copy.deepcopy(model), device)) == expected_nodes
     found = train(model, device, autocast)
     with monkeypatch.context() as patch:
@@ -112,7 +112,7 @@ def test_recomputed_blocks_have_the_same_bits(options, device, monkeypatch):
 @pytest.mark.parametrize("options", ["plain", "exact GELU"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
 def test_recomputed_gelus(options, autocast, device, monkeypatch):
-    """A block saves a quarter less. On the CPU, the bits do not depend on whether GELUs are recomputed."""
+    """With recompute_gelu, a block does not save the output of its GELU. On the CPU, the bits do not change."""
     model = make_model(device, **OPTIONS[options])
     other, saved = copy.deepcopy(model), [count_saved_bytes(model, autocast)]
     for block in model.transformer.h:
@@ -126,7 +126,7 @@ def test_recomputed_gelus(options, autocast, device, monkeypatch):
 
 
 def count_saved_bytes(model, autocast):
-    """Return the number of bytes that the graph of a loss saves."""
+    """Return the number of bytes that autograd saves for the backward pass of a loss."""
     device = next(model.parameters()).device
     with kept_sizes() as sizes, torch.autocast(device.type, autocast, enabled=autocast is not None):
         _ = compute_loss(model, device)
@@ -139,7 +139,7 @@ def count_saved_bytes(model, autocast):
 )
 @both_precisions
 def test_frozen_parameters(options, frozen, device, monkeypatch):
-    """With float8 matmuls, a block with a frozen parameter is called; the other blocks stay nodes."""
+    """With float8 matmuls, a block with a frozen parameter is not a single node. All other blocks are single nodes."""
     model = make_model(device, **options)
     for name, p in model.named_parameters():
         p.requires_grad_(frozen not in name)
@@ -191,7 +191,7 @@ def add_buffer(model):
     ],
 )
 def test_a_changed_block_is_called(options, change, device, monkeypatch):
-    """The change has an effect. The other blocks stay nodes."""
+    """Only the changed block calls its modules. The other two blocks stay single nodes of autograd's graph."""
     model = make_model(device, **options)
     before = compute_loss(copy.deepcopy(model), device)
     change(model)
@@ -201,12 +201,12 @@ def test_a_changed_block_is_called(options, change, device, monkeypatch):
 
 
 def test_a_changed_dropout_is_called(device):
-    """The block of the changed dropout is not a node."""
+    """A block whose dropout module has a hook calls the module, and is not a single node of autograd's graph."""
     model = make_model(device, dropout=0.5)
     seen = []
     model.transformer.h[0].resid_dropout.register_forward_hook(lambda module, args, out: seen.append(out.shape))
     assert count_nodes(compute_loss(model, device)) == 2
-    assert len(seen) == 2  # after attention and after the MLP
+    assert len(seen) == 2  # one call after attention, one call after the MLP
 
 
 def test_without_gradients_there_is_no_node(device):
@@ -218,7 +218,7 @@ def test_without_gradients_there_is_no_node(device):
 
 
 def test_some_calls_with_float8_matmuls_have_no_node(device, monkeypatch):
-    """There is no node in evaluation, without gradients, with the exact GELU or in autocast."""
+    """A float8 block is not one node in evaluation mode, without gradients, with the exact GELU or under autocast."""
     model = make_model(device, **FP8)
     before = [t.clone() for t in model.buffers()]
     with torch.no_grad():
@@ -241,7 +241,7 @@ def test_a_retained_graph_can_be_used_again(create_graph, device):
 
 
 def test_a_second_derivative(device, monkeypatch):
-    """The gradient of a penalty on the gradient's norm is the same by nodes and by single operators."""
+    """A penalty on the gradient's norm has the same gradient whether or not each block is a single node."""
     model = make_model(device, torch.float64)
     parameters = list(model.parameters())
 
@@ -270,7 +270,7 @@ def test_float8_matmuls_refuse_a_second_derivative(device):
 
 @both_precisions
 def test_a_block_in_torchs_checkpoint_has_the_same_bits(options, device):
-    """torch's checkpoint replaces saved tensors."""
+    """torch's checkpoint recomputes the tensors that the block saved, and passes these to the block's backward."""
     block = Block(GPT2Config(**small_models.SIZES | options), device)
     other = copy.deepcopy(block)
     x = torch.randn(2, T, C, device=device, requires_grad=True)
@@ -285,7 +285,7 @@ def test_the_norm_refuses_another_width(device):
 
 
 def test_accumulated_float8_gradients_have_the_same_bits(device, monkeypatch):
-    """Two forward passes precede their backward passes, each of which is run twice."""
+    """Two forward passes are followed by two backward passes for each loss."""
     found = []
     for patched in (False, True):
         model = make_model(device, torch.bfloat16, **FP8)

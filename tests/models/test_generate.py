@@ -1,4 +1,4 @@
-"""`gptkernels generate`: its text is reproducible and streamed, and bad input is an error of one sentence."""
+"""`gptkernels generate` streams reproducible text, and reports bad input in one sentence."""
 
 import io
 import os
@@ -21,7 +21,7 @@ from small_runs import error_of
 
 
 def save_model_of(path, **sizes):
-    """Save an untrained model, and return it."""
+    """Save an untrained model and return the model."""
     torch.manual_seed(0)
     model = GPT2(GPT2Config(**{"block_size": 32, "vocab_size": 256, "n_layer": 1, "n_head": 2, "n_embd": 16} | sizes))
     save_model(path, model.state_dict(), model.config)
@@ -30,7 +30,7 @@ def save_model_of(path, **sizes):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Save an untrained model of bytes in llm.c's format."""
+    """Save an untrained model with the byte tokenizer in llm.c's format."""
     save_model_of(tmp_path / "model.bin")
     return tmp_path / "model.bin"
 
@@ -70,7 +70,7 @@ def test_an_empty_prompt_begins_a_document(checkpoint, device):
 
 
 class Script:
-    """Stands for a model that generates the same bytes for every prompt."""
+    """Replaces a model. It generates the given bytes for every prompt."""
 
     def __init__(self, data):
         self.data = data
@@ -100,7 +100,7 @@ def test_text_is_streamed_by_characters_up_to_its_end(checkpoint, data, pieces):
 
 @pytest.fixture
 def character_checkpoint(tmp_path):
-    """Save an untrained model of five characters with its tokenizer."""
+    """Save an untrained model and its tokenizer of five characters."""
     path = tmp_path / "chars[1].safetensors"
     save_model_of(path, vocab_size=5)
     CharTokenizer([b"\n", b"a", b"b", "é".encode(), "中".encode()]).save(path.with_suffix(""))
@@ -184,7 +184,7 @@ def test_the_command_prints_the_prompt_and_its_continuation(checkpoint, generate
     ],
 )
 def test_bad_options_are_reported(checkpoint, flags, message, monkeypatch, capsys):
-    monkeypatch.setattr("gptkernels.data.tokenizer.GPT2Tokenizer", None)  # which would be downloaded
+    monkeypatch.setattr("gptkernels.data.tokenizer.GPT2Tokenizer", None)  # its files would be downloaded
     error = error_of(capsys, "generate", checkpoint, *flags)
     assert re.match(rf"gptkernels generate: error: (\S+: )?{re.escape(message)}", error)
 

@@ -1,4 +1,4 @@
-"""GPT2 computes what the reference computes, on our kernels, and refuses bad input."""
+"""GPT2 calls our kernels, matches the reference model and refuses bad input."""
 
 import contextlib
 import copy
@@ -32,7 +32,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.b
 
 
 def assert_same(ours, theirs, exact, dtype, name):
-    """Compare with the reference. A 16-bit result may have 1.5 times the reference's error against float64."""
+    """Compare a result with the reference. The error of a 16-bit result may be 1.5 times the reference's error."""
     if dtype in (torch.float64, torch.float32):
         torch.testing.assert_close(ours, theirs, **tolerance(dtype), msg=lambda text: f"{name}: {text}")
         return
@@ -55,7 +55,7 @@ def test_the_configuration_pads_the_vocabulary():
 
 @pytest.mark.parametrize("token", [65, 127])
 def test_tokens_of_the_padding_are_refused(token, device):
-    """Tokens and targets from V to Vp - 1 are errors of the model and of its embedding."""
+    """The model and its embedding refuse tokens that address the embedding's rows of padding."""
     if device.type != "cpu":
         pytest.skip("on CUDA a device-side assertion ends the process's context; see the next test")
     assert (CONFIG.vocab_size, CONFIG.padded_vocab_size) == (65, 128)
@@ -125,7 +125,7 @@ def test_bad_configurations_are_refused(fields, message):
 
 
 def test_flops_per_token():
-    """The count is 6 flops for each weight of a matmul, and attention's flops."""
+    """Each token takes 6 flops for each weight of a matmul, plus the flops of attention."""
     model = GPT2(CONFIG)
     matrices = sum(p.numel() for n, p in model.named_parameters() if "wpe" not in n) - 63 * 32
     assert model.flops_per_token(10) == 6 * matrices + 12 * 3 * 32 * 10
@@ -199,7 +199,7 @@ def test_a_submodule_loads_a_state_without_a_head():
 @pytest.mark.parametrize("fill", ["to_empty", "load_state_dict"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_models_made_on_meta_stay_tied(fill, nested, tmp_path, device):
-    """A model whose memory is allocated later can be trained with float8 matmuls, and saved."""
+    """A model that is built on the meta device, and allocated later, can be trained with float8 matmuls and saved."""
     torch.manual_seed(0)
     config = dataclasses.replace(CONFIG, fp8=True)
     model, state = GPT2(config, "meta"), GPT2(config, device).state_dict()
@@ -207,7 +207,7 @@ def test_models_made_on_meta_stay_tied(fill, nested, tmp_path, device):
     if fill == "to_empty":
         outer.to_empty(device=device)
         for buffer in model.buffers():
-            buffer.fill_(-1)  # stands for uninitialised memory
+            buffer.fill_(-1)  # simulates uninitialised memory
         torch.manual_seed(0)
         model.reset_parameters()
     else:
@@ -241,13 +241,13 @@ def test_a_checkpoint_restores_the_model(suffix, tmp_path, device):
     again = GPT2.from_checkpoint(path, device)
     assert again.config == model.config
     assert next(again.parameters()).device == next(model.parameters()).device
-    assert torch.equal(again(tokens, targets)[1], model(tokens, targets)[1])  # the file omits only the padding
+    assert torch.equal(again(tokens, targets)[1], model(tokens, targets)[1])  # the file omits only the rows of padding
     assert next(GPT2.from_checkpoint(path, dtype=torch.bfloat16).parameters()).dtype == torch.bfloat16
 
 
 @contextlib.contextmanager
 def record_numbers(monkeypatch):
-    """Record seed and offset of every dropout inside the context, in the order of the calls."""
+    """Record the seed and the offset of every dropout inside the context, in the order of the calls."""
     drawn, draw = [], functional._dropout_numbers
 
     def note(p, like):
@@ -263,7 +263,7 @@ def drop_out(reference, drawn, p):
     """Make the reference apply dropout as nanoGPT does, with our ops' masks.
 
     Returns:
-        An iterator over the pairs of seed and offset that the reference has not used yet.
+        An iterator over the pairs (seed, offset) that the reference has not used yet.
     """
     drawn = iter(drawn)
 
@@ -286,7 +286,7 @@ def drop_out(reference, drawn, p):
 @pytest.mark.parametrize("changes", [{}, {"bias": False}, {"activation": "gelu"}, {"dropout": 0.2}], ids=str)
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_outputs_and_gradients_match_the_reference(return_logits, changes, dtype, device, monkeypatch):
-    """With dropout, the reference applies the masks that our model draws."""
+    """If the model has dropout, the reference applies the masks that the model drew."""
     ours, reference = make_pair(device, dtype, **changes)
     exact = copy.deepcopy(reference).double()
     tokens, targets = make_batch(device)
@@ -371,7 +371,7 @@ def test_twenty_steps_of_training_match_the_reference(dtype, device):
 
 
 class NoisyAdapter(torch.nn.Module):
-    """A linear layer after a dropout that the configuration does not have."""
+    """Applies dropout, which the configuration does not mention, before a linear layer."""
 
     def __init__(self, linear):
         super().__init__()
@@ -386,13 +386,13 @@ class NoisyAdapter(torch.nn.Module):
     [(None, False), (None, True), *((change, False) for change in ("adapter", "probability", "attention", "hook"))],
 )
 def test_recomputed_blocks_have_the_same_gradient_bits(change, autocast, device):
-    """Changed modules draw the same random numbers again. An unchanged model saves less than half as much."""
+    """Recomputed modules draw the same random numbers again. An unchanged model saves less than half as many bytes."""
     ours, _ = make_pair(device, torch.float64 if change else torch.float32)
     block = ours.transformer.h[0]
     if change == "adapter":
         block.attn.c_proj = NoisyAdapter(block.attn.c_proj)
     elif change == "probability":
-        ours.transformer.h[-2].resid_dropout.p = 0.5  # the next block drops this block's output
+        ours.transformer.h[-2].resid_dropout.p = 0.5  # the fused op of the next block applies this dropout
     elif change == "attention":
         block.attn.dropout = 0.5
     elif change == "hook":
@@ -433,7 +433,7 @@ KERNELS_OF_THE_BLOCKS = {
     "mlp": 3,
     "encoder_backward": 1,
     "layernorm_backward": 1,
-    "residual_layernorm_bias_backward": 6,  # also computes the gradient of the preceding layer's bias
+    "residual_layernorm_bias_backward": 6,  # this op also computes the gradient of the preceding layer's bias
     "attention_backward": 3,
     "mlp_backward": 3,
     "adamw_": 1,
@@ -442,7 +442,7 @@ VIEWS = {
     *("aten::view", "aten::_unsafe_view", "aten::detach", "aten::alias", "aten::slice.Tensor", "aten::expand"),
     "aten::lift_fresh",
 }
-# These ops compute the mean over the targets that are not ignored, and the gradient that the backward starts with.
+# These ops compute the mean loss over the targets that are not ignored, and the loss's own gradient of 1.
 MEAN = {"aten::ne.Scalar", "aten::sum", "aten::ones_like"}
 # These ops add the encoder's and the LM head's gradients of wte, and count the optimizer's steps.
 COUNTING = {"aten::_foreach_add_.Scalar", "aten::_foreach_add_.Tensor", "aten::ones"}
@@ -452,7 +452,7 @@ PROFILER = {"profiler::_record_function_enter_new", "profiler::_record_function_
 
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_a_training_step_runs_on_our_kernels(return_logits, device):
-    """A step has 2L + 1 norms, 2L of which are fused with an addition, and two linear layers for each attention."""
+    """Of the 2L + 1 layer norms, 2L are fused with the preceding addition. L is the number of blocks."""
     ours, _ = make_pair(device, torch.float32)
     tokens, targets = make_batch(device)
     optimizer = AdamW(ours.parameters())
@@ -466,7 +466,7 @@ def test_a_training_step_runs_on_our_kernels(return_logits, device):
         head = {"linear": 7, "linear_backward": 7, "fused_classifier": 1, "fused_classifier_backward": 1}
         others = MEAN | {"aten::div.Tensor"}
     else:
-        # fused_classifier_backward_ multiplies the gradients of the hidden states and of the weight by the loss's.
+        # This op multiplies the gradients of the hidden states and of the weight by the gradient of the loss.
         head = {"linear": 6, "linear_backward": 6, "linear_cross_entropy_with_gradients": 1}
         head |= {"fused_classifier_backward_": 2}
         others = {"aten::ones_like"}
@@ -479,7 +479,7 @@ def test_a_training_step_runs_on_our_kernels(return_logits, device):
 
 
 def test_the_tied_weights_gradient_is_a_sum(device):
-    """The sum is right if the embedding's backward adds in place, and if autograd adds."""
+    """The embedding's backward adds its gradient to the LM head's in place, or autograd adds the two gradients."""
     ours, _ = make_pair(device)
     weight = ours.lm_head.weight
     tokens, targets = make_batch(device)
@@ -505,7 +505,7 @@ DROPOUT = dataclasses.replace(CONFIG, dropout=0.2)
 
 
 def test_dropout_acts_in_training_only(device):
-    """A module in training mode drops out even if the model is in evaluation mode."""
+    """A dropout module in training mode is applied even if the model is in evaluation mode."""
     ours, _ = make_pair(device, torch.float32, dropout=0.2)
     plain = GPT2(CONFIG, device)
     plain.load_state_dict(ours.state_dict())
@@ -514,12 +514,12 @@ def test_dropout_acts_in_training_only(device):
     ours.eval()
     assert torch.equal(ours(tokens, targets)[1], plain(tokens, targets)[1])
     assert torch.equal(ours.generate(tokens[:, :4], 6, 0), plain.generate(tokens[:, :4], 6, 0))
-    ours.transformer.drop.train()  # as Monte Carlo dropout does
+    ours.transformer.drop.train()  # Monte Carlo dropout uses a model in this way
     assert not torch.equal(ours(tokens)[0], ours(tokens)[0])
 
 
 def test_a_seed_fixes_all_dropout_masks(device):
-    """Masks do not depend on whether blocks are fused, or on hooks."""
+    """The masks do not depend on whether blocks are fused, or on whether modules have hooks."""
     ours, _ = make_pair(device, dropout=0.2)
 
     def step():
@@ -540,7 +540,7 @@ def test_a_seed_fixes_all_dropout_masks(device):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_dropout_under_activation_checkpointing(reentrant, device):
-    """torch's checkpoint recomputes each block with the random state that the block had."""
+    """torch's checkpoint recomputes each block with the random state of its first forward pass."""
     ours, _ = make_pair(device, dropout=0.2)
 
     def gradients():
@@ -557,7 +557,7 @@ def test_dropout_under_activation_checkpointing(reentrant, device):
 
 
 def test_dropout_saves_no_mask(device):
-    """A step with dropout saves the tensors of a step without, and at most two numbers for each dropout."""
+    """Compared with a step without dropout, autograd saves at most two more numbers for each dropout."""
 
     def saved_by(config):
         model = GPT2(config, device)
@@ -572,7 +572,7 @@ def test_dropout_saves_no_mask(device):
 
 
 def test_only_the_embeddings_dropout_is_a_kernel(device):
-    """The other dropouts are fused with other ops."""
+    """The dropout after the embedding has its own kernel. All other dropouts are fused with other ops."""
     ours, _ = make_pair(device, torch.float32, dropout=0.2)
     tokens, targets = make_batch(device)
     ours(tokens, targets)[1].backward()
@@ -580,7 +580,7 @@ def test_only_the_embeddings_dropout_is_a_kernel(device):
         ours(tokens, targets)[1].backward()
     head = {"linear": 7, "linear_backward": 7, "fused_classifier": 1, "fused_classifier_backward": 1}
     found = calls.kernels()
-    assert found.pop("dropout") == 2  # forward and backward are the same op
+    assert found.pop("dropout") == 2  # the backward calls the same op as the forward
     found["residual_layernorm_bias_backward"] = found.pop("residual_layernorm_dropout_backward")
     assert found == {name: count for name, count in (KERNELS_OF_THE_BLOCKS | head).items() if name != "adamw_"}
     assert calls.count["aten::randint"] == 1 + 3 * DROPOUT.n_layer
@@ -589,7 +589,7 @@ def test_only_the_embeddings_dropout_is_a_kernel(device):
 @DTYPES
 @pytest.mark.parametrize("prompt", [1, 5, 16, 20])
 def test_cached_generation_matches_the_full_forward(prompt, dtype, device):
-    """The tokens also match beyond block_size, where the window slides."""
+    """The tokens also match beyond block_size, where the model sees only the last block_size tokens."""
     ours, _ = make_pair(device, dtype)
     tokens = torch.randint(65, (3, prompt), device=device)
     found = ours.generate(tokens, 22, temperature=0)
@@ -597,7 +597,7 @@ def test_cached_generation_matches_the_full_forward(prompt, dtype, device):
     window = tokens
     for t in range(prompt, prompt + 22):
         logits = ours(window[:, -16:])[0][:, -1].float()
-        # The token has the largest logit, or in bfloat16 a logit that differs from the largest by roundings.
+        # The token has the largest logit. In bfloat16, its logit may differ from the largest by rounding errors.
         chosen = logits.gather(1, found[:, t : t + 1])
         slack = 0 if dtype != torch.bfloat16 else 0.05
         assert (chosen + slack >= logits.max(-1, keepdim=True).values).all()
@@ -673,7 +673,7 @@ def test_stream_yields_generated_tokens(device):
 
 
 def test_a_cached_step_runs_on_our_kernels(device):
-    """A decoding step is two operators. With a hook or more than 8 sequences, the modules are called."""
+    """A decoding step calls two operators. With a hook or more than 8 sequences, it calls the modules instead."""
     ours, _ = make_pair(device, torch.float32)
     modules = {"encoder": 1, "layernorm": 1, "residual_layernorm": 6, "mlp": 3, "linear": 7}
     modules |= {"scaled_dot_product_attention": 3, "sample_": 1}
@@ -710,7 +710,7 @@ def test_bad_options_of_generation_are_refused(device):
     ours, _ = make_pair(device, torch.float32)
     tokens, _ = make_batch(device)
     assert_raises(ValueError, "max_new_tokens must be at least 0, got -1", ours.generate, tokens, -1)
-    # stream raises when it is called, not at the first token.
+    # `stream` raises the error when it is called, not when the first token is read.
     assert_raises(ValueError, "temperature must be at least 0, got -1", ours.stream, tokens, 3, temperature=-1)
     assert_raises(ValueError, "top_k must be at least 1, got 0", ours.generate, tokens, 3, top_k=0)
     assert_raises(ValueError, "at least one token", ours.generate, tokens[:, :0], 3)
@@ -718,7 +718,7 @@ def test_bad_options_of_generation_are_refused(device):
 
 
 def test_only_layers_with_dropout_keep_random_state(device):
-    """Keeping the state copies it from the device to the host."""
+    """Recomputed layers without dropout need no random state, which would be copied from the device to the host."""
     kept = []
     for config, training in ((CONFIG, True), (DROPOUT, True), (DROPOUT, False)):
         block = GPT2(config, device).train(training).transformer.h[0]

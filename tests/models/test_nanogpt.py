@@ -1,4 +1,4 @@
-"""The methods of GPT2 that nanoGPT's users call match nanoGPT's own model."""
+"""GPT2's methods with nanoGPT's names match the methods of nanoGPT's own model."""
 
 import dataclasses
 import math
@@ -26,7 +26,7 @@ def make_pair(device="cpu", **changes):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_configure_optimizers_matches_nanogpt(bias, device):
-    """The parameter groups match, and so do the parameters after five steps."""
+    """The parameter groups match nanoGPT's, and the parameters match nanoGPT's after five steps."""
     ours, theirs = make_pair(device, bias=bias)
     optimizer = ours.configure_optimizers(weight_decay=0.1, learning_rate=1e-2, betas=(0.8, 0.9), device_type="cpu")
     assert type(optimizer) is AdamW
@@ -35,7 +35,7 @@ def test_configure_optimizers_matches_nanogpt(bias, device):
     shapes = [[[len(p.shape) for p in group["params"]] for group in o.param_groups] for o in (optimizer, expected)]
     assert shapes[0] == shapes[1]
     for group in (*optimizer.param_groups, *expected.param_groups):
-        group["eps"] = 1e-3  # the exact gradient of the keys' bias is 0; Adam would amplify its rounding errors
+        group["eps"] = 1e-3  # Adam would amplify rounding errors in the keys' bias's gradient, which is exactly 0
     for tokens in torch.randint(50, (5, 2, 8), device=device):
         for model, steps in ((ours, optimizer), (theirs, expected)):
             steps.zero_grad()
@@ -81,7 +81,7 @@ def test_crop_block_size(device):
     for size in (0, 6):
         assert_raises(ValueError, f"block_size must be from 1 to 5, got {size}", ours.crop_block_size, size)
     GPT2(ours.config).load_state_dict(ours.state_dict())
-    assert ours.generate(tokens[:, :1], 8).shape == (2, 9)  # more tokens than block_size
+    assert ours.generate(tokens[:, :1], 8).shape == (2, 9)  # has more tokens than block_size
 
 
 @pytest.mark.parametrize("bias", [True, False])
@@ -93,7 +93,7 @@ def test_get_num_params_matches_nanogpt(bias):
 
 
 def test_estimate_mfu_is_nanogpts_formula(monkeypatch):
-    """The peak is the device's, unless it is an argument."""
+    """The peak of the device is used unless the caller gives peak_flops."""
     model = make_model()
     L, H, Q, T = 2, 2, 8, 8
     flops = (6 * model.get_num_params() + 12 * L * H * Q * T) * T

@@ -1,4 +1,4 @@
-"""A submodule that was replaced, wrapped, hooked or parametrised is called, never bypassed."""
+"""The model calls a submodule that was replaced, wrapped, hooked or parametrised, instead of a fused op."""
 
 import copy
 import functools
@@ -21,7 +21,7 @@ PLACES = ["wte", "wpe", "ln_f", *(f"h.{i}" for i in (0, 1)), *(f"h.{i}.{name}" f
 MODULES = [f"transformer.{name}" for name in PLACES] + ["lm_head"]
 MATRICES = [name for name in MODULES if name.endswith(("wte", "wpe", "c_attn", "c_proj", "c_fc"))]
 all_modules = pytest.mark.parametrize("name", MODULES)
-# torch warns that an embedding's input, integers, has no gradient for a full backward hook.
+# For a full backward hook of an embedding, torch warns that the input has no gradient. The input is integers.
 pytestmark = [
     pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:Full backward hook is firing when gradients are computed"),
@@ -30,7 +30,7 @@ both_losses = pytest.mark.parametrize("return_logits", [True, False])
 
 
 def assert_same_step(ours, reference, device, return_logits=True):
-    """Assert that outputs and gradients of both models match."""
+    """Assert that the outputs and gradients of two models match."""
     tokens, targets = make_batch(device)
     logits, loss = ours(tokens, targets, return_logits=return_logits)
     wanted, wanted_loss = reference(tokens, targets)
@@ -211,7 +211,7 @@ def test_pruning(name, device):
     for model in pair:
         prune.l1_unstructured(model.get_submodule(name), "weight", amount=0.5)
     assert_same_step(*pair, device)
-    # Each call computes the pruned weight again.
+    # The model computes the pruned weight again in each forward pass, so a changed weight_orig has an effect.
     for model in pair:
         model.zero_grad()
         with torch.no_grad():

@@ -54,7 +54,7 @@ def test_a_weight_is_cast_once_per_context(mode, device):
             with torch.autocast(device.type, torch.bfloat16):
                 use(functional.linear, 2)
 
-    assert count_casts(weight, nested, device) == 1  # a cast is kept until the outermost context ends
+    assert count_casts(weight, nested, device) == 1  # the cache keeps a cast until the outermost context ends
 
 
 def test_casts_are_freed_with_torchs_cache(device):
@@ -75,7 +75,7 @@ def test_casts_are_freed_with_torchs_cache(device):
 
 
 def test_a_cached_cast_follows_updates_and_records_gradients(device):
-    """Unlike with torch's cache, a cast that was made under no_grad has a gradient later."""
+    """In contrast to torch's cache, gradients flow to the weight although the first cast was made under no_grad."""
     weight = torch.randn(7, 5, device=device, requires_grad=True)
     x = torch.randn(3, 5, device=device)
     with torch.autocast(device.type, torch.bfloat16):
@@ -100,7 +100,7 @@ def test_the_cache_leaves_gradients_unchanged(device):
 
 
 def test_only_float32_leaf_parameters_are_cached(device):
-    """Tensors without a gradient, activations, views and float64 tensors are not cached."""
+    """Tensors that need no gradient, activations, views and float64 tensors are not cached."""
     x = torch.randn(3, 5, device=device)
     weight = torch.randn(7, 5, device=device, requires_grad=True)
     for w in (weight.detach(), weight * 1, weight[:4], weight.double().detach().requires_grad_()):
@@ -127,7 +127,7 @@ def test_float64_results_stay_float64(device):
 
 
 def test_threads_have_their_own_contexts(device):
-    """The end of a context in another thread leaves this thread's cache intact."""
+    """When a context ends in another thread, the cache of this thread stays."""
     weight, x = torch.randn(7, 5, device=device, requires_grad=True), torch.randn(3, 5, device=device)
     with torch.autocast(device.type, torch.bfloat16):
         first = functional.linear(x, weight)
@@ -143,7 +143,7 @@ def test_threads_have_their_own_contexts(device):
 
 
 def test_saved_tensor_hooks_see_only_the_ops_tensors(device):
-    """Hooks like those of activation checkpointing get the tensors that the op saves, but not the cache of casts."""
+    """Hooks for saved tensors get the tensors that the op saves, but no tensor of the cache of casts."""
     weight = torch.nn.Parameter(torch.randn(3, 4, device=device))
     x = torch.randn(5, 4, device=device)
     saved = []
@@ -162,7 +162,7 @@ def test_saved_tensor_hooks_see_only_the_ops_tensors(device):
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
 def test_residual_layernorm_has_the_dtypes_of_torchs_steps(residual_dtype, x_dtype, dropout_p, device):
-    """Dropout is in x's dtype, the sum in its operands' dtype, the norm in float32. The CPU applies CUDA's rule."""
+    """Dropout has x's dtype, the sum has torch's promoted dtype, and the norm has float32, on the CPU as on CUDA."""
     x, residual = torch.randn(3, 8, device=device).to(x_dtype), torch.randn(3, 8, device=device).to(residual_dtype)
     weight, bias = torch.randn(8, device=device), torch.randn(8, device=device)
     dropout = (dropout_p, torch.tensor(3, device=device), torch.tensor(4, device=device)) if dropout_p else ()

@@ -1,4 +1,4 @@
-"""Whole models run through torch.compile, torch.export and pipelining. tests/ops/test_standard.py compiles each op."""
+"""torch.compile, torch.export and pipelining work with whole models. tests/ops/test_standard.py compiles each op."""
 
 import copy
 import logging
@@ -22,7 +22,7 @@ def test_inductor_compiles_a_deep_model(device, monkeypatch, caplog):
     """Inductor has a rule for every op of 12 layers.
 
     For an op without a rule, Inductor formats the expressions of the arguments, which takes time exponential in the
-    depth. From torch 2.13 on, it does so only if its log is on. The log is on here, and the test fails if Inductor
+    depth. From torch 2.13 on, Inductor does so only if its log is on. The test turns the log on, and fails if Inductor
     formats an expression.
     """
     import torch._inductor.exc
@@ -50,7 +50,7 @@ def test_inductor_has_a_rule_for_every_op(device):
 
 
 def test_inductor_trains_with_dropout(device):
-    """Each step draws another mask, which its backward uses, without a graph break. Evaluation draws no mask."""
+    """Each compiled step draws a new mask, and its backward uses the same mask. Evaluation draws no mask."""
     torch._dynamo.reset()
     model, tokens = make_model_and_tokens(device, dropout=0.5)
     compiled = torch.compile(model, fullgraph=True)
@@ -90,7 +90,7 @@ def test_importing_does_not_import_inductor():
 @pytest.mark.parametrize("loss", [False, True])
 @pytest.mark.parametrize("stages", [2, 3])
 def test_pipelining(stages, loss, device):
-    """The stages compute what the model computes. The first and the last stage both hold the tied weight."""
+    """The stages of the pipeline match the whole model. The first and the last stage each hold the tied weight."""
     model, _ = make_model_and_tokens(device, 4)
     inputs = torch.randint(64, (2 if loss else 1, 2, 8), device=device).unbind()
     expected = model(*inputs)

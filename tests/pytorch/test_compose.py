@@ -66,7 +66,7 @@ def _fresh_dynamo():
 @pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_one_graph_supports_every_batch_and_length(return_logits, device):
-    """The forward and the backward are one graph each. Another batch or length is not compiled again."""
+    """The model is compiled once for all batch sizes and lengths, without a graph break."""
     model = make_model(device)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
@@ -97,7 +97,7 @@ def test_inductor_with_a_dynamic_batch(device):
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_reduce_overhead(device):
-    """Training steps with our optimizer match eager mode. On CUDA, Inductor captures CUDA graphs."""
+    """Compiled training steps match eager steps. In this mode, Inductor captures CUDA graphs if the device is CUDA."""
     found = []
     for compiles in (False, True):
         model = make_model(device, n_layer=1)
@@ -116,7 +116,7 @@ def test_reduce_overhead(device):
 
 
 def autocast_cases(device):
-    """Yield names, and functions that call torch.nn.functional or our counterpart with float32 arguments."""
+    """Yield pairs: a name, and a function that calls torch.nn.functional or our counterpart with float32 arguments."""
 
     def make(*shape):
         return randn(*shape, dtype=torch.float32, device=device)
@@ -146,7 +146,7 @@ def test_autocast_gives_torchs_dtypes(dtype, device):
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_float16_with_a_grad_scaler(max_grad_norm, device):
-    """Losses and scales are those of the reference model with torch's optimizer. A step that overflows is skipped."""
+    """Losses and scales match the reference model's with torch's optimizer. The scaler skips a step that overflows."""
     overflows = 5
 
     def train(model, optimizer, clips):
@@ -195,7 +195,7 @@ def save_matmuls():
 )
 @pytest.mark.parametrize("autocast", [False, True])
 def test_selective_checkpointing_by_our_ops(contexts, saved, autocast, device):
-    """Gradients have the same bits. Saved ops run once, other ops twice."""
+    """Selective checkpointing keeps the bits of the gradients. Saved ops run once, and all other ops run twice."""
     block, x = make_model(device).transformer.h[0], randn(2, T, C, dtype=torch.float32, device=device)
     options = {} if contexts is None else {"context_fn": contexts}
 
@@ -245,7 +245,7 @@ def test_selective_checkpointing_compiled(device):
 
 
 def test_optimizer_hooks(device):
-    """Step hooks and state-dict hooks are called like torch's, and may change gradients."""
+    """The optimizer calls step hooks and state-dict hooks as torch's optimizers do. A hook may change gradients."""
     seen, found = [], []
 
     def halve(optimizer, args, kwargs):
@@ -270,7 +270,7 @@ def test_optimizer_hooks(device):
 
 
 def test_step_in_the_backward(device):
-    """Each parameter's optimizer steps in a hook once the gradient exists, as in torch's tutorial."""
+    """As in torch's tutorial, each parameter has its own optimizer, which a hook calls in the backward pass."""
     found = []
     for cls in (AdamW, torch.optim.AdamW):
         model = make_model(device, dtype=torch.float64)
@@ -291,7 +291,7 @@ def test_step_in_the_backward(device):
 
 @pytest.mark.parametrize("how", ["multi", "foreach over buffers"])
 def test_averaged_model(how, device):
-    """The moving average of the weights matches that of a run with torch's optimizer. Tied weights stay tied."""
+    """The moving average of the weights matches a run with torch's optimizer. Tied weights stay tied."""
     found = []
     options = {"use_buffers": True} if how != "multi" else {}
     for cls in (AdamW, torch.optim.AdamW):
@@ -309,12 +309,12 @@ def test_averaged_model(how, device):
 
 
 def test_gradient_penalty_and_functional_call(device):
-    """The gradient of a penalty on the gradient's norm matches the reference's, by autograd and by torch.func."""
+    """Autograd and torch.func compute the reference's gradient of a penalty on the gradient's norm."""
     ours, reference = small_models.make_pair(device, noise=0, n_layer=1)
     args, found = make_batch(device), []
     for model in (ours, reference):
         parameters = list(model.parameters())
-        # Only this backend has a second derivative.
+        # Of torch's attention backends, only this backend has a second derivative.
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             first = torch.autograd.grad(model(*args)[1], parameters, create_graph=True)
             found.append(torch.autograd.grad(sum(g.square().sum() for g in first), parameters))
@@ -351,17 +351,17 @@ def test_profiler_shows_our_ops_with_shapes(device):
 
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_flop_counter(return_logits, device):
-    """The counts of the model and of its modules match torch's counts of its own ops."""
+    """For the model and for each module, torch's FLOP counter returns the count that torch's own ops would have."""
     model, (tokens, targets) = make_model(device), make_batch(device)
     with FlopCounterMode(display=False) as counted:
         model(tokens, targets, return_logits=return_logits)[1].backward()
     rows, padded = tokens.numel(), model.config.padded_vocab_size
     products = 2 * rows * (12 * C * C * 2 + C * padded)
-    attention = 2 * (2 * 2 * 3 * T * T * C)  # torch counts no discount for the causal mask
+    attention = 2 * (2 * 2 * 3 * T * T * C)  # torch also counts the products that the causal mask discards
     assert counted.get_total_flops() == 3 * products + 7 * attention // 2
     by_module = counted.get_flop_counts()
     assert sum(by_module["GPT2.transformer.h.0.mlp"].values()) == 3 * 2 * rows * 8 * C * C
-    # Outside of modules, which have the counter's hooks, the fused op is counted by its formula.
+    # Modules have hooks of the counter. Outside of modules, the counter applies the fused op's formula.
     x = randn(5, 8, dtype=torch.float32, device=device)
     fc, proj = (randn(*shape, dtype=torch.float32, device=device) for shape in ((32, 8), (8, 32)))
     with FlopCounterMode(display=False) as counted:
@@ -392,7 +392,7 @@ def test_benchmark_timer(device):
 
 
 def test_memory_snapshot(device, tmp_path):
-    """Launchers do not allocate, so torch's allocator records all memory."""
+    """torch's allocator records all memory that an op uses, because our kernel launchers allocate no memory."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     x = randn(1024, 768, dtype=torch.float32, device=device)
@@ -446,7 +446,7 @@ def run_in_threads(functions):
 
 
 def test_threads(device):
-    """Threads that train at the same time have the same bits as when they train alone."""
+    """Threads that train at the same time compute the same bits as threads that train one after the other."""
     alone = [train_briefly(device, seed) for seed in range(4)]
     for _ in range(3):
         together = run_in_threads([functools.partial(train_briefly, device, seed) for seed in range(4)])
@@ -461,7 +461,7 @@ def test_streams(device):
     side, other = torch.cuda.Stream(device), torch.cuda.Stream(device)
     torch.cuda.synchronize()
     with torch.cuda.stream(other):
-        torch.cuda._sleep(2_000_000_000)  # about a second
+        torch.cuda._sleep(2_000_000_000)  # takes about a second
         busy = torch.cuda.Event()
         busy.record()
     with torch.cuda.stream(side):
@@ -469,9 +469,9 @@ def test_streams(device):
         done = torch.cuda.Event()
         done.record()
     done.synchronize()
-    assert not busy.query()  # nothing above synchronised with the other stream or with the device
+    assert not busy.query()  # training did not wait for the other stream or the device
     small_models.assert_equal(found, expected)
-    # A stream that waits for a delayed stream reads its results.
+    # A stream that waits for a delayed stream reads the delayed stream's results.
     x = torch.zeros(4096, 768, device=device)
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
@@ -481,7 +481,7 @@ def test_streams(device):
 
 
 def test_several_devices(device):
-    """An op runs on its tensors' device, whichever device is current."""
+    """An op runs on the device of its tensors, even if another device is current."""
     if torch.cuda.device_count() < 2 or device.type != "cuda":
         pytest.skip("needs two CUDA devices")
 
@@ -515,7 +515,7 @@ def test_inference_mode(device):
 
 
 def fork_and_compare():
-    """Fork a child that computes the same values. This is called in a process of its own."""
+    """Fork a child, and assert that parent and child compute the same values. The test calls this in a new process."""
     torch.set_num_threads(1)
     ours, theirs = multiprocessing.get_context("fork").Pipe()
 
@@ -533,14 +533,14 @@ def fork_and_compare():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fork_after_import():
-    """The test runs on the CPU, because a forked process cannot use CUDA once its parent has used it."""
+    """The test runs on the CPU, because a forked process cannot use CUDA if its parent has used CUDA."""
     code = "import test_compose; test_compose.fork_and_compare()"
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], env=os.environ | paths, check=True, timeout=120)
 
 
 class Batches(torch.utils.data.Dataset):
-    """A dataset that computes with our ops in a worker."""
+    """A dataset whose items are computed by our ops in a worker process."""
 
     def __len__(self):
         return 4
@@ -588,7 +588,7 @@ def test_functions_can_be_pickled():
 
 @pytest.mark.parametrize("parametrization", [parametrizations.weight_norm, parametrizations.orthogonal])
 def test_parametrizations(parametrization, device):
-    """torch's parametrizations of our linear layer have an effect, alone and inside an MLP."""
+    """torch's parametrizations have an effect on our linear layer, on its own and inside an MLP."""
     found = []
     for layer, activation in ((nn.Linear, nn.GELU), (torch.nn.Linear, torch.nn.GELU)):
         torch.manual_seed(2)

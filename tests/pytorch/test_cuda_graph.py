@@ -1,7 +1,7 @@
 """Every op can be captured in a CUDA graph.
 
-An op allocates nothing outside torch's allocator, does not synchronise, and reads no value on the host that a replay
-would not read again.
+An op allocates no memory outside torch's allocator, and does not synchronise. The host reads no value of a
+tensor, because a replay would not read the value again.
 """
 
 import copy
@@ -24,7 +24,7 @@ WIDE = {
 @pytest.mark.parametrize("size", ["odd", "ordinary", "wide"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_op_and_its_derivative_is_captured(case, size, device):
-    """A replay on other values has the bits of an eager call on these values, for the calls of ``gptkernels check``."""
+    """For each call of ``gptkernels check``, a replay on new values has the bits of an eager call on the new values."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     if size == "wide" and case.name not in WIDE:
@@ -32,16 +32,16 @@ def test_every_op_and_its_derivative_is_captured(case, size, device):
     choices = WIDE[case.name] if size == "wide" else {}
     call = case.call(ODD if size == "odd" else ORDINARY, torch.bfloat16, device, 1, **choices)
     for op, args, kwargs in call.invocations():
-        # Integers are reset too, because sample_ appends to its sequences and would reach their end.
+        # Integers are reset too. Otherwise sample_, which appends to its sequences, would reach the end of a sequence.
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.is_cuda]
         values = [t.clone() for t in given]
 
         def reset(scale, given=given, values=values):
             for t, value in zip(given, values, strict=True):
-                scaled = t.is_floating_point() and t.element_size() > 1  # torch does not multiply float8 numbers
+                scaled = t.is_floating_point() and t.element_size() > 1  # torch cannot multiply float8 numbers
                 t.copy_(value * scale if scaled else value)
 
-        op(*args, **kwargs)  # cuBLAS may allocate a workspace at the first call
+        op(*args, **kwargs)  # cuBLAS may allocate a workspace in the first call
         reset(1.0)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -57,7 +57,7 @@ def test_every_op_and_its_derivative_is_captured(case, size, device):
 
 
 class Loss(torch.nn.Module):
-    """Returns a model's loss."""
+    """Wraps a model, and returns only the loss."""
 
     def __init__(self, model):
         super().__init__()
@@ -88,7 +88,7 @@ def make_modules(device):
 
 
 def test_make_graphed_callables(device):
-    """The graphs of forward and backward have eager mode's results for inputs that were not captured."""
+    """For new inputs, the graphs of the forward and the backward have the results of eager mode."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     for name, module, x in make_modules(device):
@@ -116,7 +116,7 @@ def make_dropout_modules(device):
 
 
 def test_make_graphed_callables_with_dropout(device):
-    """A replay draws a new mask for forward and backward. Eager mode draws the same mask from the same seed."""
+    """Each replay draws a new mask, which its backward also uses. Eager mode draws the same mask from the same seed."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     for name, module, x in make_dropout_modules(device):

@@ -1,6 +1,6 @@
-"""Two processes on the CPU have the losses of one process: DDP, FSDP2, its checkpoints, and our optimizer on DTensors.
+"""Two processes on the CPU have the losses of one process, with DDP or FSDP2 and with our optimizer.
 
-``torch.multiprocessing.spawn`` runs all ways of training once. The tests read the results that the processes saved.
+``torch.multiprocessing.spawn`` trains once in each way of WAYS. The tests read the results that process 0 saved.
 """
 
 import copy
@@ -47,7 +47,7 @@ def make_batch(seed):
 
 
 def train(model, optimizer, steps=STEPS, first=0, clip=None, **options):
-    """Return the losses, averaged over all processes, and the norms of gradients that are clipped."""
+    """Train. Return the losses, averaged over all processes, and the norms of gradients that were clipped."""
     losses, norms = [], []
     for i in range(first, first + steps):
         loss = model(*make_batch(i), **options)[1]
@@ -123,7 +123,7 @@ def replicated_and_sharded(folder):
 
 
 def exchange_optimizers(first, second):
-    """Make two steps with one optimizer, and two steps with another that loads its state."""
+    """Make two steps with one optimizer, and two steps with another optimizer that loads the state of the first."""
     model = shard_model(make_model())
     before = first(model.parameters(), lr=LR)
     losses = train(model, before, 2)[0]
@@ -214,7 +214,7 @@ def mixed_precision_with_torchs(folder):
 
 
 def saved(folder):
-    """Make two steps and save a checkpoint. Make two more steps with another model and optimizer that load it."""
+    """Make two steps, and save a checkpoint. Make two more steps with a new model that loads the checkpoint."""
     model = shard_model(make_model())
     optimizer = make_optimizer(model)
     losses, norms = train(model, optimizer, 2)
@@ -226,7 +226,7 @@ def saved(folder):
 
 
 def load_checkpoint(model, folder):
-    """Load a checkpoint of any sharding. Return the model and an optimizer with its state."""
+    """Load a checkpoint into the model and a new optimizer, whatever their sharding is, and return both."""
     optimizer = make_optimizer(model)
     for p in model.parameters():
         p.requires_grad_()
@@ -255,7 +255,7 @@ def run_process(rank, folder):
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")
     dist.barrier()
-    os._exit(0)  # a normal exit may abort, because torch's threads may still run
+    os._exit(0)  # sys.exit may abort the process, because torch's threads may still run
 
 
 @pytest.fixture(scope="module")
@@ -278,7 +278,7 @@ def check_result(results, way):
 
 @pytest.fixture(scope="module")
 def alone():
-    """Train in one process on whole batches, with torch's optimizer and clipping."""
+    """Train in one process on whole batches with torch's optimizer and torch's clipping."""
     model = make_model()
     return train(model, torch.optim.AdamW(model.parameters(), lr=LR), clip=torch.nn.utils.clip_grad_norm_)
 
@@ -295,7 +295,7 @@ def alone_without_clipping():
 def test_two_processes_have_the_losses_of_one(way, results, alone):
     losses, norms = check_result(results, way)
     assert losses == pytest.approx(alone[0], rel=1e-7)
-    assert norms == pytest.approx(alone[1], rel=1e-6)  # float32
+    assert norms == pytest.approx(alone[1], rel=1e-6)  # norms are float32
     assert min(norms) > CLIP
 
 
@@ -321,14 +321,14 @@ def test_uneven_and_empty_shards(results):
 
 
 def test_master_weights(results):
-    """The bits are those of one process, because an update of an element depends on no other element."""
+    """Two processes have the bits of one process, because the update of an element depends on no other element."""
     for a, b in zip(check_result(results, masters), masters(None), strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
 
 
 def test_mixed_precision(results, alone):
-    """The losses match those with torch's optimizer, and those of float64 within bfloat16's rounding."""
+    """Losses match torch's optimizer in mixed precision, and match float64 within bfloat16's rounding errors."""
     losses, norms = check_result(results, mixed_precision)
     torchs, torchs_norms = check_result(results, mixed_precision_with_torchs)
     assert losses == pytest.approx(torchs, rel=1e-4)
@@ -338,7 +338,7 @@ def test_mixed_precision(results, alone):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_distributed_checkpoint_is_continued(results, folder, alone):
-    """Two processes continue with the same bits, and one unsharded process within roundings."""
+    """Two processes continue with the same bits. One process without sharding continues within rounding errors."""
     losses, _ = check_result(results, saved)
     assert losses == check_result(results, fsdp)[0]
     model, optimizer = load_checkpoint(make_model(), str(folder / "checkpoint"))

@@ -125,7 +125,7 @@ def test_embedding_refuses_unsupported_options(option, device):
 
 
 def cross_entropies(**options):
-    """Return our cross-entropy and torch's, with the options."""
+    """Return our cross-entropy and torch's cross-entropy, both with the given options."""
     return [functools.partial(module.cross_entropy, **options) for module in (G, F)]
 
 

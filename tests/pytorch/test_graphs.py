@@ -1,4 +1,4 @@
-"""`gptkernels.graphed_step`: a step replayed as a CUDA graph has the bits of an eager step. On the CPU it is eager."""
+"""A step that `gptkernels.graphed_step` replays as a CUDA graph has the bits of an eager step."""
 
 import copy
 import logging
@@ -13,7 +13,7 @@ from gptkernels.optim import AdamW
 from helpers import assert_raises
 
 CONFIG = {"n_layer": 2, "n_embd": 128, "n_head": 2, "vocab_size": 500, "block_size": 64}
-STEPS = 6  # the first two steps are eager on every device
+STEPS = 6  # on every device, the first two steps are eager
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,7 @@ def make_batches(count, batch=3, length=64, seed=1):
 
 
 def plain_step(model, optimizer, loss, *micro):
-    """Run a step of a usual training loop, and return its loss and gradient norm."""
+    """Run one step of an ordinary training loop. Return the step's loss and gradient norm."""
     device = next(model.parameters()).device
     total = 0
     for batch in micro:
@@ -76,9 +76,9 @@ def run_both(device, steps, change=lambda i, model, optimizer: None, autocast=Fa
     Args:
         device: the models' device.
         steps: the micro-batches of each step.
-        change: is called before each step with the step's number, the model and the optimizer.
+        change: a function that is called before each step with the step's number, the model and the optimizer.
         autocast: whether the loss is computed under autocast.
-        **options: of ``make_training``.
+        **options: the options of ``make_training``.
 
     Returns:
         The graphed step, and the losses.
@@ -116,8 +116,8 @@ def expect_captures(step, device, count):
         {"accumulation": 1},
         {"accumulation": 2},
         {"accumulation": 3},
-        {"autocast": True, "dtype": torch.float32},  # the graph casts the new parameters of each step
-        {"batches": 1, "dropout": 0.3, "lr": 0.0},  # only the masks of steps differ
+        {"autocast": True, "dtype": torch.float32},  # each replay must cast the parameters that the last step updated
+        {"batches": 1, "dropout": 0.3, "lr": 0.0},  # steps differ only in their dropout masks
     ],
     ids=str,
 )
@@ -142,13 +142,13 @@ def test_learning_rates_change(device, where):
 
 
 def test_a_replay_waits_for_its_capture(device, monkeypatch):
-    """Work that torch launches before the capture delays the capture's stream."""
+    """The first replay waits for work that was launched on the capture's stream. The test delays this stream."""
     if device.type == "cpu":
         pytest.skip("graphs are CUDA's")
     begin = torch.cuda.CUDAGraph.capture_begin
 
     def late(graph, *args, **kwargs):
-        torch.cuda._sleep(100_000_000)  # cycles
+        torch.cuda._sleep(100_000_000)  # unit: clock cycles
         return begin(graph, *args, **kwargs)
 
     monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", late)
@@ -158,7 +158,7 @@ def test_a_replay_waits_for_its_capture(device, monkeypatch):
 
 
 def test_a_change_of_shape_captures_again(device):
-    """Steps alternate between two shapes. Later steps end with a shorter batch."""
+    """The first steps alternate between two shapes. Each later step has three batches, of which the last is shorter."""
     long, short = make_batches(8), make_batches(8, batch=2, length=32, seed=2)
     one = [[b] for pair in zip(long[:4], short[:4], strict=True) for b in pair]
     both = [[long[4 + i], long[5 + i], short[i]] for i in range(3)]
@@ -167,7 +167,7 @@ def test_a_change_of_shape_captures_again(device):
 
 
 def test_autocasts_cache_does_not_outlive_an_update(device):
-    """One autocast context contains all steps."""
+    """All steps run in one autocast context, so its cache of casts must not keep the parameters of an earlier step."""
     plain, graphed = make_training(device, dtype=torch.float32), make_training(device, dtype=torch.float32)
     step = gptkernels.graphed_step(lambda *batch: graphed[0](*batch, return_logits=False)[1], graphed[1])
     inside = make_loss(plain[0], autocast=True)
@@ -180,7 +180,7 @@ def test_autocasts_cache_does_not_outlive_an_update(device):
 
 @pytest.mark.parametrize("what", ["weight_decay", "max_grad_norm", "requires_grad", "state"])
 def test_changed_options_and_loaded_states_capture_again(device, what):
-    """After a state was loaded, the graph does not continue with the previous moments and master weights."""
+    """After a state is loaded, the step uses the loaded moments and master weights, and captures a new graph."""
     saved = {}
 
     def change(i, model, optimizer):
@@ -203,7 +203,7 @@ def test_changed_options_and_loaded_states_capture_again(device, what):
 
 
 def test_a_resumed_run_has_the_same_bits(device):
-    """The first steps of a new process are eager where the first run replays a graph."""
+    """The resumed run starts with eager steps, and the first run replays a graph for the same steps."""
     data = make_batches(8)
     model, optimizer = make_training(device)
     step = gptkernels.graphed_step(make_loss(model), optimizer)
@@ -219,7 +219,7 @@ def test_a_resumed_run_has_the_same_bits(device):
 
 
 def test_batch_memory_may_be_reused(device):
-    """The caller may overwrite a batch on the host once the step is launched."""
+    """The caller may overwrite a batch in host memory as soon as the step is launched."""
     plain, graphed = make_training(device), make_training(device)
     step = gptkernels.graphed_step(make_loss(graphed[0]), graphed[1])
     data = make_batches(2 * STEPS)
@@ -280,7 +280,7 @@ def test_a_model_of_torchs_layers_has_the_same_bits(device):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_before_update_may_change_the_gradients(device, accumulation):
-    """The callback halves the gradients, and thereby their norm."""
+    """The callback before_update halves the gradients. The reported norm is the halved norm."""
     plain, graphed = make_training(device), make_training(device)
     norms = []
 
@@ -310,7 +310,7 @@ def only_record(caplog):
 
 
 def assert_trains_eagerly(step, model, optimizer, loss, expected):
-    """Assert that the step has the bits of a plain step, and the expected reason to be eager."""
+    """Assert that the step is eager for the expected reason, and has the bits of a plain step."""
     plain_model = copy.deepcopy(model)
     plain_optimizer = AdamW(plain_model.parameters(), lr=1e-2, max_grad_norm=1.0)
     for batch in make_batches(5):
@@ -364,7 +364,7 @@ def test_a_step_whose_hook_synchronises_is_eager(device, caplog):
 
 
 def test_a_step_whose_capture_fails_is_eager(device, caplog):
-    """The loss waits for the stream only during the capture. The random number generators work afterwards."""
+    """The loss makes the capture fail, because it synchronises the stream. Random number generators work afterwards."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     model, _ = make_training(device, dtype=torch.float32)

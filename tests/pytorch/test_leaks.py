@@ -1,4 +1,4 @@
-"""A call frees all heap memory except its results.
+"""A call of an op frees all heap memory that it allocates, except its results.
 
 A few bytes matter. If small blocks stay between the large blocks that a training step frees, the heap cannot use the
 large blocks again, and the process grows by megabytes with each step.
@@ -29,7 +29,7 @@ class Mallinfo2(ctypes.Structure):
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_garbage():
-    """Freeze the hundreds of thousands of existing objects, so that the collector does not spend a second on them."""
+    """Exclude the existing objects from garbage collection, which would otherwise spend a second on them."""
     gc.collect()
     gc.freeze()
     yield
@@ -37,7 +37,7 @@ def frozen_garbage():
 
 
 def leaked_bytes(call):
-    """Return how many bytes of malloc's heap a call leaves allocated on average."""
+    """Return how many bytes of malloc's heap each call leaves allocated, on average."""
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
     except AttributeError:

@@ -1,4 +1,4 @@
-"""Modules of gptkernels.nn are drop-in replacements of torch's, and the modules that torch lacks."""
+"""The modules of gptkernels.nn match torch's modules, or a computation in torch if torch has no such module."""
 
 import copy
 import inspect
@@ -30,7 +30,7 @@ all_layers = pytest.mark.parametrize(("name", "args", "options", "shape"), LAYER
 
 
 def make_pair(name, args, options, device):
-    """Return our layer and torch's, initialised from the same seed."""
+    """Return our layer and torch's layer, initialised from the same seed."""
     made = []
     for module in (nn, torch.nn):
         torch.manual_seed(5)
@@ -42,7 +42,7 @@ OPTIONS_OF_OURS = {"Linear": [("fp8", False)]}
 
 
 def list_parameters(layer):
-    """Return names and defaults of the constructor's parameters, in order."""
+    """Return the names and defaults of the constructor's parameters in order."""
     return [(p.name, p.default) for p in inspect.signature(layer).parameters.values()]
 
 
@@ -73,7 +73,7 @@ def test_computes_what_torchs_layer_computes(name, args, options, shape, traced,
     torch.testing.assert_close(out, expected)
     dout = randn(*out.shape, dtype=out.dtype, device=device)
     for module, result in ((ours, out), (torchs, expected)):
-        named = [t for _, t in sorted(module.named_parameters())]  # a traced module has another order
+        named = [t for _, t in sorted(module.named_parameters())]  # tracing changes the order of parameters
         leaves = [t for t in (*inputs, *named) if t.requires_grad]
         module.found = torch.autograd.grad(result, leaves, dout)
     torch.testing.assert_close(ours.found, torchs.found)
@@ -189,7 +189,7 @@ def test_dropout_differs_from_torchs_only_in_its_random_numbers(device):
 
 
 def test_dropout_of_attention_acts_in_training_only(device):
-    """Each call draws another mask."""
+    """In training mode, each call of attention draws a new dropout mask."""
     layer = nn.CausalSelfAttention(16, 2, device=device, dropout=0.5)
     plain = nn.CausalSelfAttention(16, 2, device=device)
     plain.load_state_dict(layer.state_dict())

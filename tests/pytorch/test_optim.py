@@ -1,4 +1,4 @@
-"""AdamW matches torch's optimizer: its updates, state, options and use with GradScaler; and clipping of gradients."""
+"""AdamW matches torch's AdamW in updates, state, options and use with GradScaler. Clipping matches torch's clipping."""
 
 import contextlib
 import copy
@@ -40,7 +40,7 @@ def assert_same(ours, torchs, **options):
 
 
 def make_pair(dtype=torch.float64, device="cpu", **options):
-    """Return our optimizer and torch's, and the equal parameters of each."""
+    """Return our optimizer, torch's optimizer, and the parameters of each, which have equal values."""
     ours, torchs = make_parameters(dtype, device), make_parameters(dtype, device)
     return AdamW(ours, **options), torch.optim.AdamW(torchs, **options), ours, torchs
 
@@ -70,7 +70,7 @@ def test_twenty_steps_match_torch(options, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_matches_torchs_fused_kernel(dtype, device):
-    """torch's fused kernel also computes in float32; its other kernels round each intermediate result."""
+    """torch's fused kernel computes in float32, as ours does. torch's other kernels round each intermediate result."""
     ours, torchs, our_params, torch_params = make_pair(dtype, device, lr=0.1, fused=True)
     for optimizer in (ours, torchs):
         train(optimizer, 20)
@@ -81,7 +81,7 @@ def test_low_precision_matches_torchs_fused_kernel(dtype, device):
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_master_weights_have_float32s_updates(dtype, max_grad_norm, device):
-    """Updates that are too small to change 16-bit parameters accumulate. Clipping does not round the gradients."""
+    """Master weights accumulate updates too small to change 16-bit parameters. Clipping rounds no gradient."""
     ours = make_parameters(dtype, device)
     wide = [torch.nn.Parameter(p.detach().float()) for p in ours]
     optimizer = AdamW(ours, lr=1e-5, master_weights=True, max_grad_norm=max_grad_norm)
@@ -105,7 +105,7 @@ def test_master_weights_have_float32s_updates(dtype, max_grad_norm, device):
 @pytest.mark.parametrize("change", ["load_state_dict", "another optimizer", "data", "one element"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_master_weights_follow_changed_parameters(dtype, change, device):
-    """A step starts from values that other code wrote to the parameters, and from the master weights elsewhere."""
+    """A step starts from elements that other code has changed, and from the master weights of all other elements."""
     ours = torch.nn.ParameterList(make_parameters(dtype, device))
     best = copy.deepcopy(ours.state_dict())
     optimizer = AdamW(ours, lr=0.1, master_weights=True)
@@ -154,7 +154,7 @@ def test_parameters_without_a_gradient_are_left(device):
         train(optimizer, 3)
     assert_same(our_params, torch_params)
     ours.zero_grad()
-    ours.step()  # no parameter has a gradient
+    ours.step()  # no parameter has a gradient in this step
 
 
 def test_one_launch_per_group_and_dtype(device):
@@ -167,13 +167,13 @@ def test_one_launch_per_group_and_dtype(device):
     assert calls.count["gptkernels::adamw_"] == 3
     others = {name for name in calls.count if not name.startswith(("gptkernels::", "profiler::"))}
     counting_steps = {"aten::_foreach_add_.Scalar", "aten::_foreach_add_.Tensor", "aten::ones"}
-    assert others <= counting_steps | {"aten::lift_fresh", "aten::detach"}  # these make a tensor of the learning rate
+    assert others <= counting_steps | {"aten::lift_fresh", "aten::detach"}  # torch.tensor calls the last two ops
 
 
 @pytest.mark.parametrize("how", ["set_default_device", "with torch.device"])
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"master_weights": True}], ids=str)
 def test_the_default_device_is_ignored(options, how, device):
-    """A step allocates on the parameters' device or on the CPU."""
+    """A step allocates tensors on the parameters' device or on the CPU, never on torch's default device."""
     dtype = torch.bfloat16 if "master_weights" in options else torch.float64
     ours, wanted = make_parameters(dtype, device), make_parameters(dtype, device)
     train(AdamW(wanted, lr=0.1, **options), 3)
@@ -194,7 +194,7 @@ def test_the_default_device_is_ignored(options, how, device):
 
 
 def make_layouts(device, dtype=torch.float64):
-    """Return weights in channels_last, transposed, and with a dimension of 1."""
+    """Return parameters that are channels_last, transposed, or have a dimension of size 1."""
     torch.manual_seed(7)
     return [
         torch.nn.Parameter(randn(4, 3, 5, 5, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)),
@@ -223,7 +223,7 @@ def test_dense_layouts_match_torch(grads, device):
 
 @pytest.mark.parametrize("masters", [False, True])
 def test_a_loaded_state_takes_the_parameters_layout(masters, device):
-    """The saved state has the layout of the model that it was saved from."""
+    """The saved state has the saved model's strides. The loaded state has the strides of the new model."""
     dtype = torch.bfloat16 if masters else torch.float64
     rows = [torch.nn.Parameter(p.detach().contiguous()) for p in make_layouts(device, dtype)]
     first = AdamW(rows, lr=0.1, master_weights=masters)
@@ -278,7 +278,7 @@ def test_schedulers(as_tensor, device):
 )
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"master_weights": True}], ids=str)
 def test_compiled_steps_with_a_scheduler(options, device):
-    """Two graphs are compiled, as for torch's AdamW: for the first step, which makes the state, and for all others."""
+    """As for torch's AdamW, one graph is compiled for the first step, which makes the state, and one for all others."""
     torch._dynamo.reset()
     counters.clear()
     dtype = torch.bfloat16 if "master_weights" in options else torch.float64
@@ -298,7 +298,7 @@ def test_compiled_steps_with_a_scheduler(options, device):
 
 
 def save_and_load(optimizer):
-    """Return the optimizer's state dict from a file."""
+    """Save the optimizer's state dict to a file, and return the state dict that is loaded from the file."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -408,7 +408,7 @@ def test_the_scaler_leaves_gradients_scaled(device):
 
 @pytest.mark.parametrize("name", ["amsgrad", "differentiable"])
 def test_unsupported_options_and_their_states_are_refused(name):
-    """A refused state changes nothing."""
+    """If load_state_dict refuses a state, the optimizer does not change."""
     message = f"{name}=True is not supported"
     ours, torchs, params, torch_params = make_pair()
     assert_raises(ValueError, message, AdamW, params, **{name: True})
@@ -450,7 +450,7 @@ def test_clip_grad_norm_matches_torch(max_norm, dtype, device):
     total = clip_grad_norm_(iter(ours), max_norm)
     expected = torch.nn.utils.clip_grad_norm_(torchs, max_norm)
     assert total.dim() == 0
-    options = tolerance(torch.float32 if dtype == torch.float64 else dtype)  # the norm is float32
+    options = tolerance(torch.float32 if dtype == torch.float64 else dtype)  # norms are float32
     torch.testing.assert_close(total.double(), expected.double(), **options)
     found, wanted = ([p.grad for p in params if p.grad is not None] for params in (ours, torchs))
     assert_same(found, wanted, **options)
@@ -478,7 +478,7 @@ def test_clip_grad_norm_of_no_gradients_or_infinities(device):
 @pytest.mark.parametrize("max_norm", [0.5, 1e6, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_clipping_in_the_step(max_norm, dtype, device):
-    """A step that clips has the bits of clip_grad_norm_ over all groups and a step that does not clip."""
+    """A step with max_grad_norm has the bits of clip_grad_norm_ for all groups and a step without clipping."""
     ours, apart = make_parameters(dtype, device), make_parameters(dtype, device)
     optimizers = [
         AdamW([{"params": p[:3]}, {"params": p[3:], "lr": 0.1}], max_grad_norm=clip)

@@ -1,4 +1,4 @@
-"""Every op under torch's transforms: forward-mode AD, torch.func, and nested transforms.
+"""Every op supports torch's transforms: forward-mode AD, the transforms of torch.func, and nested transforms.
 
 ``gradcheck`` and ``gradgradcheck`` compare with finite differences in float64. Other tests compare a transform with a
 loop or with another transform that computes the same values.
@@ -22,7 +22,7 @@ ops = torch.ops.gptkernels
 
 
 def make_function(case):
-    """Return a function that makes an operator's differentiable function and the shapes of its arguments."""
+    """Return a factory. It returns an operator's differentiable function and the shapes of the function's arguments."""
 
     def made(device, dtype):
         call = case.call(SMALL, dtype, device)
@@ -31,7 +31,7 @@ def make_function(case):
     return made
 
 
-# Each entry returns a function of floating-point tensors with differentiable outputs, and the tensors' shapes.
+# Each value is a factory. It returns a differentiable function of floating-point tensors, and the tensors' shapes.
 CASES = {
     case.name: make_function(case)
     for case in cases.CASES
@@ -88,7 +88,7 @@ def test_forward_over_reverse(case, device):
 
 @all_cases
 def test_forward_mode_without_gradients(case, device):
-    """Tangents flow through tensors without gradients. The tangents of single inputs add up to the whole tangent."""
+    """Tangents do not need requires_grad. The tangents for single inputs add up to the tangent for all inputs."""
     function, inputs = draw_case(case, device)
     directions = [torch.randn_like(t) for t in inputs]
     _, whole = jvp(function, inputs, tuple(directions))
@@ -119,7 +119,7 @@ def test_tangent_of_global_norm(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @all_cases
 def test_forward_mode_in_every_dtype(case, dtype, device):
-    """A tangent has the output's dtype, and the value of float64 within roundings."""
+    """A tangent has the dtype of the output, and matches the tangent in float64 within rounding errors."""
     function, inputs = draw_case(case, device, dtype)
     directions = tuple(torch.randn_like(t) for t in inputs)
     if case.startswith("fused_classifier_backward"):  # dlosses are float32
@@ -135,7 +135,7 @@ def test_forward_mode_in_every_dtype(case, dtype, device):
 
 
 def test_an_op_without_derivative_refuses_tangents(device):
-    """The error names the op."""
+    """The error message names the op."""
     logits, targets = torch.randn(2, 5, device=device), torch.tensor([1, 2], device=device)
     ones = torch.ones(2, device=device)
 
@@ -177,7 +177,7 @@ def test_jacobians_agree(case, device):
 
 @all_cases
 def test_hessians_agree(case, device):
-    """The four orders of forward and reverse mode have the same Hessian."""
+    """The four combinations of forward and reverse mode compute the same Hessian."""
     skip_float32_result(case)
     if case in ("linear_cross_entropy", "linear_cross_entropy, sum", "linear_cross_entropy, functional"):
         pytest.skip("the op refuses a tangent outside of its forward if the forward computes the gradients")
@@ -193,14 +193,14 @@ def test_hessians_agree(case, device):
     found = hessian(scalar, positions)(*inputs)
     assert_trees_close(found, expected)
     assert_trees_close(jacrev(jacfwd(scalar, positions), positions)(*inputs), expected)
-    if case.partition(",")[0] != "fused_classifier_":  # torch's copy_ refuses it too: "ZeroTensors are immutable"
+    if case.partition(",")[0] != "fused_classifier_":  # this op and torch's copy_ refuse ZeroTensors
         assert_trees_close(jacfwd(jacfwd(scalar, positions), positions)(*inputs), expected)
     assert_trees_close(jacrev(jacrev(scalar, positions), positions)(*inputs), expected)
 
 
 @all_cases
 def test_vmap_equals_the_loop(case, device):
-    """vmap maps all inputs or one of them, in the first or the last dimension, and once or twice."""
+    """vmap matches a loop. It maps all inputs or one input, the first or the last dimension, and may be nested."""
     function, shapes = CASES[case](device, torch.float64)
     size = 3
     plain = [torch.randn(shape, dtype=torch.float64).to(device) for shape in shapes]
@@ -224,7 +224,7 @@ def test_vmap_equals_the_loop(case, device):
 
 @all_cases
 def test_per_sample_gradients(case, device):
-    """vmap over grad agrees with the loop if all inputs are mapped, and if only the first is mapped."""
+    """vmap over grad matches a loop over the samples, for all inputs mapped and for only the first input mapped."""
     function, shapes = CASES[case](device, torch.float64)
 
     def scalar(*args):
@@ -240,7 +240,7 @@ def test_per_sample_gradients(case, device):
 
 
 def test_vmap_over_integers(device):
-    """Tokens and targets are mapped together with mapped or unmapped weights and logits."""
+    """vmap maps integer tensors, with mapped and unmapped floating-point tensors."""
     tokens = torch.randint(4, (3, 2, 5), device=device)
     wte, wpe = (torch.randn(3, 4, 6, device=device), torch.randn(5, 6, device=device))
 
@@ -249,7 +249,7 @@ def test_vmap_over_integers(device):
             return tree_leaves(function(*(a if d is None else a[i] for a, d in zip(args, dims, strict=True))))
 
         expected = [torch.stack(column) for column in zip(*map(sample, range(3)), strict=True)]
-        assert_trees_close(vmap(function, dims)(*args), expected)  # a mapped call may add terms in another order
+        assert_trees_close(vmap(function, dims)(*args), expected)  # vmap may add terms in another order
 
     check(ops.encoder, (0, None, None), tokens, wte[0], wpe)
     check(ops.encoder, (0, 0, None), tokens, wte, wpe)
@@ -277,7 +277,7 @@ def test_vmap_keeps_the_ops_errors(device):
     def refuse(message, function, *args):
         assert_raises(RuntimeError, message, vmap(function), *args)
 
-    # Token 4 belongs to the next sample's rows.
+    # vmap combines the samples' tables into one table, in which row 4 belongs to the second sample.
     tokens = torch.tensor([[0, 1, 4], [0, 0, 0]])
     refuse(r"token|range|index", lambda g, t: ops.embedding_backward(g, t, 4), torch.ones(2, 3, 8), tokens)
     refuse("at least 1 dimension", ops.softmax, torch.randn(3, device=device))
@@ -309,7 +309,7 @@ def test_model_tangents_agree_with_gradients(device):
     gradient = grad(loss)(parameters)
     torch.testing.assert_close(value, model(tokens, tokens)[1])
     torch.testing.assert_close(tangent, sum((gradient[n] * direction[n]).sum() for n in parameters))
-    # Hessian-vector products agree, forward over reverse and reverse over forward.
+    # Forward over reverse mode and reverse over forward mode compute the same Hessian-vector product.
     _, over_reverse = jvp(grad(loss), (parameters,), (direction,))
     over_forward = grad(lambda p: jvp(loss, (p,), (direction,))[1])(parameters)
     assert_trees_close(over_reverse, over_forward)
@@ -326,7 +326,7 @@ def test_model_per_sample_gradients(device):
 
 
 def test_ensemble_of_models(device):
-    """vmap maps the parameters of every op."""
+    """vmap maps the stacked parameters of two models over one batch of tokens."""
     models, tokens = [make_model(device) for _ in range(2)], torch.randint(11, (3, 6), device=device)
     parameters, _ = torch.func.stack_module_state(models)
     found = vmap(lambda p: functional_call(models[0], p, (tokens,))[0])(parameters)
@@ -335,7 +335,7 @@ def test_ensemble_of_models(device):
 
 @pytest.mark.parametrize("module", ["LayerNorm", "Linear", "GELU", "Softmax", "MLP", "CausalSelfAttention"])
 def test_modules_have_per_sample_gradients_and_tangents(module, device):
-    """The test follows the recipe of torch.func's documentation."""
+    """The test computes per-sample gradients as torch.func's documentation does."""
     made = {
         "LayerNorm": lambda: nn.LayerNorm(8),
         "Linear": lambda: nn.Linear(8, 4),

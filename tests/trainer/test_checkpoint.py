@@ -1,4 +1,4 @@
-"""Checkpoints: llm.c's model files, safetensors and training states, and the errors for damaged files."""
+"""Checkpoints are saved and loaded as llm.c's files, safetensors and training states. Damaged files are refused."""
 
 import dataclasses
 import json
@@ -47,7 +47,7 @@ def assert_same(one, other):
 
 
 def expect_error(path, *words, load=checkpoint.load_model):
-    """Assert that loading takes little memory, and raises an error with the file's name and `words`."""
+    """Assert that loading takes little memory, and raises an error that contains the file's name and `words`."""
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=re.escape(str(path))) as info:
@@ -80,7 +80,7 @@ def test_bin_round_trip(tmp_path_factory, config, dtype, seed):
 
 
 def test_bin_layout(tmp_path):
-    """llm.c's own writer lays the bytes out in the same way."""
+    """The file has the layout of the files that llm.c writes."""
     path = tmp_path / "model.bin"
     state = make_state()
     checkpoint.save_model(path, state, CONFIG)
@@ -302,7 +302,7 @@ def test_safetensors_of_other_programs_are_refused(tmp_path, metadata, word):
     ],
 )
 def test_safetensors_refuse_wrong_metadata(tmp_path, fields, word):
-    """The metadata is refused although the file's checksums are valid."""
+    """Wrong metadata is refused although the file's checksums are valid."""
     path = tmp_path / "model.safetensors"
     write_safetensors(path, {"x": torch.ones(1)}, "model", fields)
     expect_error(path, word)
@@ -317,7 +317,7 @@ def test_safetensors_of_integers_are_refused(tmp_path):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_flipped_bits_are_refused(tmp_path, seed):
-    """Bits are flipped in the header's sizes, names and metadata, and in the tensors."""
+    """The test flips single bits of the header and of the tensors."""
     path = tmp_path / "model.safetensors"
     checkpoint.save_model(path, make_state(), CONFIG, torch.bfloat16)
     whole = path.read_bytes()
@@ -491,7 +491,7 @@ def test_a_failed_save_leaves_the_previous_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["model.bin", "model.safetensors"])
 def test_a_full_disk_leaves_the_previous_file(tmp_path, name):
-    """The disk becomes full after various numbers of bytes, as a limit on a file's size simulates."""
+    """A limit on the file's size simulates a disk that becomes full after various numbers of bytes."""
     path = tmp_path / name
     checkpoint.save_model(path, make_state(), CONFIG)
     before = path.read_bytes()
@@ -595,7 +595,7 @@ print(step, len(glob.glob(os.path.join(sys.argv[1], ".*.tmp"))))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_killed_process_leaves_whole_files(tmp_path):
-    """Processes are killed at random moments, mostly while they write files of 10 MB."""
+    """Each process is killed at a random moment, mostly while it writes a file of 10 MB."""
     command = [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr

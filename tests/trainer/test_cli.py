@@ -1,4 +1,4 @@
-"""The command line: its flags, and its errors for bad input."""
+"""The command line accepts the documented flags, and reports bad input."""
 
 import dataclasses
 import io
@@ -26,7 +26,7 @@ SMALL = [*SIZE, "--steps", "3", "-v", "2", "-m", "1", "-s", "0", "-g", "4"]
 
 @pytest.fixture
 def prefix(tmp_path):
-    """Write 5000 tokens of bytes and 100 for validation, and return the data prefix."""
+    """Write 5000 byte tokens for training and 100 byte tokens for validation. Return the data prefix."""
     write_tokens(tmp_path / "data_train.bin", [list(range(100)) * 50])
     write_tokens(tmp_path / "data_val.bin", [list(range(100))])
     load_tokenizer("bytes").save(tmp_path / "data")
@@ -35,7 +35,7 @@ def prefix(tmp_path):
 
 @pytest.fixture
 def run_train(prefix, device, tmp_path, monkeypatch):
-    """Return a function that runs `gptkernels train` on the small data with more flags, and returns the exit status."""
+    """Return a function that runs `gptkernels train` with the given flags on the data, and returns the exit status."""
     monkeypatch.chdir(tmp_path)
     return lambda *flags: main(["train", "-i", prefix, *SMALL, "--device", str(device), *flags])
 
@@ -105,7 +105,7 @@ def test_a_run_of_zero_steps_writes_a_checkpoint(run_train, tmp_path):
     ],
 )
 def test_bad_input_is_reported_at_once(run_train, flags, message, tmp_path, capsys):
-    """Bad input makes no folder for a run."""
+    """Bad input is reported within a second, before the trainer makes a folder for the run."""
     started = time.process_time()
     assert run_train(*flags) == 2
     assert time.process_time() - started < 1
@@ -142,7 +142,7 @@ def test_the_traceback_flag_raises_errors(prefix):
     ids=["bytes", "characters"],
 )
 def test_prepared_files_can_be_used(tmp_path, device, capsys, text, flags, vocabulary):
-    """`generate` and `--init-from` can use a run on prepared files."""
+    """`train` reads the files that `prepare` writes. `generate` and `--init-from` can use the resulting run."""
     (tmp_path / "text.txt").write_text(text)
     prefix, run = str(tmp_path / "out" / "data"), str(tmp_path / "run")
     assert main(["prepare", str(tmp_path / "text.txt"), "--output", prefix, *flags]) == 0
@@ -209,7 +209,7 @@ def test_out_of_memory_is_reported(error, command, advice, monkeypatch, capsys):
     ],
 )
 def test_a_failing_read_names_the_file(command, prefix, tmp_path, monkeypatch, capsys):
-    """Reads of /proc/self/mem, which is a regular file, fail at the first bytes."""
+    """/proc/self/mem is a regular file whose first bytes cannot be read."""
     monkeypatch.chdir(tmp_path)
     for folder in ("texts", "hugging_face"):
         (tmp_path / folder).mkdir()
@@ -248,7 +248,7 @@ class Unwritable(io.StringIO):
     ],
 )
 def test_a_failing_stdout_ends_a_command(error, status, message, monkeypatch, capsys):
-    """A closed pipe is not reported."""
+    """If stdout is a closed pipe, the command ends without a message."""
     monkeypatch.setattr(sys, "stdout", Unwritable(error))
     assert error_of(capsys, "info", status=status) == message
 
@@ -266,7 +266,7 @@ def test_training_continues_in_an_ascii_locale(run_train, monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
     assert run_train("-s", "1", "-g", "64", "--output", "é") == 0
     assert b"in \\xe9" in raw.getvalue()
-    assert b"\\ufffd" in raw.getvalue()  # the sample of an untrained model
+    assert b"\\ufffd" in raw.getvalue()  # from the sample, which an untrained model generated
 
 
 def test_commands_run_without_streams(monkeypatch):

@@ -1,4 +1,4 @@
-"""Conversion between the forms of a GPT-2 preserves every bit, and refuses models that it cannot convert."""
+"""Conversion between the formats of a GPT-2 preserves every bit, and refuses models that it cannot convert."""
 
 import dataclasses
 import itertools
@@ -56,7 +56,7 @@ def test_each_conversion_preserves_every_bit(tmp_path, source, target, dtype):
 @pytest.mark.parametrize("target", ["huggingface", "nanogpt", "gptkernels"])
 @pytest.mark.parametrize("source", ["huggingface", "nanogpt", "gptkernels", "training"])
 def test_the_exact_gelu_and_missing_biases_are_preserved(tmp_path, source, target):
-    """Hugging Face's GPT-2 always has biases. They are written as 0, and the configuration says that there are none."""
+    """Hugging Face's GPT-2 always has biases. A model without biases is written with zeros and `"bias": false`."""
     model = make_model(bias=False, activation="gelu")
     path = write_as(source, tmp_path / "a", model)
     convert(path, tmp_path / "b" / TARGETS[target])
@@ -78,7 +78,7 @@ def test_a_chain_of_conversions_ends_with_the_same_file(tmp_path):
 
 
 def test_special_values_keep_their_bits(tmp_path):
-    """The values are negative zeros, subnormal numbers, infinities and NaNs with a payload."""
+    """Negative zeros, subnormal numbers, infinities and NaNs with a payload keep their bits."""
     model = make_model(dtype=torch.bfloat16)
     patterns = torch.tensor([0x8000, 0x0001, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x7F81, 0x0080]).to(torch.uint16)
     model.transformer.h[0].mlp.c_fc.weight.data[:4, :8] = patterns.view(torch.bfloat16)
@@ -95,7 +95,7 @@ def test_mixed_dtypes_are_preserved(tmp_path):
     convert_in_a_chain(tmp_path, ["a.safetensors", "b", "c.pt"])
     assert_same_bits(load(tmp_path / "c.pt")[1], state)
     assert json.loads((tmp_path / "b" / "config.json").read_text())["torch_dtype"] == "float32"
-    convert(tmp_path / "c.pt", tmp_path / "d.bin")  # float32 represents both dtypes exactly
+    convert(tmp_path / "c.pt", tmp_path / "d.bin")  # float32 represents float16 exactly
     assert_same_bits(load(tmp_path / "d.bin")[1], {name: tensor.float() for name, tensor in state.items()})
     assert GPT2.from_checkpoint(tmp_path / "c.pt").lm_head.weight.dtype == torch.float32
 
@@ -114,7 +114,7 @@ def test_version_1_of_llmcs_format_is_read(tmp_path):
 
 @pytest.mark.parametrize("version", [0, 2, 4, 6])
 def test_other_versions_of_llmcs_format_are_refused(tmp_path, version):
-    """The layouts of versions 2 and 4 changed within days, and a file does not tell which layout it has."""
+    """The layouts of versions 2 and 4 changed without a new version number, so a file does not tell its layout."""
     raw = write_as("llm.c", tmp_path, make_model()).read_bytes()
     (tmp_path / "model.bin").write_bytes(raw[:4] + struct.pack("<i", version) + raw[8:])
     message = f"version is {version}, known for a model of llm.c: 1 or 3 or 5|version"
@@ -286,7 +286,7 @@ def test_truncated_files_are_refused(tmp_path, source):
 
 
 def write_and_find_file(folder, source):
-    """Write a model, and return its path and the path of the file with its parameters."""
+    """Write a model. Return the path of the model and the path of the file that holds its parameters."""
     if source == "huggingface pickle":
         path = write_as("huggingface", folder, make_model())
         pickle_state(load_file(path / "model.safetensors"), path)

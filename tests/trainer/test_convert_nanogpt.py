@@ -1,4 +1,4 @@
-"""nanoGPT computes the same logits from its checkpoints and continues our runs. Malicious pickles are refused."""
+"""nanoGPT and GPT2 compute the same logits, and nanoGPT continues our runs. Malicious pickles are refused."""
 
 import dataclasses
 import os
@@ -49,7 +49,7 @@ def test_nanogpts_checkpoint_has_the_same_logits_here(tmp_path, bias, kind):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_nanogpt_loads_our_checkpoint(tmp_path, bias):
-    """nanoGPT's model loads with strict=True, and its optimizer loads the state, as train.py does when it resumes."""
+    """As in nanoGPT's train.py, the model loads the parameters with strict=True, and the optimizer loads the state."""
     ours = make_model(bias=bias, activation="gelu", dropout=0.125)
     ours.save_checkpoint(tmp_path / "model.safetensors")
     done = convert(tmp_path / "model.safetensors", tmp_path / "ckpt.pt")
@@ -67,12 +67,12 @@ def test_nanogpt_loads_our_checkpoint(tmp_path, bias):
 
 
 def test_nanogpt_continues_our_run(tmp_path):
-    """Three steps and three steps of nanoGPT equal six steps. The embedding's moments lose their padding."""
+    """Three of our steps and three of nanoGPT's equal six of our steps. The conversion removes the moments' padding."""
     config = dataclasses.replace(CONFIG, activation="gelu", dropout=0.5)
     ours = make_model(activation="gelu")
     optimizer = ours.configure_optimizers(0.1, 1e-2, (0.9, 0.95), "cpu")
     for group in optimizer.param_groups:
-        group["eps"] = 1e-3  # the exact gradient of the keys' bias is 0; Adam would amplify its rounding errors
+        group["eps"] = 1e-3  # Adam would amplify rounding errors in the keys' bias's gradient, which is exactly 0
     batches = torch.randint(50, (6, 2, 8))
 
     def train(model, optimizer, batches):
@@ -98,7 +98,7 @@ def test_nanogpt_continues_our_run(tmp_path):
     for name, tensor in unpad(ours).items():
         torch.testing.assert_close(theirs.state_dict()[name], tensor, rtol=1e-4, atol=1e-4, msg=name)
 
-    # A conversion from nanoGPT's form to itself renames a compiled model's parameters and cuts the vocabulary.
+    # A conversion from nanoGPT to nanoGPT renames a compiled model's parameters, and shortens the vocabulary.
     checkpoint["model"] = {f"_orig_mod.{name}": tensor for name, tensor in checkpoint["model"].items()}
     checkpoint["model_args"]["dropout"] = 0.0
     torch.save({**checkpoint, "best_val_loss": torch.tensor(2.5)}, tmp_path / "compiled.pt")
@@ -164,7 +164,7 @@ def test_an_old_checkpoint_has_biases(tmp_path):
 
 
 def test_vocab_size_removes_nanogpts_padding(tmp_path):
-    """nanoGPT's vocabulary of 50304 includes padding, which its files do not tell."""
+    """nanoGPT's vocabulary of 50304 includes padding, but nanoGPT's files do not say how many tokens are padding."""
     model = make_model(vocab_size=50304, n_embd=2)
     path = write_as("nanogpt", tmp_path / "a", model)
     done = convert(path, tmp_path / "model.safetensors")
@@ -225,7 +225,7 @@ def test_unsupported_arguments_are_refused(tmp_path, arguments):
 
 
 def test_tensors_larger_than_the_file_are_refused(tmp_path):
-    """A tensor may be expanded, an archive compressed, and a size in a file of the older format wrong."""
+    """A small file may hold an expanded tensor, be compressed, or (in torch's older format) declare a wrong size."""
     C, huge = 2**14, torch.ones(1)
     config = {"block_size": 1, "vocab_size": 1, "n_layer": 1, "n_head": 1, "n_embd": C, "bias": False}
     names = {"wte": (1, C), "wpe": (1, C), "ln_f": (C,), "h.0.ln_1": (C,), "h.0.ln_2": (C,)}
@@ -244,7 +244,7 @@ def test_tensors_larger_than_the_file_are_refused(tmp_path):
 
     path = save_checkpoint(tmp_path, make_checkpoint(make_nanogpt()), _use_new_zipfile_serialization=False)
     raw = path.read_bytes()
-    storage = pickle.dumps(50 * 16, 2)[2:-1]  # the number of elements of the embedding's storage
+    storage = pickle.dumps(50 * 16, 2)[2:-1]  # encodes the number of elements of the embedding
     assert raw.count(storage) >= 1
     path.write_bytes(raw.replace(storage, b"J" + struct.pack("<i", 2**31 - 1)))
     assert_raises(ValueError, "bytes of tensors, the file has", load, path)

@@ -1,4 +1,4 @@
-"""Token files, the data loader, the corpus and `gptkernels prepare`."""
+"""The tests cover token files, the data loader, the corpus and `gptkernels prepare`."""
 
 import itertools
 import os
@@ -48,7 +48,7 @@ def limit_memory(limit=1 << 20):
 
 
 def expect_error(path, *words):
-    """Assert that opening a token file takes little memory, and raises an error with the file's name and `words`."""
+    """Assert that opening a file takes little memory, and raises an error that contains the file's name and `words`."""
     with limit_memory(), pytest.raises(ValueError, match=re.escape(str(path))) as info:
         TokenFile(path)
     for word in words:
@@ -120,7 +120,7 @@ def test_truncated_token_files_are_refused(tmp_path):
         (header(20240801, 7), "32-bit tokens of llm.c"),
         (b"Once upon a time there was a text....", "multiple of 4"),
         (b"Once upon a time there was a text...", "magic"),
-        (np.arange(1, 500, dtype="<u2")[:400].tobytes(), "magic"),  # nanoGPT's raw uint16
+        (np.arange(1, 500, dtype="<u2")[:400].tobytes(), "magic"),  # nanoGPT writes uint16 without a header
         (np.array([5, 6, 65536, 7], "<i4").tobytes(), "value 65536 at position 2"),
         (np.array([5, -6], "<i4").tobytes(), "value -6 at position 1"),
     ],
@@ -166,13 +166,13 @@ def test_a_failed_write_leaves_the_previous_file(tmp_path):
 
 
 def test_a_large_file_takes_little_memory(tmp_path):
-    """Neither opening a sparse file with 4 GiB of tokens nor random reads of it take memory."""
+    """Opening a sparse file with 4 GiB of tokens, and reading batches anywhere in it, allocate less than 64 MiB."""
     path = tmp_path / "large.bin"
     count = 2**31 - 1
     with open(path, "wb") as file:
         file.write(header(MAGIC, 1, count))
         file.truncate(1024 + 2 * count)
-    with limit_memory(64 << 20):  # includes numpy's imports on first use
+    with limit_memory(64 << 20):  # numpy's imports on first use also take memory
         loader = DataLoader(path, 4, 8, 256)
         tokens, _ = loader.next_batch()
         loader.position = 10**12
@@ -183,7 +183,7 @@ def test_a_large_file_takes_little_memory(tmp_path):
 
 @pytest.fixture
 def shards(tmp_path):
-    """Write three files of 40, 1 and 59 tokens, which are 0 to 99 when they are read as one."""
+    """Write three files of 40, 1 and 59 tokens, which together hold the tokens 0 to 99 in order."""
     for name, tokens in (("a", range(40)), ("b", [40]), ("c", range(41, 100))):
         write_tokens(tmp_path / f"text_{name}.bin", [list(tokens)])
     return str(tmp_path / "text_*.bin")
@@ -230,7 +230,7 @@ def test_find_files_returns_matching_files(shards, tmp_path):
 
 
 def test_random_offsets_are_uniform(token_file):
-    """All offsets, 0 to 57, are about equally frequent. Ranks share the draws."""
+    """The offsets 0 to 57 are about equally frequent. Two ranks together draw the offsets of a single rank."""
     alone = DataLoader(token_file(65), 4, 7, 256, seed=1, random_offsets=True)
     ranks = [DataLoader(alone.data, 2, 7, 256, seed=1, random_offsets=True, rank=rank, world_size=2) for rank in (0, 1)]
     counts = np.zeros(58, int)
@@ -239,7 +239,7 @@ def test_random_offsets_are_uniform(token_file):
         assert targets.equal(tokens + 1)
         assert torch.cat([loader.next_batch()[0] for loader in ranks]).equal(tokens)
         counts[tokens[:, 0]] += 1
-    assert ((counts - 100) ** 2).sum() / 100 < 58 + 6 * (2 * 58) ** 0.5  # chi-squared, six sigma
+    assert ((counts - 100) ** 2).sum() / 100 < 58 + 6 * (2 * 58) ** 0.5  # chi-squared: mean plus six sigma
     assert not DataLoader(alone.data, 4, 7, 256, seed=2, random_offsets=True).next_batch()[0].equal(tokens)
 
 
@@ -254,7 +254,7 @@ def test_permute_is_a_bijection(n, seed, epoch):
 
 @pytest.mark.parametrize("n", [2**20, 10**6 + 3, 2**33 + 1, 2**62])
 def test_permute_mixes(n):
-    """Images of neighbours are as far apart as random numbers are, and half of them ascend."""
+    """Neighbouring indices are mapped to values whose distances and order are like those of random numbers."""
     indices = np.arange(5000) + n // 2
     images = permute(indices[indices < n], n, (3, 4)).astype(float) / n
     assert abs(images.mean() - 1 / 2) < 0.03
@@ -270,7 +270,7 @@ def test_each_order_of_few_windows_is_equally_frequent(n):
     for seed in range(draws):
         counts[tuple(permute(np.arange(n), n, (seed, 0)).tolist())] += 1
     deviation = np.array(list(counts.values())) - 100
-    assert (deviation**2).sum() / 100 < len(counts) + 6 * len(counts) ** 0.5  # chi-squared, six sigma
+    assert (deviation**2).sum() / 100 < len(counts) + 6 * len(counts) ** 0.5  # chi-squared: mean plus 4.2 sigma
 
 
 def test_batches_are_consecutive_windows(token_file):
@@ -321,7 +321,7 @@ def test_ranks_share_every_epoch(tmp_path_factory, windows, tail, B, world_size,
 @pytest.mark.parametrize("options", [{"shuffle": True}, {"shuffle": False}, {"random_offsets": True}], ids=str)
 def test_a_state_resumes_the_batches(token_file, options):
     one = DataLoader(token_file(1000), 3, 7, 256, seed=1, **options)
-    for _ in range(60):  # into the second epoch
+    for _ in range(60):  # ends in the second epoch
         one.next_batch()
     state = one.state_dict()
     expected = [one.next_batch() for _ in range(60)]
@@ -367,7 +367,7 @@ def test_tokens_outside_the_vocabulary_are_refused(tmp_path, value):
     for _ in range(777 // 64):
         loader.next_batch()
     assert_raises(ValueError, rf"old.bin: token {value} at position 777 is outside .* of 256", loader.next_batch)
-    write_tokens(tmp_path / "tokens.bin", [[1, 2, 3, 4, 300]])  # 300 is a target only
+    write_tokens(tmp_path / "tokens.bin", [[1, 2, 3, 4, 300]])  # token 300 is only a target
     assert_raises(ValueError, "token 300 at position 4", DataLoader(tmp_path / "tokens.bin", 1, 4, 256).next_batch)
 
 
@@ -473,7 +473,7 @@ def test_split_keeps_every_byte(tmp_path_factory, texts, fraction):
 
 
 def test_split_keeps_characters_whole(tmp_path):
-    """A line that is too long for the search for its end is cut between two characters."""
+    """The search for the end of a line is limited. A longer line is cut between two characters."""
     path = tmp_path / "text"
     for character in ("ä", "中", "\N{PILE OF POO}"):
         raw = character.encode() * 30_000
@@ -517,7 +517,7 @@ def test_a_missing_standard_library_is_reported(tmp_path, monkeypatch):
 
 @pytest.fixture
 def text(tmp_path):
-    """Write a short text."""
+    """Write a short text, and return the path of the file."""
     path = tmp_path / "text.txt"
     path.write_text("some text\n" * 20)
     return path
@@ -551,7 +551,7 @@ def test_prepare_bpe(tmp_path):
     assert summary["vocab_size"] == 280
     assert summary["tokenizer"] == f"{prefix}_tokenizer.json"
     documents = tokenizer_for_prefix(prefix).decode(read_tokens(summary)).split("<|endoftext|>")[1:]
-    assert len(documents) == 6  # the last document is in both files
+    assert len(documents) == 6  # the last document is split between both files
     assert sorted(set("".join(documents).split("\n"))) == ["", *lines]
 
     prepare([tmp_path / "0.txt"], prefix)
@@ -563,7 +563,7 @@ def test_prepare_bpe(tmp_path):
     ("content", "tokenizer", "vocab_size"),
     [
         ("это 中 text\n" * 50 + "\N{PILE OF POO}", "char", 10),
-        ("a\0b\n" * 100, "bytes", 256),  # NUL is the byte tokenizer's end-of-text token only if the data have no NUL
+        ("a\0b\n" * 100, "bytes", 256),  # NUL is the end-of-text token only if no text has a NUL
     ],
     ids=["characters", "bytes with NUL"],
 )
@@ -606,7 +606,7 @@ def test_prepare_overwrites_only_its_own_files(text, tmp_path):
 
 
 def test_a_failed_prepare_changes_nothing(text, tmp_path):
-    """The tokenizer lacks a character at the end of the text."""
+    """`prepare` fails late, because the tokenizer lacks the last character of the text."""
     text.write_text("abc\n" * 100)
     tokenizer = prepare([text], tmp_path / "x", "char")["tokenizer"]
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -635,7 +635,7 @@ def test_the_newest_tokenizer_is_read(text, tmp_path):
     prepare([text], tmp_path / "x")
     stale = (tmp_path / "x_tokenizer.bin").read_bytes()
     prepare([text], tmp_path / "x", "bpe", vocab_size=270)
-    (tmp_path / "x_tokenizer.bin").write_bytes(stale)  # a killed run leaves such a file
+    (tmp_path / "x_tokenizer.bin").write_bytes(stale)  # simulates a killed run
     os.utime(tmp_path / "x_tokenizer.bin", (1, 1))
     assert tokenizer_for_prefix(tmp_path / "x").vocab_size > 256
 
@@ -651,7 +651,7 @@ def test_a_file_given_twice_is_read_once(tmp_path):
 
 @pytest.fixture
 def odd_files(tmp_path):
-    """Make a FIFO, a socket, a dangling link, a loop of links, and a link to the folder of these files."""
+    """Make a folder with a FIFO, a socket, a dangling link, a loop of links and a link to the folder itself."""
     folder = tmp_path / "odd"
     folder.mkdir()
     os.mkfifo(folder / "fifo")

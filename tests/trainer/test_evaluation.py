@@ -1,4 +1,4 @@
-"""Multiple-choice questions in llm.c's format, and the evaluation of models on them and on held-out data."""
+"""Models are evaluated on multiple-choice questions in llm.c's format and on held-out data."""
 
 import re
 import struct
@@ -23,7 +23,7 @@ CONTEXT, ENDINGS = [5, 6, 7], [[1], [2, 3], [4, 5, 6, 7], [8]]
 
 
 def make_words(context, endings, label, index):
-    """Return the 16-bit words of a question, as `write_evalfile` in llm.c's dev/data/data_common.py orders them."""
+    """Return the 16-bit words of a question in the order of `write_evalfile` in llm.c's dev/data/data_common.py."""
     words = [65535, 0, index, label, len(endings)]
     for part in (context, *endings):
         words += [len(part), *part]
@@ -32,7 +32,7 @@ def make_words(context, endings, label, index):
 
 
 def write_questions(path, questions, **changes):
-    """Write a file of questions (context, endings, label), with changes of its header's fields."""
+    """Write a file of questions (context, endings, label). The changes replace fields of the file's header."""
     streams = [make_words(*question, i) for i, question in enumerate(questions)]
     header = {"magic": 20240522, "version": 1, "count": len(streams), "longest": 2 * max(map(len, streams))} | changes
     flat = [word for stream in streams for word in stream]
@@ -42,7 +42,7 @@ def write_questions(path, questions, **changes):
 
 @pytest.fixture
 def path(tmp_path):
-    """Write three questions."""
+    """Write a file of three questions, and return its path."""
     questions = [(CONTEXT, ENDINGS, 2), ([9], [[1], [2]], 0), (CONTEXT, ENDINGS, 3)]
     return write_questions(tmp_path / "questions.bin", questions)
 
@@ -99,7 +99,7 @@ def test_a_truncated_file_is_refused(path):
 
 
 def find_answers(model, questions):
-    """Return the ending with the lowest mean loss for each question, from one row at a time."""
+    """Return the index of the ending with the lowest mean loss for each question. Each row is computed alone."""
     answers = []
     for context, endings in questions:
         losses = []
@@ -129,7 +129,7 @@ def test_the_answer_has_the_lowest_mean_loss(tmp_path, device, tokens_per_batch)
     processes = Processes(str(device))
     assert answer(model, read_questions(path, 40), tokens_per_batch, processes) == (20, 30)
     halves = []
-    for processes.rank in (0, 1):  # each process has every second question
+    for processes.rank in (0, 1):  # each rank answers every second question
         processes.world_size, processes.average = 2, lambda share: halves.append(share.item()) or share
         answer(model, read_questions(path, 40), tokens_per_batch, processes)
     assert sum(halves) == 20

@@ -1,4 +1,4 @@
-"""Progress of a command: data is not interpreted as markup, and a failing output does not end a run."""
+"""The progress display does not interpret text as markup, and a failing output does not end a run."""
 
 import io
 import sys
@@ -13,7 +13,7 @@ MARKUP = "[a:on:b] [bold]x[/] :smile: [/nothing]"
 
 
 class Terminal(io.StringIO):
-    """A stream that may be a terminal, and whose writes may fail."""
+    """A stream in memory that can claim to be a terminal, and whose writes can fail."""
 
     encoding = "utf-8"
 
@@ -34,7 +34,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("terminal", [True, False], ids=["bar", "lines"])
 def test_a_terminal_has_a_bar_and_other_outputs_have_lines(monkeypatch, terminal):
-    """Text with the bar's markup is shown as it is."""
+    """Text that looks like markup is shown unchanged on a terminal and in other outputs."""
     monkeypatch.setattr(sys, "stdout", Terminal(terminal))
     monkeypatch.setenv("TERM", "xterm")
     shown = progress.show_progress(5, 0, True)

@@ -1,4 +1,4 @@
-"""`--resume` with checkpoints that other programs have made or changed, and with data that has changed."""
+"""`--resume` refuses checkpoints that other programs have made or changed, and data that has changed."""
 
 import json
 import os
@@ -30,32 +30,32 @@ VALUES = [
 
 @pytest.fixture
 def options(tmp_path, device):
-    """Return the options of a small run of three steps."""
+    """Return options for a small run of three steps."""
     return make_options(tmp_path, device, steps=3, val_every=0, sample_length=0)
 
 
 @pytest.fixture
 def checkpoint(options, monkeypatch):
-    """Train three steps, and return the checkpoint."""
+    """Train three steps, and return the path of the checkpoint."""
     monkeypatch.setattr(_files, "_fsync", lambda path: None)
     return train_with(options).output / "checkpoint.safetensors"
 
 
 def read_checkpoint(path):
-    """Return the tensors of a checkpoint, and the trees of its metadata."""
+    """Return the tensors of a checkpoint and its metadata, parsed from JSON."""
     with safe_open(path, "pt") as file:
         names, metadata = list(file.keys()), file.metadata()
         return {name: file.get_tensor(name) for name in names}, {name: json.loads(metadata[name]) for name in FIELDS}
 
 
 def write_checkpoint(path, tensors, trees):
-    """Write a checkpoint with valid checksums, but unchecked contents."""
+    """Write a checkpoint with valid checksums, without checking its contents."""
     fields = {name: json.dumps(tree) for name, tree in trees.items()}
     _safetensors.write_safetensors(path, tensors, "training", fields)
 
 
 def change(path, field, way, value):
-    """Set an entry of the metadata, whose path is a list of keys and indices."""
+    """Set one entry of a checkpoint's metadata. `way` lists the keys and indices that lead to the entry."""
     tensors, trees = read_checkpoint(path)
     *parents, last = way
     node = trees[field]
@@ -66,7 +66,7 @@ def change(path, field, way, value):
 
 
 def expect_refusal(checkpoint, message):
-    """Assert that the run is not resumed, with a message that names the checkpoint."""
+    """Assert that resuming the run fails with a message that names the checkpoint."""
     with pytest.raises(ValueError, match=message) as info:
         resume(str(checkpoint.parent), steps=4)
     assert str(checkpoint) in str(info.value)
@@ -131,7 +131,7 @@ def test_a_changed_tensor_is_refused_by_name(checkpoint, name, value, message):
 
 
 def mutate(trees, tensors, randomness):
-    """Change an entry or a tensor at random, and return the change, which the test shows if it fails."""
+    """Change a random entry or tensor. Return a description of the change, which the test prints if it fails."""
     if randomness.random() < 0.1:
         name = randomness.choice(sorted(tensors))
         wrong = [torch.zeros(1), torch.zeros(2, 3, dtype=torch.int64), torch.full_like(tensors[name], 255)]
@@ -154,7 +154,7 @@ def mutate(trees, tensors, randomness):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_mutants_are_resumed_or_refused(checkpoint, monkeypatch, seed, tmp_path):
-    """Checkpoints with random changes and valid checksums raise no other error, and take little memory and time."""
+    """Resuming a checkpoint with a random change succeeds or raises ValueError or OSError. It takes little memory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Trainer, "run", lambda self: "resumed")
     monkeypatch.setattr("gptkernels.trainer.run_data.standard_library", lambda: "nothing")
@@ -180,7 +180,7 @@ def test_mutants_are_resumed_or_refused(checkpoint, monkeypatch, seed, tmp_path)
 
 
 def test_the_log_of_a_resumed_run_is_in_its_folder(options, tmp_path, capsys):
-    """A log in another folder is written to only if the command line names it. Its old lines stay."""
+    """A resumed run appends to a log in another folder only if the command line names this log."""
     log = tmp_path / "losses.log"
     train_with(options, log_file=log)
     before = log.read_text() + "s:9 trl:4.0000\n"
@@ -246,7 +246,7 @@ def test_data_may_have_another_name(checkpoint, tmp_path):
 def test_the_fingerprint_of_a_large_file_reads_every_fourth_block(tmp_path):
     path = tmp_path / "large"
     with open(path, "wb") as file:
-        file.truncate(4 * MAX_BLOCKS * BLOCK_BYTES)  # a sparse file of 1 GiB
+        file.truncate(4 * MAX_BLOCKS * BLOCK_BYTES)  # makes a sparse file of 1 GiB
     zeros = fingerprint([path])
     for block, is_read in ((1, False), (4, True)):
         with open(path, "r+b") as file:

@@ -1,4 +1,4 @@
-"""The trainer: its parts, whole runs, and runs that are interrupted and resumed."""
+"""The tests cover the trainer's parts, whole runs, and runs that are interrupted and resumed."""
 
 import dataclasses
 import errno
@@ -57,13 +57,13 @@ def _one_thread():
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """Write a text and its tokenizer, and return the data prefix."""
+    """Write the token files of a text and their tokenizer, and return the data prefix."""
     return write_text(tmp_path_factory.mktemp("data") / "text")
 
 
 @pytest.fixture
 def options(data, tmp_path, device):
-    """Return the options of a small run in a folder of its own."""
+    """Return options for a small run in a temporary folder."""
     return SMALL | {"data": data, "output": str(tmp_path / "run"), "device": str(device)}
 
 
@@ -86,7 +86,7 @@ def test_schedules_warm_up_to_the_peak_and_decay_to_the_minimum(kind):
     [
         ("cosine", {10: 1, 55: 0.55, 100: 0.1}),
         ("linear", {10: 1, 55: 0.55, 73: 0.37, 100: 0.1}),
-        ("wsd", {10: 1, 79: 1, 80: 1, 85: 0.55, 100: 0.1}),  # as in llm.c: 1 - sqrt(progress) in the last fifth
+        ("wsd", {10: 1, 79: 1, 80: 1, 85: 0.55, 100: 0.1}),  # the last fifth follows llm.c: 1 - sqrt(progress)
         ("constant", {10: 1, 100: 1}),
     ],
 )
@@ -142,7 +142,7 @@ def test_a_log_is_continued_from_the_step_of_the_checkpoint(tmp_path):
     log_three_steps(tmp_path)
     texts = [(tmp_path / name).read_text() for name in ("main.log", "log.csv")]
     with open(tmp_path / "log.csv", "a") as file:
-        file.write("3,train,0.")  # killed within a line
+        file.write("3,train,0.")  # simulates a run that was killed while it wrote a line
     log_three_steps(tmp_path, first_step=1)
     assert [(tmp_path / name).read_text() for name in ("main.log", "log.csv")] == texts
 
@@ -150,7 +150,7 @@ def test_a_log_is_continued_from_the_step_of_the_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("text", "options", "kept"),
     [
-        # Only the lines of the last run are cut.
+        # Only lines of the last run are removed.
         (
             "s:0 trl:9.0\ns:7 trl:9.0\ns:0 trl:5.0\ns:1 trl:5.0\ns:2 tel:5.0\ns:3 tr",
             {"first_step": 1},
@@ -344,7 +344,7 @@ def test_a_nan_loss_keeps_the_last_checkpoint(options, monkeypatch, tmp_path):
 
 
 def test_weights_that_are_not_finite_are_not_saved(options, tmp_path):
-    """The loss before the first update is finite, but the weights after it are not."""
+    """The loss before the first update is finite, but the weights after the update are not."""
     message = r"not finite after 1 steps: .* There is no checkpoint yet"
     given = options | {"steps": 1, "learning_rate": 1e38, "warmup_steps": 0, "weight_decay": 1e3}
     assert_raises(FloatingPointError, message, train_with, given)
@@ -356,7 +356,7 @@ def test_weights_that_are_not_finite_are_not_saved(options, tmp_path):
     [
         (1e300, 0, "a weight or a moment is not finite"),
         (1e300, 1, "the logits of a sample are NaN or infinite"),
-        (1e30, 0, "the logits of a sample are NaN or infinite"),  # the weights are finite
+        (1e30, 0, "the logits of a sample are NaN or infinite"),  # the weights stay finite
     ],
 )
 def test_diverged_weights_are_reported(options, capsys, weight_decay, sample_every, message):
@@ -395,7 +395,7 @@ def test_a_nan_validation_loss_ends_the_run(options, monkeypatch):
 
 
 def test_each_step_is_logged_with_its_time(options, device, monkeypatch, tmp_path):
-    """The trainer launches a step before it reads the previous one, as on a GPU. It reads the last two together."""
+    """As on a GPU, the trainer launches each step before it reads the loss of the preceding step."""
     launch, make = Trainer._launch_step, Trainer.__init__
 
     def make_ahead(self, *args, **options):
@@ -411,13 +411,13 @@ def test_each_step_is_logged_with_its_time(options, device, monkeypatch, tmp_pat
     train_with(options)
     times = [float(row["milliseconds"]) for row in read_log(tmp_path / "run", "train")]
     assert len(times) == 8
-    # On a busy GPU a delayed step is longer and the next one shorter.
+    # On a busy GPU a step may be delayed. The delayed step takes longer, and the next step takes less time.
     assert sum(times) > 8 * 30
     assert min(times) > (30 if device.type == "cpu" else 1)
 
 
 def fill_disk(monkeypatch, count):
-    """Raise ENOSPC from the `count`-th open, write, flush or rename on. Return the list that counts these calls."""
+    """Make calls that write raise ENOSPC from the `count`-th call on. Return a list with the number of these calls."""
     calls = [0]
 
     def failing(function):
@@ -439,7 +439,7 @@ def fill_disk(monkeypatch, count):
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(options, tmp_path, capsys):
-    """The disk becomes full at every third of the points where a run writes."""
+    """The test makes one run for every third call that writes. From this call on, the disk is full."""
     given = options | {"steps": 2, "val_every": 1, "sample_every": 0, "checkpoint_every": 1}
     with pytest.MonkeyPatch.context() as patch:
         total = fill_disk(patch, 10**9)
@@ -510,7 +510,7 @@ def test_a_stopped_run_is_resumed_bit_for_bit(options, whole_run, number, tmp_pa
         at_step(patch, 2, lambda: signal.raise_signal(number))
         stopped = train_with(options)
     assert stopped.signal == number
-    assert 3 <= stopped.step <= 4  # on a GPU, the next step has been launched
+    assert 3 <= stopped.step <= 4  # on a GPU, the next step was already launched
     assert f"gptkernels train --resume {tmp_path / 'run'}" in capsys.readouterr().out
     assert_same_run(resume(str(stopped.output)).output, whole_run)
 
@@ -527,7 +527,7 @@ def test_a_finished_run_is_resumed_bit_for_bit(options, is_stopped):
 
 
 def start_training(options, tmp_path):
-    """Start `gptkernels train` in a process, wait until it has written a checkpoint, and return process and options."""
+    """Start `gptkernels train` in a process, and wait until it has written a checkpoint. Return process and options."""
     given = options | {"steps": 10**6, "checkpoint_every": 1, "val_every": 0, "sample_every": 0}
     given |= {"warmup_steps": 0, "final_lr_fraction": 1.0, "output": str(tmp_path / "run")}
     flags = run_flags(given)
@@ -542,7 +542,7 @@ def start_training(options, tmp_path):
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    time.sleep(0.3)  # the process is then in a step, or writes a checkpoint
+    time.sleep(0.3)  # after this time, the process runs a step or writes a checkpoint
     return process, given
 
 

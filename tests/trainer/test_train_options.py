@@ -38,7 +38,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def options(tmp_path, device):
-    """Return the options of a small run in a folder of its own."""
+    """Return options for a small run in a temporary folder."""
     return make_options(tmp_path, device, sample_length=0)
 
 
@@ -132,7 +132,7 @@ def test_bad_options_are_refused(given, message):
 
 
 def test_a_resumed_run_may_change_some_options():
-    """A new option replaces an option that excludes it."""
+    """If a new option and a saved option exclude each other, the new option replaces the saved option."""
     config = TrainConfig(steps=5)
     assert config.updated({"steps": 9, "layers": 4}) == TrainConfig(steps=9)
     assert config.updated({"epochs": 2.0}) == TrainConfig(epochs=2.0)
@@ -165,7 +165,7 @@ def test_the_total_batch_is_accumulated(options, tmp_path):
 
 @pytest.fixture
 def shards(tmp_path):
-    """Write TEXT to three files, and return a pattern that they match."""
+    """Write TEXT to three token files, and return a pattern that matches the files."""
     text = list(TEXT)
     for name, part in (("0", text[:1000]), ("1", text[1000:1003]), ("2", text[1003:])):
         write_tokens(tmp_path / f"shards_train_{name}.bin", [part])
@@ -246,7 +246,7 @@ def test_only_numbered_checkpoints_are_removed(tmp_path):
         retain(newest, step, 2, 0)
     assert kept_steps(tmp_path) == [3, 4]
     assert all(path.exists() for path in others)
-    retain(newest, 1, 2, 0)  # a run that was resumed at an earlier step keeps later checkpoints
+    retain(newest, 1, 2, 0)  # a run that is resumed from an earlier step keeps later checkpoints
     assert kept_steps(tmp_path) == [1, 3, 4]
 
 
@@ -264,7 +264,7 @@ def test_a_kept_checkpoint_can_be_used_like_the_newest(options, tmp_path):
 
 
 def llmc_scores(values):
-    """Return llm.c's scores, from exact sums: NaN for 128 values, then z-scores in a window of 128."""
+    """Return what llm.c does: NaN for the first 128 values, then each value's z-score among the last 128 values."""
     scores = []
     for i, value in enumerate(values):
         window = np.array(values[max(0, i + 1 - 128) : i + 1], np.float64)
@@ -307,7 +307,7 @@ def test_either_score_skips_an_update(device):
 
 @pytest.mark.parametrize("option", ["skip_update_lossz", "skip_update_gradz"])
 def test_an_update_is_skipped(options, option, monkeypatch, capsys, tmp_path):
-    """Step 6 has ten times the loss and gradient. It changes neither the model nor the moments."""
+    """The loss and gradient of step 6 are multiplied by 10, so step 6 changes neither the model nor the moments."""
     monkeypatch.setattr(outliers, "WINDOW", 4)
     loss, states = Trainer._loss, []
 
@@ -336,7 +336,7 @@ def test_an_update_is_skipped(options, option, monkeypatch, capsys, tmp_path):
 
 
 def test_scores_are_the_same_with_and_without_skipping(options, monkeypatch, tmp_path):
-    """With skipping the device computes the scores, otherwise the host."""
+    """If updates may be skipped, the device computes the scores. Otherwise the host computes the scores."""
     monkeypatch.setattr(outliers, "WINDOW", 3)
     columns = []
     for name, limit in (("off", 0.0), ("on", 1e9)):
@@ -368,7 +368,7 @@ def test_without_master_weights_the_optimizers_state_is_bfloat16(options, tmp_pa
 
 
 def test_a_compiled_run_has_the_losses_of_an_eager_run(options, tmp_path, monkeypatch):
-    """The backend is not Inductor, which takes a minute and is tested in test_compile.py."""
+    """The test compiles with aot_eager, because Inductor takes a minute. test_compile.py tests Inductor."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     given = options | {"steps": 3, "val_every": 2, "sample_every": 0}
     plain, compiled = train_with(given), train_with(given, compile=True, output=tmp_path / "compiled")

@@ -1,4 +1,4 @@
-"""The watchdog ends a hanging run with a special exit status, one line of error and the last checkpoint."""
+"""The watchdog ends a run that hangs. It prints one line of error, and the last checkpoint stays."""
 
 import os
 import subprocess
@@ -14,7 +14,7 @@ from small_runs import assert_same_run, load_step, make_options, run_flags, trai
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# Once a checkpoint exists, one of the trainer's functions executes a statement before its code.
+# The child trains. Once a checkpoint exists, one function of the trainer executes `statement` before its own code.
 CHILD = """
 import functools, importlib, os, sys, time
 import torch
@@ -39,12 +39,12 @@ STEP = ("gptkernels.trainer.model", "BatchLoss.__call__", BLOCK)
 
 @pytest.fixture
 def options(tmp_path, device):
-    """Return the options of a small run with a checkpoint after 4 steps."""
+    """Return options for a small run that saves a checkpoint after 4 steps."""
     return make_options(tmp_path, device, graph=False)
 
 
 def train_in_child(options, hang, tmp_path, launcher=(), rank=0):
-    """Run `gptkernels train` in a child whose process of the given rank hangs."""
+    """Run `gptkernels train` in a child process or with a launcher. The process of the given rank hangs."""
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     flags = ["--no-graph", *run_flags({name: options[name] for name in options if name != "graph"})]
@@ -79,7 +79,7 @@ def test_a_hang_ends_the_run(options, hang, step, doing, device, tmp_path):
     assert f"error: nothing was finished for 0.05 minutes at step {step} of 8, {doing}" in child.stderr
     assert "(B=2, T=16, on " in child.stderr
     assert "The checkpoint of step 4 is kept" in child.stderr
-    assert "in _train" in child.stderr  # the main thread's stack
+    assert "in _train" in child.stderr  # a function in the main thread's stack
     assert load_step(tmp_path / "run") == 4
     whole = train_with(options, output=tmp_path / "whole")
     assert_same_run(resume(str(tmp_path / "run")).output, whole.output)
@@ -131,7 +131,7 @@ def test_only_a_watched_unit_without_progress_is_ended(monkeypatch, every, doing
 
 
 def test_a_blocked_report_does_not_delay_the_exit(monkeypatch):
-    """The report may block because a blocked thread holds the lock of a stream."""
+    """The report may block, because a blocked thread may hold the lock of an output stream."""
     statuses = []
     monkeypatch.setattr(watchdog.os, "_exit", statuses.append)
     monkeypatch.setattr(watchdog, "REPORT_SECONDS", 0.05)
