@@ -1,4 +1,4 @@
-"""Models as users have them, with the structure of nanoGPT's model.py and of llm.c's train_gpt2.py."""
+"""Models with the structure of nanoGPT's model.py and of llm.c's train_gpt2.py, as users may have them."""
 
 import dataclasses
 import math
@@ -149,7 +149,7 @@ class GPT(nn.Module):
 
 
 class SlowAttention(CausalSelfAttention):
-    """Attention with a mask in a buffer, as nanoGPT has it before torch 2.0."""
+    """Attention with a mask in a buffer, which nanoGPT uses with torch before 2.0."""
 
     flash = False
 
@@ -168,7 +168,7 @@ FLASH = 0
 
 
 class NewGELU(nn.Module):
-    """The tanh GELU."""
+    """Computes the tanh approximation of GELU."""
 
     def forward(self, input):
         return 0.5 * input * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (input + 0.044715 * torch.pow(input, 3.0))))

@@ -1,4 +1,4 @@
-"""The libraries' dependencies, errors for missing parts of the build, and csrc without torch."""
+"""Tests of the libraries' dependencies, of the errors for missing parts of the build, and of csrc without torch."""
 
 import collections
 import os
@@ -28,7 +28,10 @@ def list_undefined(library):
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.name)
 def test_libraries_use_only_the_stable_abi(library):
-    """The libraries use no C++ symbol of c10, at or torch, whose ABI changes with each release, and none of Python."""
+    """The libraries use no symbols of Python, and no C++ symbols of c10, at or torch.
+
+    The ABI of these C++ symbols changes with each release.
+    """
     symbols = list_undefined(library)
     assert any(s.startswith("aoti_torch_") for s in symbols)
     assert [s for s in symbols if re.match(r"_Z.*(3c10|2at|5torch)", s)] == []
@@ -87,7 +90,7 @@ CAPABILITIES = ["default", "avx2", "avx512"]
 
 @pytest.mark.parametrize("wish", [*CAPABILITIES, "sse9"])
 def test_the_cpu_capability_can_be_chosen(wish):
-    """An unknown capability, or one that the processor lacks, is an error. It is not replaced by another one."""
+    """A capability that is unknown, or that the processor lacks, is an error. No other capability replaces it."""
     done = run_python("import gptkernels; print(gptkernels.info()['cpu capability'])", GPTKERNELS_CPU_CAPABILITY=wish)
     if done.returncode == 0:
         assert done.stdout.strip() == wish != "sse9"
