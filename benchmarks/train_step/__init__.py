@@ -1,1 +1,1 @@
-"""A whole training step of GPT-2, ours and torch's: ``python -m benchmarks.train_step`` (docs/step.md)."""
+"""Times GPT-2's training steps with this library and plain torch: ``python -m benchmarks.train_step`` (docs/step.md)."""
