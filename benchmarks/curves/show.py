@@ -55,7 +55,10 @@ def _line(curve, first):
 
 
 def _beside(curve, first):
-    """Return three differences from the first curve: the largest, the last, and the validation loss's; None if unknown."""
+    """Return the largest and the last difference from the first curve, and the difference of the validation losses.
+
+    A difference is None if it is unknown.
+    """
     found = differences(curve, first)
     if curve is first or not found:
         return [None] * 3

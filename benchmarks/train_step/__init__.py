@@ -1,1 +1,1 @@
-"""Times GPT-2's training steps with this library and plain torch: ``python -m benchmarks.train_step`` (docs/step.md)."""
+"""Times training steps of GPT-2, ours and plain torch's: ``python -m benchmarks.train_step`` (docs/step.md)."""

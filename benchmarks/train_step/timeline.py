@@ -39,7 +39,8 @@ PARTS = {"column_sum": "column sums", "partial_sums": "column sums", "Classifier
 PARTS |= {"exp_classifier": "factors", REDO: "factors"}
 PARTS |= {"fp8_quantize": "quantisation", "fp8_largest": "largest magnitude", "fp8_transpose": "transposition"}
 PARTS_OF_A_LAYER = PARTS | {"layernorm": "norms", "attention": "attention"}
-PASSES = {"residual_layernorm": 4, "layernorm": 2, "layernorm_backward": 3}  # reads and writes of the first argument's size
+# The number of reads and writes of the first argument's size.
+PASSES = {"residual_layernorm": 4, "layernorm": 2, "layernorm_backward": 3}
 HEADER = ["op", "", "size", "kernel", "launches", "ms", "floor", "excess"]
 
 

@@ -63,7 +63,7 @@ def like(position: int) -> Callable[..., Tensor]:
 
 
 def empty_gradients(like: Tensor, shapes: Sequence[Sequence[int]], mask: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Make empty gradients for ``fake``; a gradient that the mask excludes has no elements."""
+    """Make empty gradients for ``fake``; a gradient that the mask excludes gets 0 elements."""
     return tuple(like.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, mask, strict=True))
 
 

@@ -135,7 +135,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The operator's name, followed by the variant's."""
+        """Return the operator's name, followed by the variant's name."""
         return f"{self.operator.name}, {self.variant}" if self.variant else self.operator.name
 
     def call(
@@ -189,9 +189,10 @@ def nbytes(*tensors: Tensor | None) -> int:
 
 
 def row_costs(arrays: tuple[int, int], flops: tuple[int, int]) -> Callable[..., tuple[Cost, Cost]]:
-    """Return ``Operator.costs`` of an op on rows, from its arrays of x's size and its flops for each element.
+    """Return ``Operator.costs`` of an op on rows.
 
-    Each pair has the number of the forward and the number of the backward.
+    ``arrays`` has the numbers of arrays of x's size, and ``flops`` has the flops for each element. The first number of
+    each pair is for the forward, and the second one is for the backward.
     """
 
     def costs(x: Tensor, *others: Tensor) -> tuple[Cost, Cost]:
