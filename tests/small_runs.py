@@ -1,4 +1,4 @@
-"""Small runs of the trainer, comparisons of runs, and errors of commands."""
+"""Functions for tests: small runs of the trainer, comparisons of runs, and error messages of commands."""
 
 import csv
 from pathlib import Path

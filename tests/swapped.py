@@ -1,4 +1,4 @@
-"""Families of models for the tests of ``gptkernels.swap``, and comparisons of two models."""
+"""Families of models for the tests of ``gptkernels.swap``, and functions that compare two models."""
 
 import contextlib
 import copy

@@ -258,7 +258,7 @@ def test_steps_on_the_cpu_are_timed_with_their_parts(tmp_path, capsys):
     kept = tmp_path / "step.json"
     assert train_step(["--cpu", "--turns", "2", "--variants", "ours,torch-eager", "--json", str(kept)]) == 0
     found = json.loads(kept.read_text())["cpu"]
-    for summary in found["rows"]:  # with one thread, and with all threads
+    for summary in found["rows"]:  # one summary for one thread, and one for all threads
         quartile, median, least, loss = summary["ours"]
         assert 0 < least <= quartile <= median
         assert loss == pytest.approx(summary["torch-eager"][-1], rel=1e-3)

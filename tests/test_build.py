@@ -58,7 +58,7 @@ def run_python(code, **environment):
     [("/nowhere/libgptkernels_cuda.so", "without its CUDA library"), (__file__, "could not be loaded")],
 )
 def test_a_missing_cuda_library_is_reported(library, reason):
-    """The import and CPU calls work. info and the first CUDA call say why there are no CUDA kernels."""
+    """The import and CPU calls work. ``info`` and the first CUDA call report why there are no CUDA kernels."""
     code = f"""
         import pathlib, torch
         torch.version.cuda = torch.version.cuda or "13.0"
@@ -102,7 +102,7 @@ def test_the_cpu_capability_can_be_chosen(wish):
 
 
 def test_every_cpu_capability_gives_the_same_bits():
-    """The sources fix the order of additions and where a product is rounded."""
+    """The sources define the order of additions and the places at which products are rounded."""
     code = """
         import hashlib, torch, gptkernels
         torch.manual_seed(0)
@@ -175,7 +175,7 @@ def find_types(source):
 
 @needs_sources
 def test_types_have_one_definition():
-    """Neither compiler nor linker reports two types of one name in a namespace, which is undefined behaviour."""
+    """Two types of one name in a namespace are undefined behaviour that neither compiler nor linker reports."""
     found = collections.defaultdict(set)
     for folder in ("csrc", "ops"):
         for source in (p for p in (ROOT / folder).rglob("*") if p.suffix in (".h", ".cuh", ".cpp", ".cu")):

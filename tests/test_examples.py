@@ -1,4 +1,4 @@
-"""The programs in ``examples`` run as their pages say."""
+"""Runs the programs in ``examples`` with the commands of their pages."""
 
 import os
 import re

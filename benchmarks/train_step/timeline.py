@@ -56,7 +56,10 @@ class Launch(NamedTuple):
 
 @dataclass
 class Piece:
-    """All launches of a step that compute the same thing at one size. `seconds` and `floor` are sums over them."""
+    """All launches of a step that compute the same thing at one size.
+
+    `seconds` and `floor` are sums over these launches.
+    """
 
     op: str
     what: str
@@ -72,7 +75,7 @@ class Piece:
 
 
 class Rates(NamedTuple):
-    """The device's limits: bytes/s of a large copy, flop/s of a large matmul."""
+    """The device's highest rates: the bytes/s of a large copy and the flop/s of a large matmul."""
 
     bytes: float
     flops: float
@@ -126,7 +129,7 @@ class Sizes(NamedTuple):
 def pieces(
     found: Iterable[Launch], speed: Rates, *, itemsize: int, parameters: int, fp8_logits: bool = False
 ) -> list[Piece]:
-    """Group the launches of a step by what they compute, sorted by the excess over the floor."""
+    """Group the launches of a step by what they compute, and sort the groups by their excess over the floor."""
     by_key: dict[tuple, Piece] = {}
     counted, products, longest = set(), collections.Counter(), collections.Counter()
     updates = len({launch.call for launch in found if launch.op == "adamw_"})
@@ -163,7 +166,7 @@ def _what(launch: Launch, products: collections.Counter) -> str:
 
 
 def least(op, what, shapes, sizes) -> tuple[int, int]:
-    """Return the fewest bytes and flops of one call, or 0 if they could be part of another pass."""
+    """Return the fewest bytes and flops of one call. A number is 0 if another pass could include this work."""
     n, itemsize = math.prod(shapes[0]) if shapes else 0, sizes.itemsize
     if what in PRODUCTS.get(op, ()):
         flops = matmul_flops(op, what, shapes)

@@ -198,7 +198,7 @@ class RotatedAttention(published.CausalSelfAttention):
 
 
 def test_modules_with_another_function_are_not_replaced():
-    """Modules with the same names and sizes as GPT-2's may compute something else."""
+    """Modules are not replaced if only their names and sizes, but not their results, are like GPT-2's."""
     model = make_small()
     model.transformer.h[1].attn = RotatedAttention(model.config)
     model.transformer.h[0].mlp.gelu = QuickGELU()

@@ -37,7 +37,7 @@ def assert_close_gradients(found, expected, tolerance, least=0.0):
 
 
 def make_swapped_or_not(family, device):
-    """Yield a model and its call twice, in float64: first swapped, then unswapped."""
+    """Yield (model, call) twice, in float64: the first model is swapped, and the second model is not."""
     for is_swapped in (True, False):
         model, call = make_model_and_call(family, device)
         yield (gptkernels.swap(model) if is_swapped else model).double().eval(), call
@@ -46,7 +46,10 @@ def make_swapped_or_not(family, device):
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
 @all_families
 def test_matches_float64(family, precision, device):
-    """Outputs, loss and gradients are as exact as torch's. Under autocast, the models are in training mode."""
+    """Outputs, loss and gradients are as exact as the unswapped model's.
+
+    Under autocast, the models are in training mode.
+    """
     ours, torchs, exact, call = make_copies_and_call(family, device)
     autocast = precision == "autocast"
     for model in (ours, torchs, exact):
@@ -120,7 +123,7 @@ def test_ten_steps_of_training(family, autocast, device):
     "family", [p for p in all_families.args[1] if p.values[0] not in ("nanoGPT before torch 2", "llm.c")]
 )
 def test_dropout(family, autocast, device, monkeypatch):
-    """A training step with dropout everywhere is as exact as torch's with the masks of our ops.
+    """A training step with dropout everywhere is as exact as torch's step with the same masks.
 
     llm.c has no dropout. nanoGPT before torch 2 has a dropout layer whose mask only torch draws.
     """
@@ -190,9 +193,7 @@ def skip_shared_blocks(family, device):
 @both
 @all_families
 def test_compiles_whole(family, autocast, device):
-    """There is no graph break.
-
-    The results match eager mode. Under autocast, they are as close to the float32 results as those of eager mode are.
+    """The model compiles without a graph break. The results match eager mode. Under autocast, the results are as close to float32 as the results of eager mode are.
     """
     if autocast:
         skip_shared_blocks(family, device)

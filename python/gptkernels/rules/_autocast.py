@@ -128,8 +128,8 @@ def _is_cacheable(value: Tensor, dtype: torch.dtype) -> bool:
 def _new_casts() -> _Casts:
     """Make a dictionary that lives until torch clears its own cache.
 
-    Torch has no callback for that. Therefore a matmul without rows puts the cast of a small weight into torch's cache.
-    The dictionary is an attribute of this cast, to which only torch's cache has a reference.
+    Torch has no callback for clearing its cache. Therefore a matmul without rows puts the cast of a small weight into
+    torch's cache. The dictionary is an attribute of this cast, to which only torch's cache has a reference.
     """
     global _casts
     casts = _Casts()

@@ -2,7 +2,7 @@
 
 ``dlogits`` is the gradient of the losses, and also a function of the logits with the Jacobian H = diag(p) - p p^T.
 Since p = dlogits + onehot, all higher derivatives follow from the saved dlogits, and the logits need not be saved.
-After the op in place the logits no longer exist.
+The in-place op overwrites the logits.
 """
 
 import torch

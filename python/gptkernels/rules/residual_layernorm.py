@@ -1,8 +1,8 @@
 """Addition to the residual stream, and layernorm: sum = dropout(x + x_bias) + residual, out = layernorm(sum).
 
-x_bias is the bias of the linear layer that computed x. Adding it here, and summing its gradient here, reads and writes
-no further memory. With a float32 residual x may have 16 bits. Then x and ``out``, which matmuls write and read, have 16
-bits, and everything else, including the residual stream, is float32.
+x_bias is the bias of the linear layer that computed x. The op adds x_bias and sums its gradient without further memory
+traffic. If the residual is float32, x may have 16 bits. Then ``out`` has 16 bits as well, because matmuls write x and
+read ``out``. All other tensors, including the residual stream, are float32.
 """
 
 import torch

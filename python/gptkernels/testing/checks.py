@@ -108,7 +108,7 @@ def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any]) -> Tenso
 
     In even trials a floating argument's rows and columns are permuted, and all elements are multiplied by a random
     factor between 7/8 and 1. In odd trials the elements keep their places, and their last bits change. Equal elements
-    change by the same amount. Then sums that cancel still cancel, and scores that are nearly equal remain so.
+    change by the same amount. Then sums that cancel still cancel, and scores that are nearly equal remain nearly equal.
 
     Args:
         t: the argument; an integer tensor or None is returned unchanged.

@@ -59,13 +59,13 @@ def by_sequences(function, scores, *args):
 def backwards(a, b):
     """Compute a @ b with the terms of the sums in reverse order.
 
-    Then the rounding errors differ from those of the formula, which also has rounding errors if all dtypes are float64,
-    and from those of a sum that cancels this one.
+    In float64 the formula has rounding errors as well. With the reverse order, the rounding errors of the product
+    differ from the formula's errors, and from the errors of another sum that cancels this sum.
     """
     return a.flip(-1) @ b.flip(-2)
 
 
-LOWEST = torch.finfo(torch.float64).min / 2  # multiplied by log2(e) this is finite
+LOWEST = torch.finfo(torch.float64).min / 2  # LOWEST * log2(e) is finite
 
 
 class FlashAttention(torch.autograd.Function):
