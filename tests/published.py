@@ -22,7 +22,7 @@ class Config:
 
 
 def initialise(model, config):
-    """Draw from N(0, 0.02). Projections into the residual stream have a smaller deviation."""
+    """Draw the weights from N(0, 0.02). Projections into the residual stream have a smaller standard deviation."""
     for name, p in model.named_parameters():
         if p.dim() == 2:
             nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02)

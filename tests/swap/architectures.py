@@ -168,7 +168,10 @@ def shallow_for_long(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", lambda self, model, i: setattr(self, "depth", 3), lambda model: setattr(model, "depth", 2))
 def progressive_depth(self, forward, idx, targets=None):
-    """Progressive stacking: only the first `depth` layers run. `depth` is all layers until `run` sets it."""
+    """Progressive stacking: only the first `depth` layers run.
+
+    `depth` is the number of all layers until `run` sets it.
+    """
     x = embed(self, idx)
     for block in self.transformer.h[: self.depth]:
         x = block(x)

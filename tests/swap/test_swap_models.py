@@ -193,7 +193,9 @@ def skip_shared_blocks(family, device):
 @both
 @all_families
 def test_compiles_whole(family, autocast, device):
-    """The model compiles without a graph break. The results match eager mode. Under autocast, the results are as close to float32 as the results of eager mode are.
+    """The model compiles without a graph break, and the results match eager mode.
+
+    Under autocast, the results are as close to float32 as the results of eager mode are.
     """
     if autocast:
         skip_shared_blocks(family, device)

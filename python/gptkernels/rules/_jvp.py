@@ -1,8 +1,8 @@
 """Forward-mode AD, by rules that compute the tangents of an op's outputs from the tangents of its arguments.
 
 A rule takes the op's arguments (all of them, by position, without their tangents), their tangents, and the outputs. A
-rule returns the output's tangent, or a tuple of tangents if there are several outputs. An output without
-a derivative has the tangent None. Rules are written in differentiable ops, so that forward mode composes with reverse mode and with
+rule returns the output's tangent, or a tuple of tangents if there are several outputs. An output without a derivative
+has the tangent None. Rules are written in differentiable ops, so that forward mode composes with reverse mode and with
 itself.
 """
 

@@ -1,4 +1,4 @@
-"""Random choices with names, so that a failing call can be repeated, also with some of its choices replaced.
+"""Random choices with names. A failing call can be repeated, and some of its choices can be replaced.
 
 A choice depends only on (seed, index, name). If one choice is replaced or removed, all other choices stay the same.
 """
@@ -12,7 +12,7 @@ VIEWS = ["transposed", "sliced", "misaligned", "expanded"]
 FLOATING = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 LAYOUTS = ["contiguous", *VIEWS, "padded rows", "permuted"]
 
-# The largest number of elements of one tensor: usually the first number, rarely the second or the third.
+# The largest number of elements of one tensor. Most calls use the first number, and few use the second or the third.
 MOST_ELEMENTS = (2_000, 60_000, 2**20)
 
 # Sizes at whose multiples the kernels in csrc/cuda behave differently: rows, columns and terms of tiles (kRows,
