@@ -5,7 +5,7 @@ from benchmarks.harness.case import Case, nbytes
 from benchmarks.harness.peers import compiled
 
 ops = torch.ops.gptkernels
-# Layers, channels, vocabulary, positions: all of GPT-2 124M, 148 tensors.
+# Layers, channels, vocabulary and positions. SIZES is GPT-2 124M with all of its 148 tensors.
 SIZES = {"bfloat16": [(12, 768, 50304, 1024)], "float32": [(12, 768, 50304, 1024)]}
 CPU_SIZES = [(2, 128, 256, 128)]
 TINY = (1, 8, 16, 8)
@@ -39,7 +39,7 @@ class State:
         self.wide_grads = [torch.empty_like(t) for t in self.masters] if self.low else self.grads
         self.moments = [[torch.rand(shape, device=device, dtype=wide) for shape in shapes] for _ in range(2)]
         self.steps = [torch.ones((), device=device) for _ in shapes]
-        self.counts = [torch.zeros((), device=device) for _ in shapes]  # for `formula`, which counts the steps itself
+        self.counts = [torch.zeros((), device=device) for _ in shapes]  # for `formula`, which increments these counts
         self.lr = torch.tensor(LR, device=device)
         self.torchs_options = {"lr": self.lr, "amsgrad": False, "maximize": False, **OPTIONS}
         self.written = [*self.masters, *self.moments[0], *self.moments[1], *(self.params if self.low else ())]
@@ -59,14 +59,21 @@ class State:
         )
 
     def torchs(self):
-        """Step with torch's kernel, which has no master weights: gradients are widened, and parameters narrowed."""
+        """Run a step by torch's kernel.
+
+        The kernel has no master weights, so 16-bit gradients are first copied to float32, and the parameters are
+        rounded to 16 bits at the end.
+        """
         if self.low:
             torch._foreach_copy_(self.wide_grads, self.grads)
         torch._fused_adamw_(self.masters, self.wide_grads, *self.moments, [], self.steps, **self.torchs_options)
         self.narrow()
 
     def formula(self):
-        """Step with torch.optim's Python code. Inductor fuses it and the conversions to a few large kernels."""
+        """Run a step by torch.optim's Python code.
+
+        Inductor fuses this code and the conversions into a few large kernels.
+        """
         grads = [grad.float() for grad in self.grads] if self.low else self.grads
         options = {"foreach": True, "capturable": True, **self.torchs_options}
         adamw(self.masters, grads, *self.moments, [], self.counts, **options)

@@ -11,12 +11,13 @@ from benchmarks.harness.case import Case, nbytes
 from benchmarks.harness.peers import backward, compiled
 
 ops = torch.ops.gptkernels
-# The last number of a size says which keys a query sees. ALL: every key. CAUSAL and TF32: the keys up to the query's
-# position; TF32 has float32 matmuls that use TF32. RIGHT, LEFT and LENGTHS: the keys up to the query's position, except
-# padding. RIGHT and LEFT pass padding as a mask (B, 1, T, T), as Hugging Face's models do.
+# The last number of a size says which keys a query sees. With ALL, a query sees every key. With CAUSAL and TF32, it
+# sees the keys up to its position; with TF32, float32 matmuls also use TF32. With RIGHT, LEFT and LENGTHS, it sees the
+# keys up to its position, except padding. RIGHT and LEFT pass padding as a mask (B, 1, T, T), as Hugging Face's models
+# do.
 ALL, CAUSAL, RIGHT, LEFT, LENGTHS, TF32 = range(6)
 PADDED = {RIGHT: "padded right, bool mask", LEFT: "padded left, additive mask", LENGTHS: "padded right, by lengths"}
-# batch, heads, queries, keys, head size, which keys. Causal attention without padding has packed qkv.
+# A size is (batch, heads, queries, keys, head size, which keys). Causal attention without padding has packed qkv.
 SIZES = {
     "bfloat16": [
         *((batch, 12, keys, keys, 64, CAUSAL) for batch, keys in ((64, 1024), (16, 4096), (4, 16384), (4, 1024))),
@@ -152,7 +153,7 @@ def formula(query, key, value, allowed):
 
 
 def checked(inputs, dout, seen):
-    """Yield the exact results of a few heads: their out, or the gradients if ``dout`` is given.
+    """Yield the exact results of a few heads: out, or the gradients if ``dout`` is given.
 
     All heads would take too long. Queries that are padding on the left are skipped, because they see no key, and
     implementations differ in their outputs.

@@ -15,7 +15,7 @@ P = 0.1
 
 
 class Mask:
-    """The part of a result with dropout that does not depend on the random mask: kept values, and their number."""
+    """The parts of a result with dropout that do not depend on the random mask: the kept values and their number."""
 
     def __init__(self, values):
         self.kept = values / (1 - P)

@@ -16,13 +16,13 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def quantised(x, scale):
-    """Quantize to e4m3 with torch, and transpose."""
+    """Quantize x to e4m3 with torch. Return the result and a transposed copy."""
     q = (x.float() / scale).to(E4M3)
     return q, q.t().contiguous()
 
 
 def read(q, scale):
-    """Return the values that float8 numbers stand for."""
+    """Convert float8 numbers to float64 and multiply them by the scale."""
     return q.double() * scale
 
 
@@ -105,7 +105,7 @@ def cases(device, dtype, rows, inner, outer):
 
 
 def mlp_cases(x, fc):
-    """Yield the cases of fp8_mlp with filled histories, as in all training steps but the first."""
+    """Yield the cases of fp8_mlp. The amax histories are filled, as in all training steps except the first."""
     rows, inner, outer = len(x), *fc.t().shape
     dtype, device = x.dtype, x.device
     fc, proj = fc * inner**-0.5, torch.randn(inner, outer, device=device, dtype=dtype) * outer**-0.5

@@ -14,7 +14,7 @@ TINY = (4, 8)
 
 
 def formula(logits, targets):
-    """Return the sum over rows, whose gradient needs no scaling."""
+    """Return the sum of the rows' losses. Its gradient needs no scaling."""
     return F.cross_entropy(logits, targets, reduction="sum")
 
 
@@ -66,7 +66,7 @@ def cases(device, dtype, rows, width):
         "exact": lambda: exact_loss_and_gradient(logits, targets),
         "bytes": 2 * nbytes(logits),
         "flops": 6 * logits.numel(),
-        "look": lambda result: (result[0].double().sum(), result[1]),  # the losses are per row, or summed already
+        "look": lambda result: (result[0].double().sum(), result[1]),  # variants return losses or their sum
         "reset": lambda: scratch.copy_(logits),
     }
     yield Case(

@@ -1,7 +1,7 @@
-"""``python -m benchmarks.generate`` measures decoding in tokens per second, ours and Hugging Face's.
+"""``python -m benchmarks.generate`` measures the tokens per second of our and of Hugging Face's decoding.
 
-All models have GPT-2's shape, random weights and top-k sampling. Ours must give the same tokens with and without CUDA
-graphs. The floor is the time to read the weights and the previous keys and values from memory.
+All models have GPT-2's shape, random weights and top-k sampling. Our decoding must give the same tokens with and
+without CUDA graphs. The floor is the time to read the weights and the previous keys and values from memory.
 """
 
 import argparse
@@ -72,7 +72,7 @@ def step_bytes(config, dtype, batch, tokens):
 
 
 def measure(name, config, dtype, device, batch, tokens, repeats):
-    """Return the seconds for all tokens: those of the fastest run, after two runs that are not counted."""
+    """Return the seconds in which the fastest run generates all tokens. Two runs before it are not counted."""
     make = ours if name in ("graph", "eager", "modules") else huggingface
     generate = make(name, config, dtype, device, batch, tokens)
     times = []

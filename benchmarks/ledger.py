@@ -1,4 +1,4 @@
-"""``python -m benchmarks.ledger`` writes docs/ledger.md: the lines of the kernels' variants, and the time they save."""
+"""``python -m benchmarks.ledger`` writes docs/ledger.md: the kernel variants' lines of code and the time saved."""
 
 import json
 import re
@@ -32,7 +32,7 @@ it disables three variants at once. Where there is no such run, the table says "
 
 
 class Variant(NamedTuple):
-    """One variant of ledger.txt, and the keys of the rows below it."""
+    """One variant of ledger.txt, with the keys of the rows that the file lists below the variant."""
 
     family: str
     name: str
@@ -42,13 +42,13 @@ class Variant(NamedTuple):
 
     @property
     def runs(self) -> list[Path]:
-        """Return the kept runs without the variant."""
+        """Return the paths of the kept runs that were measured without the variant."""
         stem = re.sub(r"\W+", "_", f"{self.family}_{self.name}".lower())
         return sorted(path for path in (RESULTS / "without").glob("*.json") if path.name.split(".")[0] == stem)
 
 
 def read(text) -> dict[str, list[Variant]]:
-    """Return the variants of ledger.txt by families, in the file's order."""
+    """Return the variants of ledger.txt, grouped by family, in the file's order."""
     families: dict[str, list[Variant]] = {}
     for line in text.splitlines():
         indent, entry = len(line) - len(line.lstrip()), line.strip()

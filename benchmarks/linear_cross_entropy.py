@@ -10,11 +10,11 @@ ops = torch.ops.gptkernels
 SIZES = {"bfloat16": [(8192, 768, 50304), (8192, 2048, 128256)], "float32": [(8192, 768, 50304)]}
 CPU_SIZES = [(256, 256, 4096)]
 TINY = (4, 16, 16)
-EXACT_ROWS = 1024  # at a time, so that their float64 logits fit into memory
+EXACT_ROWS = 1024  # the number of rows whose float64 logits are in memory at a time
 
 
 def formula(x, weight, targets):
-    """Return the sum over rows, as in fused_classifier."""
+    """Return the sum of the rows' losses, as in fused_classifier."""
     return F.cross_entropy(F.linear(x, weight), targets, reduction="sum")
 
 
@@ -68,6 +68,6 @@ def cases(device, dtype, rows, channels, vocabulary):
         "fp8_linear_cross_entropy",
         ours=both(ops.fp8_linear_cross_entropy.default, reduction="sum"),
         exact=exact_loss,
-        look=lambda out: out[:1],  # the loss only: the operands of the gradients are rounded to 8 bits
+        look=lambda out: out[:1],  # only the loss, because the gradients' operands are rounded to 8 bits
         **common,
     )

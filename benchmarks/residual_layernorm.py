@@ -17,7 +17,10 @@ def formula(x, residual, weight, bias):
 
 
 def norm(total, weight, bias):
-    """Return the sum too, because it is an output. Its gradient is added to the gradient of the norm."""
+    """Return the norm and the sum.
+
+    The sum is an output as well, and its gradient is added to the gradient of the norm.
+    """
     return F.layer_norm(total, total.shape[-1:], weight, bias), total
 
 
@@ -41,7 +44,7 @@ def cases(device, dtype, rows, width):
 
 
 def dropout_cases(x, residual, weight, bias, dout, dsum):
-    """Yield the cases with dropout of x. Every variant draws its own mask."""
+    """Yield the cases in which x has dropout. Every variant draws its own mask."""
     rows, width = x.shape
     shape = f"{rows}x{width} p={P}"
     x = x + x.sign()  # far enough from 0 that the mask can be read from the sums

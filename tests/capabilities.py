@@ -2,9 +2,9 @@
 
     python tests/capabilities.py [--same] [pytest's arguments]
 
-ATEN_CPU_CAPABILITY selects torch's kernels and GPTKERNELS_CPU_CAPABILITY ours: default, avx2 or avx512, up to the best
-that this processor supports. The tests run with all pairs, or with --same only with pairs of equal instruction sets.
-Without other arguments, the operators' tests run.
+ATEN_CPU_CAPABILITY selects torch's kernels, and GPTKERNELS_CPU_CAPABILITY selects our kernels. The values are default,
+avx2 and avx512, as far as this processor supports them. The tests run with all pairs, or with --same only with pairs of
+equal instruction sets. Without other arguments, the operators' tests run.
 """
 
 import os

@@ -27,7 +27,7 @@ def make_model(seed=0, dtype=torch.float32, **changes):
 
 
 def unpad(model):
-    """Return the model's state as files have it, without the padding of the vocabulary."""
+    """Return the model's state without the padding of the vocabulary, as files store it."""
     state = model.state_dict()
     return state | {name: state[name][: model.config.vocab_size] for name in (WTE, HEAD)}
 
@@ -41,7 +41,7 @@ def assert_same_bits(found, expected):
 
 
 def expect_one_line_error(path, message, read=load):
-    """Assert that reading a model raises a ValueError of one line with its path."""
+    """Assert that reading a model raises a ValueError whose message is one line and contains the model's path."""
     with pytest.raises(ValueError, match=message) as error:
         read(path)
     assert str(path) in str(error.value)
@@ -49,7 +49,7 @@ def expect_one_line_error(path, message, read=load):
 
 
 def write_as(form, folder, model):
-    """Write a model in a form, without `convert` where that is possible, and return the path."""
+    """Write a model in the file format ``form``, without `convert` where that is possible, and return the path."""
     folder.mkdir(exist_ok=True)
     path = folder / TARGETS.get(form, "checkpoint.safetensors")
     state, config = unpad(model), dataclasses.asdict(model.config)
@@ -91,7 +91,7 @@ def nanogpt_groups(model):
 
 
 def make_checkpoint(trained, **changes):
-    """Return a checkpoint of a compiled model, as nanoGPT's train.py saves it, with changes."""
+    """Return a checkpoint of a compiled model, as nanoGPT's train.py saves it; ``changes`` replace some entries."""
     optimizer = torch.optim.AdamW(nanogpt_groups(trained), lr=1e-3, betas=(0.9, 0.95))
     return {
         "model": {f"_orig_mod.{name}": tensor for name, tensor in trained.state_dict().items()},

@@ -1,4 +1,4 @@
-"""Models as users have them, with the structure of nanoGPT's model.py and of llm.c's train_gpt2.py."""
+"""Models with the structure of nanoGPT's model.py and of llm.c's train_gpt2.py, as users may have them."""
 
 import dataclasses
 import math
@@ -22,7 +22,7 @@ class Config:
 
 
 def initialise(model, config):
-    """Draw from N(0, 0.02). Projections into the residual stream have a smaller deviation."""
+    """Draw the weights from N(0, 0.02). Projections into the residual stream have a smaller standard deviation."""
     for name, p in model.named_parameters():
         if p.dim() == 2:
             nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02)
@@ -149,7 +149,7 @@ class GPT(nn.Module):
 
 
 class SlowAttention(CausalSelfAttention):
-    """Attention with a mask in a buffer, as nanoGPT has it before torch 2.0."""
+    """Attention with a mask in a buffer, which nanoGPT uses with torch before 2.0."""
 
     flash = False
 
@@ -168,7 +168,7 @@ FLASH = 0
 
 
 class NewGELU(nn.Module):
-    """The tanh GELU."""
+    """Computes the tanh approximation of GELU."""
 
     def forward(self, input):
         return 0.5 * input * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (input + 0.044715 * torch.pow(input, 3.0))))

@@ -9,7 +9,10 @@ SIZES = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 60, "block_size"
 
 
 def make_model(device="cpu", dtype=torch.float32, noise=0.1, **changes):
-    """Return a model of SIZES with changes. Noise is added to the weights so that each of them affects the results."""
+    """Return a model with the configuration SIZES, updated by ``changes``.
+
+    Noise is added to the weights so that each of them affects the results.
+    """
     torch.manual_seed(3)
     model = GPT2(GPT2Config(**SIZES | changes), device, dtype)
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""Small runs of the trainer, comparisons of runs, and errors of commands."""
+"""Functions for tests: small runs of the trainer, comparisons of runs, and error messages of commands."""
 
 import csv
 from pathlib import Path
@@ -35,7 +35,7 @@ def make_options(folder, device, **changes):
 
 
 def train_with(options, **changes):
-    """Train with the options and changes of them, whose paths become strings; return the result."""
+    """Train with the options, updated by ``changes``, and return the result. Paths are converted to strings."""
     given = {name: str(value) if isinstance(value, Path) else value for name, value in (options | changes).items()}
     return train(TrainConfig(**given))
 
@@ -54,7 +54,7 @@ def read_losses(run):
 
 
 def read_log(run, split=None):
-    """Return the rows of a run's CSV, or those of one split, as dictionaries."""
+    """Return the rows of a run's CSV, or only the rows of one split, as dictionaries."""
     with open(run / "log.csv", newline="") as file:
         return [row for row in csv.DictReader(file) if split in (None, row["split"])]
 
@@ -76,7 +76,7 @@ def assert_same_run(one, other):
 
 
 def at_step(monkeypatch, step, act):
-    """Make the trainer call `act` before the update of this number."""
+    """Make the trainer call `act` before the update with the number `step`."""
     launch = Trainer._launch_step
 
     def launch_and_act(self):

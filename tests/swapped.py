@@ -1,4 +1,4 @@
-"""Families of models for the tests of ``gptkernels.swap``, and comparisons of two models."""
+"""Families of models for the tests of ``gptkernels.swap``, and functions that compare two models."""
 
 import contextlib
 import copy
@@ -39,7 +39,10 @@ def hf_config(dropout=0.0, **changes):
 
 
 def randomised(model):
-    """Set the parameters to values so large that each matters, with the same random numbers for every class."""
+    """Set the parameters to random values so large that each affects the results.
+
+    The seed is the same for every class.
+    """
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in model.parameters():
@@ -149,10 +152,10 @@ def results(model, call, device, autocast=False, draw=0):
 
 
 def assert_as_exact(ours, torchs, exact, others=()):
-    """Assert that every result keeps the rule of ``helpers.assert_as_exact_as_torch``.
+    """Assert that every result satisfies the rule of ``helpers.assert_as_exact_as_torch``.
 
     A small tensor has few errors, so torch's largest error is taken over several inputs. A loss is one number, whose
-    error may happen to be near 0, so torch's error of it is at least the mean error of the outputs.
+    error may happen to be near 0, so torch's error of the loss is taken to be at least the mean error of the outputs.
 
     Args:
         ours: our results.
@@ -169,9 +172,9 @@ def assert_as_exact(ours, torchs, exact, others=()):
 
 @contextlib.contextmanager
 def our_dropout(monkeypatch):
-    """Let torch's attention and dropout apply the masks of our kernels.
+    """Make torch's attention and dropout apply the masks of our kernels.
 
-    All dropouts have the same seed. Their offsets count the calls.
+    All dropouts have the same seed. The offset of a dropout is the number of earlier dropouts.
     """
     count = iter(range(10**6))
 

@@ -145,7 +145,7 @@ def test_a_regression_is_reported(kept, tmp_path, capsys):
 
 
 def slow_down(row):
-    """Increase all times by 30 %, as on a slower machine, so that the ratio to the copy's time stays."""
+    """Increase all times by 30 %, as on a slower machine, so that the ratios to the copy's time do not change."""
     row.times = {name: Time(*(1.3 * t for t in time)) for name, time in row.times.items()}
 
 
@@ -258,7 +258,7 @@ def test_steps_on_the_cpu_are_timed_with_their_parts(tmp_path, capsys):
     kept = tmp_path / "step.json"
     assert train_step(["--cpu", "--turns", "2", "--variants", "ours,torch-eager", "--json", str(kept)]) == 0
     found = json.loads(kept.read_text())["cpu"]
-    for summary in found["rows"]:  # with one thread, and with all threads
+    for summary in found["rows"]:  # one summary for one thread, and one for all threads
         quartile, median, least, loss = summary["ours"]
         assert 0 < least <= quartile <= median
         assert loss == pytest.approx(summary["torch-eager"][-1], rel=1e-3)
@@ -294,12 +294,15 @@ def test_a_timeline_counts_every_launch_once():
 
 
 def floors_of(*calls, **options):
-    """Return the floors of calls (operator, shapes, kernels) at 1 byte/s and 1 flop/s, by what is computed."""
+    """Return the lower bounds of the times of calls (operator, shapes, kernels) at 1 byte/s and 1 flop/s.
+
+    The keys are the parts that the calls compute.
+    """
     found = [Launch(op, i, shapes, name, 1e-6) for i, (op, shapes, names) in enumerate(calls) for name in names]
     return {p.what: p.floor for p in pieces(found, Rates(bytes=1, flops=1), itemsize=2, parameters=10, **options)}
 
 
-ROWS, INNER, HIDDEN = 64, 16, 48  # of matmuls of (ROWS, INNER) and (INNER, HIDDEN)
+ROWS, INNER, HIDDEN = 64, 16, 48  # the matmuls multiply (ROWS, INNER) and (INNER, HIDDEN)
 X, MATRIX = (2, 32, INNER), (HIDDEN, INNER)
 
 

@@ -1,4 +1,4 @@
-"""The libraries' dependencies, errors for missing parts of the build, and csrc without torch."""
+"""Tests of the libraries' dependencies, of the errors for missing parts of the build, and of csrc without torch."""
 
 import collections
 import os
@@ -28,7 +28,10 @@ def list_undefined(library):
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.name)
 def test_libraries_use_only_the_stable_abi(library):
-    """The libraries use no C++ symbol of c10, at or torch, whose ABI changes with each release, and none of Python."""
+    """The libraries use no symbols of Python, and no C++ symbols of c10, at or torch.
+
+    The ABI of these C++ symbols changes with each release.
+    """
     symbols = list_undefined(library)
     assert any(s.startswith("aoti_torch_") for s in symbols)
     assert [s for s in symbols if re.match(r"_Z.*(3c10|2at|5torch)", s)] == []
@@ -55,7 +58,7 @@ def run_python(code, **environment):
     [("/nowhere/libgptkernels_cuda.so", "without its CUDA library"), (__file__, "could not be loaded")],
 )
 def test_a_missing_cuda_library_is_reported(library, reason):
-    """The import and CPU calls work. info and the first CUDA call say why there are no CUDA kernels."""
+    """The import and CPU calls work. ``info`` and the first CUDA call report why there are no CUDA kernels."""
     code = f"""
         import pathlib, torch
         torch.version.cuda = torch.version.cuda or "13.0"
@@ -87,7 +90,7 @@ CAPABILITIES = ["default", "avx2", "avx512"]
 
 @pytest.mark.parametrize("wish", [*CAPABILITIES, "sse9"])
 def test_the_cpu_capability_can_be_chosen(wish):
-    """An unknown capability, or one that the processor lacks, is an error. It is not replaced by another one."""
+    """A capability that is unknown, or that the processor lacks, is an error. No other capability replaces it."""
     done = run_python("import gptkernels; print(gptkernels.info()['cpu capability'])", GPTKERNELS_CPU_CAPABILITY=wish)
     if done.returncode == 0:
         assert done.stdout.strip() == wish != "sse9"
@@ -99,7 +102,7 @@ def test_the_cpu_capability_can_be_chosen(wish):
 
 
 def test_every_cpu_capability_gives_the_same_bits():
-    """The sources fix the order of additions and where a product is rounded."""
+    """The sources define the order of additions and the places at which products are rounded."""
     code = """
         import hashlib, torch, gptkernels
         torch.manual_seed(0)
@@ -172,7 +175,7 @@ def find_types(source):
 
 @needs_sources
 def test_types_have_one_definition():
-    """Neither compiler nor linker reports two types of one name in a namespace, which is undefined behaviour."""
+    """Two types of one name in a namespace are undefined behaviour that neither compiler nor linker reports."""
     found = collections.defaultdict(set)
     for folder in ("csrc", "ops"):
         for source in (p for p in (ROOT / folder).rglob("*") if p.suffix in (".h", ".cuh", ".cpp", ".cu")):

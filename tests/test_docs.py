@@ -1,4 +1,4 @@
-"""The pages agree with the sources."""
+"""Tests that the documentation's pages agree with the sources."""
 
 import json
 import re
@@ -41,7 +41,7 @@ def read_messages():
     kinds = {".py", ".h", ".cpp", ".cu", ".cuh", ".cmake"}
     files = [path for folder in ("python", "csrc", "ops", "cmake") for path in (ROOT / folder).rglob("*")]
     text = "\n".join(path.read_text() for path in files if path.suffix in kinds)
-    text = re.sub(r'"\s*\n\s*f?"', "", text)  # join the parts of one string
+    text = re.sub(r'"\s*\n\s*f?"', "", text)  # joins the parts of one string
     text = re.sub(r"\$?\{[^{}\n\"]*\}|%l*[sdu]", "...", text)
     return " ".join(text.split())
 
@@ -55,7 +55,7 @@ def test_messages_of_the_troubleshooting_page_are_in_the_sources():
         parts = [part.strip(" :'()/") for part in message.split("...")]
         parts = [part for part in parts if len(part) > 4 and part != "gptkernels"]
         assert parts, message
-        for part in parts:  # a message may have another message inserted
+        for part in parts:  # a message may contain another message
             whole = part in sources or all(piece.strip() in sources for piece in re.split(r"(?<=: )|(?<=, but )", part))
             assert whole, f"{part!r} of {message!r}"
 

@@ -1,4 +1,4 @@
-"""The programs in ``examples`` run as their pages say."""
+"""Runs the programs in ``examples`` with the commands of their pages."""
 
 import os
 import re
@@ -54,7 +54,7 @@ def read_losses(text):
 
 
 def test_nanogpt(device):
-    """The program learns as it does without the swap, apart from other dropout masks."""
+    """The program's losses decrease as without the swap. They differ slightly, because the dropout masks differ."""
     arguments = "--steps", 21, "--device", device
     ours, theirs = (run_python("nanogpt/train.py", *arguments, *more) for more in ([], ["--no-swap"]))
     assert "gpt block" in ours

@@ -1,4 +1,4 @@
-"""The README's examples run as they are written."""
+"""Runs the README's examples without changes."""
 
 import re
 from pathlib import Path

@@ -69,7 +69,7 @@ def section(curves) -> str:
 
 
 def save(path, curves):
-    """Write the curves completely or not at all."""
+    """Write the curves atomically."""
     with replace_file(path) as temporary:
         temporary.write_text(json.dumps({"curves": curves}) + "\n")
 

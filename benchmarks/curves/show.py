@@ -1,4 +1,4 @@
-"""Tables and a plot of curves."""
+"""Tables and a plot of training curves."""
 
 import statistics
 
@@ -28,7 +28,10 @@ def first_of_seed(curve, curves):
 
 
 def tables(curves) -> list[str]:
-    """Return the machine, a table of curves with their differences from the first of their seed, and means."""
+    """Return the text with the machine, a table of the curves and the mean differences.
+
+    The table has the differences of each curve from the first curve of its seed.
+    """
     header = [*HEADER, *(text.format(VARIANTS[curves[0]["variant"]]) for text in COMPARED)]
     lines = [_line(curve, first_of_seed(curve, curves)) for curve in curves]
     return [_machine(curves), markdown(header, lines, texts=1), *_over_seeds(curves)]
@@ -52,7 +55,10 @@ def _line(curve, first):
 
 
 def _beside(curve, first):
-    """Return the differences from the first curve: the largest, the last and validation's; None if unknown."""
+    """Return the largest and the last difference from the first curve, and the difference of the validation losses.
+
+    A difference is None if it is unknown.
+    """
     found = differences(curve, first)
     if curve is first or not found:
         return [None] * 3
@@ -61,7 +67,7 @@ def _beside(curve, first):
 
 
 def _over_seeds(curves) -> list[str]:
-    """Return a line for each variant with several seeds: its mean difference from the first variant.
+    """Return, for each variant with several seeds, a line with its mean difference from the first variant.
 
     If there is a control, the line also has the difference from the mean of the first variant and the control, which
     has less random variation.
@@ -83,7 +89,7 @@ def _over_seeds(curves) -> list[str]:
 
 
 def _ends(curves, variant):
-    """Return the last mean of each complete curve of a variant, by its seed."""
+    """Return the mean of the last AVERAGED losses of each complete curve of a variant. The keys are the seeds."""
     return {
         curve["settings"]["seed"]: _end(curve)
         for curve in curves
@@ -100,7 +106,10 @@ def _mean_and_error(shares):
 
 
 def draw(curves, path):
-    """Plot the losses and their moving averages, and in a second panel how far the averages are above the first."""
+    """Plot the losses and their moving averages.
+
+    A second panel has the differences of the averages from the first curve.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -133,5 +142,5 @@ def draw(curves, path):
 
 
 def _middles(means):
-    """Return the middle step of each mean."""
+    """Return for each mean the middle of the steps that it averages."""
     return range(AVERAGED // 2, AVERAGED // 2 + len(means))

@@ -31,10 +31,10 @@ def train(variant: str, settings: dict, files: dict, device: torch.device, keep:
 
     Args:
         variant: one of VARIANTS. All have bfloat16 parameters with float32 masters.
-        settings: from the command line.
-        files: "train" and "val", lists of token files.
+        settings: the settings from the command line.
+        files: a dict with the lists of token files for "train" and "val".
         device: the device.
-        keep: called with the curve so far every KEEP_EVERY steps, and at the end.
+        keep: a function that is called with the curve every KEEP_EVERY steps and at the end.
 
     Returns:
         The curve: variant, machine, settings, the loss before each update, and the validation loss at the end.
@@ -64,7 +64,7 @@ def train(variant: str, settings: dict, files: dict, device: torch.device, keep:
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(i)
         result = step(_in_order(data.next_batch(), variant))
-        if waiting:  # read the previous step now that the device has the next one
+        if waiting:  # read the previous step's loss while the device runs the next step
             note(waiting)
         waiting = result
     if waiting:
@@ -83,7 +83,7 @@ def _model(variant, settings, device):
 
 
 def _in_order(batch, variant):
-    """Reverse the control's batch. Gradients are then sums of the same terms in another order."""
+    """Reverse the batch of the control. The gradients are then sums of the same terms in another order."""
     return [part.flip(0) for part in batch] if variant == CONTROL else batch
 
 

@@ -8,7 +8,7 @@ LEAST = 0.03  # smaller differences are not reported
 
 
 def slower(old_rows, new_rows):
-    """Return a line for each row whose time is over 3 % longer than before, if that exceeds the spread of both runs.
+    """Return a line for each row whose time grew by more than 3 % and by more than the two runs' spreads together.
 
     Machines differ by a few per cent. All times are therefore divided by the ratio of the copies' times. The ratio is
     the median over all rows, because the ratio of a single row has too much noise.

@@ -4,9 +4,10 @@ import torch
 
 from benchmarks.harness.case import as_tuple
 
-ELEMENTS = 1 << 24  # of one piece
-# Relative to the largest element and to the mean of the exact result. The tolerances are much larger than the error of
-# a correct kernel and much smaller than that of a wrong kernel. The tests check how exact our kernels are.
+ELEMENTS = 1 << 24  # the largest number of elements of one piece
+# The tolerances are relative to the largest element and to the mean of the exact result. They are much larger than
+# the errors of a correct kernel and much smaller than the errors of a wrong kernel. The tests check the exactness of
+# our kernels.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 

@@ -15,7 +15,7 @@ from benchmarks.harness.exact import fault
 from benchmarks.harness.row import Row
 from benchmarks.harness.timing import host_times, kernel_times
 
-OTHERS = ("__main__", "generate", "ledger")  # these files are not of an op
+OTHERS = ("__main__", "generate", "ledger")  # these files have no cases of an op
 OPS = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in OTHERS and not m.ispkg)
 
 COMPILERS = {"compile", "liger", "quack", "flex"}  # They store compiled code on disk, and the run loads it.
@@ -29,7 +29,7 @@ class Settings:
     device: torch.device
     dtypes: list[torch.dtype]
     peers: list[str]
-    sizes: list[tuple[int, ...]] | None = None  # instead of the op's own
+    sizes: list[tuple[int, ...]] | None = None  # used in place of the op's own sizes
     host: bool = False
     repeats: int = 20
 
@@ -60,7 +60,10 @@ def roof(device, repeats) -> list[Row]:
 
 
 def sizes_of(op, settings):
-    """Yield the dtypes and sizes to measure for an op. The command line's sizes are used if they suit the op."""
+    """Yield the dtypes and sizes to measure for an op.
+
+    Sizes from the command line are used if they have as many numbers as the op's sizes.
+    """
     module = importlib.import_module(f"benchmarks.{op}")
     for dtype in settings.dtypes:
         if settings.sizes:
@@ -86,7 +89,7 @@ def measure(op, settings):
     for dtype, size in sizes_of(op, settings):
         for case in cases(op, settings, dtype, size):
             if settings.host and case.name.endswith("bwd"):
-                continue  # the baselines' times would include autograd, and ours would not
+                continue  # the baselines' times would include autograd, but our kernel's time would not
             yield measure_case(op, case, dtype, settings)
         gc.collect()  # compiled functions and graphs keep tensors in reference cycles
 

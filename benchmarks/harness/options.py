@@ -16,7 +16,7 @@ def add_kept(parser):
 
 
 def names_in(text, known, what, error) -> list[str]:
-    """Split a comma-separated option; ``error`` is called if a name is not a known one."""
+    """Split a comma-separated option. Calls ``error`` if a name is unknown."""
     names = [name for name in text.split(",") if name]
     for name in names:
         if name not in known:

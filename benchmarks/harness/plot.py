@@ -35,7 +35,7 @@ def _save(figure, path):
 
 
 def bars(rows):
-    """Return a figure with a panel for each name of an op, and in it a group of bars for each size."""
+    """Return a figure with a panel for each case name of an op. A panel has a group of bars for each size."""
     panels = {name: [row for row in rows if row.name == name] for name in dict.fromkeys(row.name for row in rows)}
     variants = ["ours", *columns_of(rows)]
     labels = {name: _labels(mine) for name, mine in panels.items()}
@@ -82,7 +82,11 @@ def _group(axes, rows, variants, labels):
 
 
 def roofline(run):
-    """Return two panels: flops per second over flops per byte, and the share of a copy's rate of memory-bound rows."""
+    """Return a figure with two panels.
+
+    The first panel plots flops per second against flops per byte. The second panel plots the rate of memory-bound rows,
+    divided by the rate of a copy.
+    """
     rows = [row for row in run["rows"] if row.op != "roof" and "ours" in row.times]
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 6), width_ratios=(1, 1.25))
     _roof(left, [row for row in run["rows"] if row.op == "roof"], rows)

@@ -72,7 +72,7 @@ def faults(rows):
 
 
 def table(rows) -> str:
-    """Return the table in Markdown. Baselines that are faster than ours are bold."""
+    """Return the table in Markdown. Baselines that are faster than our kernel are bold."""
     return markdown(header(rows), [cells(row, columns_of(rows), "**{}**") for row in rows], texts=3)
 
 

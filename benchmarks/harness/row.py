@@ -10,7 +10,7 @@ TIE = 0.995  # two runs of one kernel differ by this factor
 
 @dataclass
 class Row:
-    """The times of ours, of the copy and of each correct baseline, and the faults of the others."""
+    """The times of our kernel, of the copy and of each correct baseline, and the faults of all other variants."""
 
     op: str
     name: str
@@ -27,7 +27,7 @@ class Row:
         return cls(**{**data, "times": {name: Time(*time) for name, time in data["times"].items()}})
 
     def dump(self) -> dict:
-        """Convert to JSON. The rates are only for readers."""
+        """Convert the row to JSON. The rates are for readers of the file; ``load`` ignores them."""
         rates = {n: round(self.rate(n), 1) for n in self.times if n != "copy" or self.unit == "GB/s"}
         return {**asdict(self), "times": {n: list(t) for n, t in self.times.items()}, "rates": rates}
 
@@ -54,7 +54,7 @@ class Row:
         return [name for name in (*self.times, *self.faults) if name not in ("ours", "copy")]
 
     def ratio(self, name) -> float | None:
-        """Return a variant's time divided by ours, or None if either is missing."""
+        """Return a variant's time divided by our kernel's time, or None if one of the two times is missing."""
         if name not in self.times or "ours" not in self.times:
             return None
         return self.times[name].median / self.times["ours"].median
@@ -71,6 +71,6 @@ class Row:
 
     @property
     def ahead(self) -> list[str]:
-        """Return the baselines that are faster than ours."""
+        """Return the baselines that are faster than our kernel."""
         ours = self.times["ours"].median if "ours" in self.times else float("inf")
         return [p for p in self.peers if p in self.times and self.times[p].median < TIE * ours]

@@ -7,7 +7,7 @@ from gptkernels.files.writing import replace_file
 
 
 def save(path, run):
-    """Write a run completely or not at all. Each row is a line, so that two files can be compared."""
+    """Write a run atomically. Each row is one line, so that two files can be compared."""
     rows = ",\n  ".join(json.dumps(row.dump() if isinstance(row, Row) else row) for row in run["rows"])
     rest = json.dumps({k: v for k, v in run.items() if k != "rows"}, indent=1)
     with replace_file(path) as temporary:
@@ -21,7 +21,7 @@ def joined_machine(runs) -> dict:
 
 
 def load(*paths):
-    """Join files to one run with the settings, the machine and the `roof` rows of the first file."""
+    """Join files into one run, which has the settings, the machine and the `roof` rows of the first file."""
     runs = [json.loads(path.read_text()) for path in paths]
     rows = [Row.load(row) for i, run in enumerate(runs) for row in run["rows"] if i == 0 or row["op"] != "roof"]
     return {**runs[0], "machine": joined_machine(runs), "rows": rows}

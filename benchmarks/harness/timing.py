@@ -1,4 +1,4 @@
-"""Timing of kernels, and of the host's time to launch them."""
+"""Measurement of kernels' times, and of the host's time to launch kernels."""
 
 import ctypes
 import statistics
@@ -9,7 +9,7 @@ import torch
 
 
 class Time(NamedTuple):
-    """Seconds of several runs: the median and the quartiles."""
+    """The median and the quartiles of the times of several runs, in seconds."""
 
     median: float
     low: float
@@ -76,7 +76,7 @@ def _cuda_timer(cycles=1_000_000, most_cycles=16_000_000):
 
 
 def host_times(functions, device, repeats):
-    """Time the host for calls of each function. The functions alternate, with many calls at a time."""
+    """Time the host for calls of each function. The functions alternate; a turn of a function has many calls."""
 
     def seconds(function, calls=200):
         start = time.perf_counter()

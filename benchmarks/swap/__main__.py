@@ -89,7 +89,7 @@ def _variants(options, error):
 
 
 def _measured(variants, options, device):
-    """Measure all variants. The figures of each are shown and saved when they are known."""
+    """Measure all variants. The figures of each variant are shown and saved after its measurement."""
     run = {"machine": describe(device), "rows": []}
     print(title(run["machine"]), flush=True)
     for row in measure_in_processes(variants, options):

@@ -50,7 +50,7 @@ def measure(variant, device, seconds, losses, wait=lambda: None):
 
 
 def measure_in_processes(variants, options):
-    """Yield each variant's figures when it is measured.
+    """Yield the figures of each variant after its measurement.
 
     ``options.at_once`` variants are started together. They compile and run their first steps in parallel, and their
     timed steps one after the other.
@@ -100,7 +100,7 @@ def profile(variant, device):
         trainer.step(tokens)
         torch.cuda.synchronize()
     kernels = [e for e in found.key_averages() if e.self_device_time_total > 0 and e.device_type.name == "CUDA"]
-    kernels = [e for e in kernels if not e.key.startswith("Optimizer.")]  # a range of several kernels
+    kernels = [e for e in kernels if not e.key.startswith("Optimizer.")]  # this entry is a range of several kernels
     total, launches = sum(e.self_device_time_total for e in kernels), sum(e.count for e in kernels)
     print(f"# {variant}, swapped: {variant.swapped}: {total / 1e3:.1f} ms of kernels in {launches} launches")
     for e in sorted(kernels, key=lambda e: -e.self_device_time_total)[:28]:

@@ -1,4 +1,4 @@
-"""Kept runs as the table of docs/swap.md and the README."""
+"""Writes kept runs as the table of docs/swap.md and the README."""
 
 import dataclasses
 import json
@@ -28,7 +28,7 @@ def load(paths):
 
 
 def lines(rows) -> list[list[str]]:
-    """Return a line for each swapped variant with its unswapped one, and for each variant without a counterpart."""
+    """Return a line for each pair of a swapped and an unswapped variant, and for each variant without a counterpart."""
     found = {Variant.of(row): row for row in rows}
     compared = {dataclasses.replace(variant, swapped="no") for variant in found if variant.swapped != "no"}
     made = []

@@ -1,1 +1,1 @@
-"""A whole training step of GPT-2, ours and torch's: ``python -m benchmarks.train_step`` (docs/step.md)."""
+"""Times training steps of GPT-2, ours and plain torch's: ``python -m benchmarks.train_step`` (docs/step.md)."""

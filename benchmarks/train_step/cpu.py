@@ -1,4 +1,4 @@
-"""Steps of ``make train``'s model on a CPU: the times of all variants, and of the operators of our steps."""
+"""Measures training steps of ``make train``'s model on a CPU: the times of all variants and of our operators."""
 
 import collections
 import math
@@ -22,12 +22,12 @@ VOCABULARY = 128
 
 
 def measured(variants, turns, peak):
-    """Measure steps in process time on one thread and in wall-clock time on all, and our operators on one thread.
+    """Measure steps on one thread (process time) and on all threads (wall-clock time), and our operators on one thread.
 
     Args:
-        variants: names.
-        turns: how often each variant runs TURN steps.
-        peak: the peak GFLOP/s of one thread, which gives the lower bounds of the matmuls' times.
+        variants: the names of the variants.
+        turns: the number of turns of each variant. A turn has TURN steps.
+        peak: the peak GFLOP/s of one thread. The lower bounds of the matmuls' times are computed from it.
     """
     preset = PRESETS["tiny"]
     sizes = {"n_layer": preset.layers, "n_head": preset.heads, "n_embd": preset.channels}
@@ -48,7 +48,7 @@ def measured(variants, turns, peak):
 
 
 def _interleaved(variants, turns, clock, config, weights, batch):
-    """Return each variant's milliseconds per step (lower quartile, median, minimum) and its last loss."""
+    """Return for each variant the milliseconds of a step (lower quartile, median, minimum) and the last loss."""
     torch._dynamo.reset()
     device = torch.device("cpu")
     data = batches(config, batch, config.block_size, (turns + 2) * TURN, device)

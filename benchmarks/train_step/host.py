@@ -1,4 +1,4 @@
-"""Measures the host time of the parts of a training step, ours and plain torch's, and of a layer and its operators."""
+"""Measures the host time of the parts of a training step, with this library and with plain torch, and of operators."""
 
 import statistics
 import time
@@ -20,7 +20,7 @@ PARTS = ("forward", "backward", "update")
 
 
 def measured(config, weights, device):
-    """Measure the parts of a step, ours and plain torch's, in milliseconds, and operators in microseconds."""
+    """Measure the parts of our and of plain torch's step in milliseconds, and our operators in microseconds."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     length = min(LENGTH, config.block_size)
     model, plain = GPT2(config, device, dtype), TorchGPT2(config).to(device, dtype)
@@ -30,7 +30,7 @@ def measured(config, weights, device):
 
 
 def _parts(model, plain, length, device):
-    """Measure the parts of both models' steps. The models alternate."""
+    """Measure the parts of the steps of both models, which take turns."""
     optimizer = AdamW(groups(model), master_weights=True, max_grad_norm=1.0)
     tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
 

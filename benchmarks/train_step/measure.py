@@ -41,7 +41,10 @@ def batches(config, batch, length, count, device):
 
 
 def measure(variant, precision, config, weights, batch, device, *, warm_up, steps) -> Row:
-    """Time some steps, after a warm-up that compiles and captures. The row has the losses of all steps."""
+    """Time some steps, after a warm-up that compiles the model and captures CUDA graphs.
+
+    The row has the losses of all steps.
+    """
     row = Row(variant, precision, batch)
     length = config.block_size
     data = batches(config, batch, length, warm_up + steps, device)

@@ -32,14 +32,15 @@ PRODUCTS |= {f"fp8_{op}": PRODUCTS[op] for op in ("linear", "mlp", "linear_cross
 PRODUCTS |= {f"fp8_{op}": dict.fromkeys(PRODUCTS[op], UNKNOWN) for op in ("linear_backward", "mlp_backward")}
 
 PRODUCT = re.compile(r"nvjet|gemm|cutlass|xmma|matmul|fp8_gelu", re.IGNORECASE)
-BEFORE_PRODUCT = re.compile(r"Memset")  # cuBLAS launches it before a matmul
-AFTER_PRODUCT = re.compile(r"splitKreduce")  # adds the parts of a matmul
+BEFORE_PRODUCT = re.compile(r"Memset")  # cuBLAS launches this before a matmul
+AFTER_PRODUCT = re.compile(r"splitKreduce")  # this kernel adds the parts of a matmul
 REDO = "ExpEpilogue<true>"  # the matmul that recomputes rows; usually there are none
 PARTS = {"column_sum": "column sums", "partial_sums": "column sums", "ClassifierForwardRow": "classifier"}
 PARTS |= {"exp_classifier": "factors", REDO: "factors"}
 PARTS |= {"fp8_quantize": "quantisation", "fp8_largest": "largest magnitude", "fp8_transpose": "transposition"}
 PARTS_OF_A_LAYER = PARTS | {"layernorm": "norms", "attention": "attention"}
-PASSES = {"residual_layernorm": 4, "layernorm": 2, "layernorm_backward": 3}  # over the first argument
+# The number of reads and writes of the first argument's size.
+PASSES = {"residual_layernorm": 4, "layernorm": 2, "layernorm_backward": 3}
 HEADER = ["op", "", "size", "kernel", "launches", "ms", "floor", "excess"]
 
 
@@ -55,7 +56,10 @@ class Launch(NamedTuple):
 
 @dataclass
 class Piece:
-    """All launches of a step that compute the same thing at one size. `seconds` and `floor` are sums over them."""
+    """All launches of a step that compute the same thing at one size.
+
+    `seconds` and `floor` are sums over these launches.
+    """
 
     op: str
     what: str
@@ -71,7 +75,7 @@ class Piece:
 
 
 class Rates(NamedTuple):
-    """The device's limits: bytes/s of a large copy, flop/s of a large matmul."""
+    """The device's highest rates: the bytes/s of a large copy and the flop/s of a large matmul."""
 
     bytes: float
     flops: float
@@ -97,7 +101,7 @@ def launches(step: Callable[[], object]) -> list[Launch]:
 
 
 def owner(event):
-    """Return the outermost of our ops around an event, else the outermost of torch's."""
+    """Return the outermost of our ops around an event. If there is none, return the outermost torch op."""
     around = []
     while event is not None:
         around.append(event)
@@ -125,7 +129,7 @@ class Sizes(NamedTuple):
 def pieces(
     found: Iterable[Launch], speed: Rates, *, itemsize: int, parameters: int, fp8_logits: bool = False
 ) -> list[Piece]:
-    """Group the launches of a step by what they compute, sorted by the excess over the floor."""
+    """Group the launches of a step by what they compute, and sort the groups by their excess over the floor."""
     by_key: dict[tuple, Piece] = {}
     counted, products, longest = set(), collections.Counter(), collections.Counter()
     updates = len({launch.call for launch in found if launch.op == "adamw_"})
@@ -162,17 +166,17 @@ def _what(launch: Launch, products: collections.Counter) -> str:
 
 
 def least(op, what, shapes, sizes) -> tuple[int, int]:
-    """Return the fewest bytes and flops of one call, or 0 if they could be part of another pass."""
+    """Return the fewest bytes and flops of one call. A number is 0 if another pass could include this work."""
     n, itemsize = math.prod(shapes[0]) if shapes else 0, sizes.itemsize
     if what in PRODUCTS.get(op, ()):
         flops = matmul_flops(op, what, shapes)
         eight_bits = op.startswith("fp8") and (what != "logits" or sizes.fp8_logits)
-        return 0, flops // 2 if eight_bits else flops  # the rate is that of 16-bit matmuls
+        return 0, flops // 2 if eight_bits else flops  # float8 matmuls have twice the rate of 16-bit matmuls
     if op in ("attention", "attention_backward"):
         return 0, attention_flops(op, shapes)
     if op.startswith("fp8_layer") and what == "attention":
         return 0, attention_flops(op, [(*shapes[0][:2], 3 * shapes[0][2])] * 2)
-    if op.startswith("fp8_layer") and what == "norms":  # two norms; float8 written twice has the bytes of 16 bits
+    if op.startswith("fp8_layer") and what == "norms":  # two norms; two float8 copies are as large as one in 16 bits
         return 2 * 4 * n * itemsize, 0
     if op in ("residual_layernorm_backward", "residual_layernorm_bias_backward"):
         return (4 if len(shapes) > 1 and shapes[1] else 3) * n * itemsize, 0
@@ -185,7 +189,8 @@ def least(op, what, shapes, sizes) -> tuple[int, int]:
         "encoder": 2 * n * itemsize * (shapes[1][-1] if op == "encoder" else 0),
         "encoder_backward": n * itemsize,
     }
-    # AdamW: the gradient, two moments, the parameter, and for 16 bits its master.
+    # AdamW reads the gradient, and reads and writes two moments and the parameter. For a 16-bit parameter, it reads and
+    # writes the float32 master and only writes the parameter.
     nbytes |= {"adamw_": 28 * sizes.parameters // sizes.updates, "global_norm": sizes.parameters * itemsize}
     return nbytes.get(op, 0), 0
 
@@ -193,9 +198,9 @@ def least(op, what, shapes, sizes) -> tuple[int, int]:
 def matmul_flops(op, what, shapes) -> int:
     """Return the flops of one matmul of an op, whose first argument has a row for each token."""
     columns = shapes[0][-1]
-    if op == "fp8_linear_backward":  # dout, x transposed
+    if op == "fp8_linear_backward":  # the arguments are dout and x transposed
         weight = columns, shapes[1][0]
-    elif op == "fp8_mlp_backward":  # dout, GELU's input
+    elif op == "fp8_mlp_backward":  # the arguments are dout and GELU's input
         weight = columns, shapes[1][-1]
     elif op == "fp8_layer_backward":
         weight = columns, columns * PRODUCTS[op][what]

@@ -1,4 +1,4 @@
-"""GPT-2 in plain torch, with fused attention. Its parameters have the same names as those of this package."""
+"""GPT-2 in plain torch, with fused attention. The parameters have the same names as in this package's GPT2."""
 
 import torch.nn.functional as F
 from torch import nn

@@ -1,4 +1,7 @@
-"""The variants: ours and torch's, eager, compiled and with CUDA graphs, with the same initial weights."""
+"""The variants of a training step: our and torch's model, eager, compiled and with CUDA graphs.
+
+All variants have the same initial weights.
+"""
 
 import contextlib
 import dataclasses

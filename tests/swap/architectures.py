@@ -1,7 +1,7 @@
-"""Published architectures with the modules of a GPT-2, which the model connects in another way.
+"""Published architectures that have the modules of a GPT-2 but connect them in another way.
 
 `MODELS` maps a name to a function that returns `(model, run)`, as in `swap_lookalikes.py`. The models in `GPT2_FORMS`
-compute what GPT-2 computes, with other code.
+compute the same function as GPT-2, but with other code.
 """
 
 import torch
@@ -28,12 +28,12 @@ def predict(self, x, targets):
 
 
 def set_parameter(name, *values):
-    """Return a function for `edit`'s setup that gives a module a parameter with these values."""
+    """Return a `setup` function for `edit`, which adds a parameter with these values to a module."""
     return lambda self, model, i: self.register_parameter(name, nn.Parameter(torch.tensor(values)))
 
 
 def set_trained(name, value):
-    """Return a function for `edit`'s before that sets a parameter, as training would."""
+    """Return a `before` function for `edit`, which sets a parameter to a value that training could reach."""
     return lambda model: nn.init.constant_(model.get_parameter(name), value)
 
 
@@ -47,7 +47,7 @@ def unet_skips(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", set_parameter("skip_weights", 0.0), set_trained("skip_weights", 0.5))
 def unet_skips_from_zero(self, forward, idx, targets=None):
-    """modded-nanogpt's skips, with weights that are 0 at first, so that the model starts as a GPT-2."""
+    """modded-nanogpt: the skip connections have weights that are 0 at first, when the model is a GPT-2."""
     x, (first, middle, last) = embed(self, idx), self.transformer.h
     skip = first(x)
     return predict(self, last(middle(skip) + self.skip_weights[0] * skip), targets)
@@ -64,7 +64,7 @@ def embedding_in_every_layer(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", set_parameter("depth_weights", 0.0, 0.0, 0.0, 1.0), set_trained("depth_weights", 0.25))
 def denseformer(self, forward, idx, targets=None):
-    """DenseFormer: the last output is averaged with all earlier outputs. At first, the weights select the last."""
+    """DenseFormer: the last output is averaged with all earlier outputs. The initial weights select the last output."""
     states = [embed(self, idx)]
     for block in self.transformer.h:
         states.append(block(states[-1]))
@@ -72,7 +72,7 @@ def denseformer(self, forward, idx, targets=None):
 
 
 class ValueEmbeddingAttention(nn.Module):
-    """Adds an embedding of the tokens to the values, if it is given."""
+    """Adds an embedding of the tokens to the values if the caller passes one."""
 
     def forward(self, x, ve=None):
         q, k, v = heads(self, x)
@@ -80,7 +80,7 @@ class ValueEmbeddingAttention(nn.Module):
 
 
 class ValueEmbeddingBlock(nn.Module):
-    """Passes the embedding to its attention."""
+    """Passes the token embedding to its attention."""
 
     def forward(self, x, ve=None):
         x = x + self.attn(self.ln_1(x), ve)
@@ -89,7 +89,7 @@ class ValueEmbeddingBlock(nn.Module):
 
 @edit(nano, "GPT")
 def value_embeddings(self, forward, idx, targets=None):
-    """modded-nanogpt: attention of the first and the last layer has a second argument, a token embedding."""
+    """modded-nanogpt: the first and the last layer pass a token embedding to their attention as a second argument."""
     x, (first, middle, last) = embed(self, idx), self.transformer.h
     ve = self.transformer.wte(idx)
     return predict(self, last(middle(first(x, ve)), ve=ve), targets)
@@ -168,7 +168,10 @@ def shallow_for_long(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", lambda self, model, i: setattr(self, "depth", 3), lambda model: setattr(model, "depth", 2))
 def progressive_depth(self, forward, idx, targets=None):
-    """Progressive stacking: only the first `depth` layers run. `depth` is all layers until `run` sets it."""
+    """Progressive stacking: only the first `depth` layers run.
+
+    `depth` is the number of all layers until `run` sets it.
+    """
     x = embed(self, idx)
     for block in self.transformer.h[: self.depth]:
         x = block(x)
@@ -198,7 +201,7 @@ def post_norm(self, forward, x):
 
 @edit(nano, "Block")
 def parallel(self, forward, x):
-    """PaLM, GPT-NeoX: attention and MLP have the same input stream."""
+    """PaLM, GPT-NeoX: attention and MLP read the same residual stream."""
     return x + self.attn(self.ln_1(x)) + self.mlp(self.ln_2(x))
 
 
@@ -255,7 +258,7 @@ def forget(model):
 
 @edit(nano, "CausalSelfAttention", before=forget, calls=2)
 def memory_of_the_last_call(self, forward, x):
-    """Transformer-XL: queries also see keys and values of the previous call, if it had as many sequences."""
+    """Transformer-XL: queries also see keys and values of the previous call if its batch size was the same."""
     q, k, v = heads(self, x)
     old, self.kept = getattr(self, "kept", None), (k.detach(), v.detach())
     if old is None or old[0].size(0) != x.size(0):
@@ -286,7 +289,7 @@ def prefix_tokens(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def centred_over_the_batch(self, forward, idx, targets=None):
-    """With several sequences, their mean is subtracted from the stream before the last layer."""
+    """If a batch has several sequences, their mean is subtracted from the residual stream before the last layer."""
     x, (first, middle, last) = embed(self, idx), self.transformer.h
     x = middle(first(x))
     return predict(self, last(x - x.mean(0) if idx.size(0) > 1 else x), targets)
@@ -305,7 +308,7 @@ def restarts_after_a_separator(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def shrunk_embedding_gradient(self, forward, idx, targets=None):
-    """CogView, GLM-130B: a tenth of the gradient reaches the embeddings. The forward is GPT-2's."""
+    """CogView, GLM-130B: a tenth of the gradient reaches the embeddings. The forward pass is the same as GPT-2's."""
     x = embed(self, idx)
     x = 0.1 * x + 0.9 * x.detach()
     for block in self.transformer.h:

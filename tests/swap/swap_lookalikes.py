@@ -1,4 +1,4 @@
-"""Twenty small models that look like GPT-2 and each compute something slightly different, to test `swap(model)`.
+"""Twenty small models that resemble GPT-2 but compute slightly different functions, for tests of `swap(model)`.
 
 `MODELS` maps a name to a function that returns `(model, run)`. `run(model, tokens)` returns `(logits, loss)`, which
 depend only on torch's, Python's and NumPy's seeds. Ten models are nanoGPT with a change, ten are Hugging Face's GPT-2
@@ -31,14 +31,14 @@ def register(build):
 def edit(base, kind, setup=lambda *args: None, before=lambda model: None, calls=1, method="forward"):
     """Return a decorator that adds a model in which a function replaces a method of some modules.
 
-    The modules get a subclass with the name of their class, as in an edited file.
+    The modules' class is replaced by a subclass of the same name, as if its source file had been edited.
 
     Args:
-        base: makes the model.
+        base: a function that makes the model.
         kind: the name of the modules' class.
         setup: `setup(module, model, i)` prepares the i-th of these modules.
         before: `run` calls `before(model)` first.
-        calls: how often `run` calls the model. It returns the last results.
+        calls: the number of times that `run` calls the model; `run` returns the results of the last call.
         method: the name of the method. The decorated function gets the module, the old method and the arguments.
     """
 
@@ -175,7 +175,7 @@ def nano_shared_mlp_fades(self, forward, x):
 
 @edit(nano, "Block", setup=lambda self, model, i: setattr(self, "drop_rate", 0.2 * (i + 1)), method="__call__")
 def nano_stochastic_depth(self, call, x):
-    """In training mode, `Block.__call__` skips blocks by Python's `random`, deeper blocks more often."""
+    """In training mode, `Block.__call__` skips blocks by Python's `random`. Deeper blocks are skipped more often."""
     return x if self.training and random.random() < self.drop_rate else call(x)
 
 
@@ -252,7 +252,10 @@ def hf_alibi_registered_later():
 
 @register
 def hf_packed_documents_hook():
-    """A pre-hook on `transformer` passes position_ids that restart after separators, which masks documents too."""
+    """A pre-hook on `transformer` passes position_ids that restart after separators.
+
+    Attention is then masked between documents.
+    """
 
     def packed(module, args, kwargs):
         position = torch.arange(args[0].size(1), device=args[0].device).expand_as(args[0])
@@ -287,7 +290,7 @@ def hf_head_bias_smoothed_loss():
     """`lm_head`, still tied to `wte`, has a bias of token frequencies, and `loss_function` smooths the labels."""
 
     def smoothed(logits, labels, vocab_size, **kwargs):
-        target = labels[:, 1:].masked_fill(labels[:, 1:] == labels[:, :-1], -100)  # repeated tokens do not count
+        target = labels[:, 1:].masked_fill(labels[:, 1:] == labels[:, :-1], -100)  # repeated tokens are ignored
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), target.flatten(), label_smoothing=0.1)
 
     model = hf()

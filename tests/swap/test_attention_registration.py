@@ -1,4 +1,4 @@
-"""Attention registered with torch's flash attention implementations, and layers in Hugging Face's Kernel Hub."""
+"""Tests of attention as torch's flash attention implementation, and of layers from Hugging Face's Kernel Hub."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 has_registration = hasattr(torch.nn.attention, "register_flash_attention_impl")
 needs_restore = pytest.mark.skipif(
     not hasattr(torch.nn.attention, "restore_flash_attention_impl"),
-    reason="this torch has no restore_flash_attention_impl",  # as torch 2.10
+    reason="this torch has no restore_flash_attention_impl",  # for example torch 2.10
 )
 
 
@@ -97,7 +97,7 @@ def repository(tmp_path):
 
 
 def test_layers_of_a_kernel_hub_repository_replace_a_models(repository, device):
-    """The repository is a local folder."""
+    """The test reads the repository from a local folder."""
     from kernels import LocalLayerRepository, Mode, kernelize, register_kernel_mapping, replace_kernel_forward_from_hub
 
     class Norm(torch.nn.LayerNorm):

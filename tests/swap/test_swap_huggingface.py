@@ -1,4 +1,4 @@
-"""Swapped Hugging Face GPT-2 models support the same options with the same results."""
+"""Swapped Hugging Face GPT-2 models accept the options of unswapped models and give the same results."""
 
 import copy
 import functools
@@ -224,7 +224,10 @@ def test_a_cache_can_be_shared_with_the_original(device):
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_gradients_through_the_cache(backend, device, monkeypatch):
-    """Cached keys and values may have a gradient from outside the model. Only an eager block then reruns its layer."""
+    """Cached keys and values may receive a gradient from outside the model.
+
+    In this case only eager blocks run their layer again in the backward.
+    """
     torch._dynamo.reset()
     again = []
     differentiably = node._differentiably
@@ -282,7 +285,7 @@ def test_save_pretrained_writes_an_unswapped_model(tmp_path, device):
 
 
 def test_trainer(tmp_path, device):
-    """Ten steps of transformers' Trainer, with autocast and accumulation, have the losses of the unswapped model."""
+    """Ten steps of transformers' Trainer with autocast and accumulation have the losses of the unswapped model."""
     pytest.importorskip("accelerate")
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in tokens("cpu", 0, 4)]
     final = []
@@ -304,7 +307,7 @@ def test_trainer(tmp_path, device):
 
 @pytest.mark.parametrize("kind", ["ones", "left", "right", "holes"])
 def test_attn_implementation_has_the_same_results(kind, device):
-    """The model has another architecture, whose queries share heads of keys."""
+    """The model is not a GPT-2: several of its query heads share one head of keys and values."""
     gptkernels.register_attention("transformers")
     config = transformers.LlamaConfig(
         vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -382,7 +385,7 @@ def test_keywords_of_attention_are_supported_or_refused(keyword, value, is_suppo
 
 
 def test_attention_with_a_position_bias_calls_transformers(device, monkeypatch):
-    """With a release of transformers that does not support the bias, the call is an error."""
+    """If the installed release of transformers does not support the bias, the call raises an error."""
     sdpa_attention = pytest.importorskip("transformers.integrations.sdpa_attention")
     gptkernels.register_attention("transformers")
     q, bias = torch.randn(1, 2, 7, 16, device=device), torch.randn(1, 2, 7, 7, device=device)

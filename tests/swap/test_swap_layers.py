@@ -1,4 +1,4 @@
-"""``gptkernels.swap`` on torch.nn's layers and on users' modules, its report and its errors."""
+"""Tests of ``gptkernels.swap`` on torch.nn's layers and on users' modules, and of its report and errors."""
 
 import contextlib
 import copy
@@ -163,7 +163,7 @@ def make_small(kind=published.GPT, **changes):
 
 
 class RmsNorm(nn.Module):
-    """A norm that is not layer_norm."""
+    """Computes RMSNorm, which differs from layernorm."""
 
     def __init__(self, width):
         super().__init__()
@@ -187,7 +187,7 @@ def rotate(q, k):
 
 
 class RotatedAttention(published.CausalSelfAttention):
-    """Computes another function, with nanoGPT's attributes."""
+    """Has the attributes of nanoGPT's attention, but computes another function."""
 
     def forward(self, x):
         B, T, C = x.size()
@@ -198,7 +198,7 @@ class RotatedAttention(published.CausalSelfAttention):
 
 
 def test_modules_with_another_function_are_not_replaced():
-    """Modules with the same names and sizes as GPT-2's may compute something else."""
+    """Modules are not replaced if only their names and sizes, but not their results, are like GPT-2's."""
     model = make_small()
     model.transformer.h[1].attn = RotatedAttention(model.config)
     model.transformer.h[0].mlp.gelu = QuickGELU()
@@ -220,7 +220,7 @@ def test_modules_with_another_function_are_not_replaced():
 @pytest.mark.parametrize("name", ["attn_dropout", "resid_dropout"])
 def test_attention_with_other_dropouts_is_not_replaced(name):
     class Elsewhere(published.CausalSelfAttention):
-        """Applies a dropout twice, or where nanoGPT has none."""
+        """Applies dropout a second time, or in a place where nanoGPT has no dropout."""
 
         def forward(self, x):
             return self._modules[name](super().forward(x))
@@ -235,7 +235,7 @@ def test_attention_with_other_dropouts_is_not_replaced(name):
 
 
 class Calls(nn.Module):
-    """Calls the function by three names, in two methods and after super()."""
+    """Calls scaled_dot_product_attention under three names in two methods, of which one also calls super()."""
 
     def forward(self, q, k, v):
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -250,7 +250,7 @@ class Calls(nn.Module):
 
 
 class CallsItsMethod(nn.Module):
-    """Has a method with the function's name."""
+    """Has a method that is also named scaled_dot_product_attention."""
 
     def forward(self, q, k, v):
         return self.scaled_dot_product_attention(q, k, v) + F.scaled_dot_product_attention(q, k, v)
@@ -456,7 +456,7 @@ def test_additional_arguments_of_a_block_are_supported():
 
 
 def test_a_forward_draws_once(device, monkeypatch):
-    """One launch draws the numbers of all dropouts of a model. Without dropout nothing is drawn."""
+    """One kernel launch draws the random numbers for all dropouts of a model. A model without dropout draws none."""
     config = published.Config(16, 64, 3, 2, 16, 0.5)
     model = gptkernels.swap(published.GPT(config).to(device))
     tokens = torch.arange(32, device=device).view(2, 16)
@@ -505,12 +505,12 @@ def test_dropout_saves_no_mask(compiled, device):
 )
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 def test_the_head_and_its_loss_are_as_exact_as_torch(autocast, how, divisor, used, device, monkeypatch):
-    """Outputs, and gradients through one or both of them, are as exact as torch's against float64."""
+    """The logits, the loss, and the gradients through either or both are as exact as torch's results."""
     hidden, weight = (torch.randn(shape, device=device) for shape in [(3, 100, 16), (77, 16)])
     targets = torch.randint(77, (3, 100), device=device)
     targets[1, 2] = -1
     outside = 1e-2 * torch.randn(3, 100, 77, device=device)
-    if how == "chunks":  # of 128 rows, or fewer in the last chunk
+    if how == "chunks":  # chunks have 128 rows; the last chunk has fewer
         monkeypatch.setattr(head, "CHUNK", 128)
 
     def ours(hidden, weight):
@@ -592,7 +592,7 @@ def test_compiled_head_and_loss_are_one_pass(returned, device):
 
 
 def test_the_head_and_its_loss_compile_inside_of_a_transform(device):
-    """A transform of torch.func inside of a compiled function sees the operators."""
+    """``torch.func.grad`` of the head and its loss compiles without a graph break and gives the eager results."""
     torch._dynamo.reset()
     hidden, weight = (torch.randn(shape, device=device) for shape in [(300, 16), (77, 16)])
     targets = torch.randint(77, (300,), device=device)

@@ -1,4 +1,4 @@
-"""Models that only resemble GPT-2 compute the same after the swap."""
+"""Models that only resemble GPT-2 give the same results after the swap as before."""
 
 import copy
 import random

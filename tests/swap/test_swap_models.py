@@ -1,4 +1,4 @@
-"""A swapped model of each family computes what it computed before the swap."""
+"""A swapped model of each family gives the same results as before the swap."""
 
 import contextlib
 import copy
@@ -37,7 +37,7 @@ def assert_close_gradients(found, expected, tolerance, least=0.0):
 
 
 def make_swapped_or_not(family, device):
-    """Yield a model and its call twice, in float64: first swapped, then unswapped."""
+    """Yield (model, call) twice, in float64: the first model is swapped, and the second model is not."""
     for is_swapped in (True, False):
         model, call = make_model_and_call(family, device)
         yield (gptkernels.swap(model) if is_swapped else model).double().eval(), call
@@ -46,7 +46,10 @@ def make_swapped_or_not(family, device):
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
 @all_families
 def test_matches_float64(family, precision, device):
-    """Outputs, loss and gradients are as exact as torch's. Under autocast, the models are in training mode."""
+    """Outputs, loss and gradients are as exact as the unswapped model's.
+
+    Under autocast, the models are in training mode.
+    """
     ours, torchs, exact, call = make_copies_and_call(family, device)
     autocast = precision == "autocast"
     for model in (ours, torchs, exact):
@@ -66,14 +69,14 @@ def test_matches_float64(family, precision, device):
     except AssertionError:
         if precision == "bfloat16":
             raise
-        # torch may be exact by luck, as in a gradient whose exact value is 0.
+        # Torch's result may happen to be exact, for example if the exact gradient is 0.
         assert_as_exact(found, *pairs[0], [*pairs[1:], *(pair(draw) for draw in range(4, 40))])
     assert not ours.gptkernels_report.calls
 
 
 @pytest.mark.parametrize("family", ["nanoGPT", pytest.param("GPT2LMHeadModel", marks=needs_transformers)])
 def test_meta_tensors(family):
-    """Outputs, loss and gradients on the meta device have the shapes and dtypes of those on the CPU."""
+    """Outputs, loss and gradients on the meta device have the same shapes and dtypes as on the CPU."""
     found = {}
     for device in map(torch.device, ("cpu", "meta")):
         model, call = make_model_and_call(family, "cpu")
@@ -98,7 +101,7 @@ def test_pipelining(family, device):
 @both
 @all_families
 def test_ten_steps_of_training(family, autocast, device):
-    """The losses of ten steps of AdamW are as close to float64's losses as torch's are."""
+    """Over ten steps of AdamW, our losses are as close to the losses in float64 as torch's losses are."""
     models = make_copies_and_call(family, device)[:3]
     _, call = make_model_and_call(family, device)
     losses = []
@@ -120,7 +123,7 @@ def test_ten_steps_of_training(family, autocast, device):
     "family", [p for p in all_families.args[1] if p.values[0] not in ("nanoGPT before torch 2", "llm.c")]
 )
 def test_dropout(family, autocast, device, monkeypatch):
-    """A training step with dropout everywhere is as exact as torch's with the masks of our ops.
+    """A training step with dropout everywhere is as exact as torch's step with the same masks.
 
     llm.c has no dropout. nanoGPT before torch 2 has a dropout layer whose mask only torch draws.
     """
@@ -190,7 +193,10 @@ def skip_shared_blocks(family, device):
 @both
 @all_families
 def test_compiles_whole(family, autocast, device):
-    """There is no graph break. Results match eager mode, or are as close to float32 as eager mode's under autocast."""
+    """The model compiles without a graph break, and the results match eager mode.
+
+    Under autocast, the results are as close to float32 as the results of eager mode are.
+    """
     if autocast:
         skip_shared_blocks(family, device)
     torch._dynamo.reset()
@@ -208,7 +214,7 @@ def test_compiles_whole(family, autocast, device):
 
 @all_families
 def test_functional_call_compiles_whole(family, device):
-    """The call gets other parameters than the model's."""
+    """The call uses parameters that differ from the model's own parameters."""
     skip_shared_blocks(family, device)
     torch._dynamo.reset()
     model, call = make_model_and_call(family, device)
@@ -268,7 +274,10 @@ def name_call(node):
 
 @COMPILED
 def test_compiled_training(family, device):
-    """All steps under autocast with dropout share a forward graph and a backward graph, with eager mode's operators."""
+    """All steps under autocast with dropout use one forward graph and one backward graph.
+
+    The graphs call the operators of eager mode.
+    """
     torch._dynamo.reset()
     found, called, graphs = [], Counter(), []
 
@@ -311,7 +320,7 @@ def test_compiled_training(family, device):
 @both
 @COMPILED
 def test_compiled_frozen_parameters(family, autocast, device):
-    """The same parameters have gradients as in eager mode, with the same values."""
+    """The same parameters as in eager mode have gradients, and the gradients have the same values."""
     torch._dynamo.reset()
     model, call = make_model_and_call(family, device)
     gptkernels.swap(model).train()
@@ -336,7 +345,7 @@ def test_compiled_frozen_parameters(family, autocast, device):
 
 @COMPILED
 def test_reduce_overhead(family, device):
-    """With Inductor's CUDA graphs, losses match eager mode. With dropout, each step has another loss."""
+    """With Inductor's CUDA graphs, the losses match eager mode. With dropout, every step has a different loss."""
     if device.type == "cpu":
         pytest.skip("CUDA graphs")
     found = {}

@@ -43,7 +43,7 @@ def apply_dropout(x: Tensor, dropout: Dropout) -> Tensor:
 
 
 def draw(p: float, like: Tensor) -> Dropout:
-    """Draw a dropout's seed and offset from torch's generator of ``like``'s device; draw nothing if p is 0."""
+    """Draw a dropout's seed and offset from torch's generator for the device of ``like``. If p is 0, draw nothing."""
     return Dropout(p, *functional._dropout_numbers(p, like)) if p else NONE
 
 
@@ -57,7 +57,7 @@ class FusedBlock(NamedTuple):
     matrices: Matrices | None = None  # in the matmuls' dtype, if they are already cast
 
     def supports(self, stream: Tensor, pending: Pending | None) -> bool:
-        """Return whether the node can make this addition: the values have the matmuls' dtype, the bias the stream's."""
+        """Return whether the values have the matmuls' dtype and the bias the stream's dtype, as the node requires."""
         if pending is None:
             return True
         return pending.values.dtype == self.plan.low and (pending.bias is None or pending.bias.dtype == stream.dtype)

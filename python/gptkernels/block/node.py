@@ -48,7 +48,7 @@ class FP8Histories(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How a block is computed."""
+    """The options with which a block is computed."""
 
     epsilons: tuple[float, float]
     heads: int
@@ -308,7 +308,7 @@ def _with_matrices(
 
 
 def _as_linear(matrices: Matrices) -> Matrices:
-    """Transpose the weights, as views; return biases unchanged."""
+    """Return transposed views of the weights, and the unchanged biases."""
     return Matrices._make([t.t() if t is not None and t.dim() == 2 else t for t in matrices])
 
 
@@ -339,7 +339,7 @@ def cast_layers(layers: Sequence[BlockParameters], dtype: torch.dtype) -> list[M
 
 
 def _as_parameters(gradients: BlockParameters, dtype: torch.dtype, plan: Plan) -> BlockParameters:
-    """Return the gradients with those of the matrices in the parameters' layout and dtype."""
+    """Return the gradients. Convert the gradients of the matrices to the parameters' layout and dtype."""
     matrices = gradients.matrices()
     if plan.transposed:
         matrices = _as_linear(matrices)

@@ -17,7 +17,7 @@ KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype of ``torch.autocast``; None if it is off, or for devices without kernels, such as meta."""
+    """Return the dtype of ``torch.autocast``, or None if autocast is off or the device has no kernels, as meta."""
     if device_type in KEYS and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
@@ -29,7 +29,7 @@ def without_autocast(device_type: str) -> AbstractContextManager[Any]:
 
 
 def _excluded() -> torch._C.DispatchKeySet:
-    """Return the keys that ``torch._C._AutoDispatchBelowAutograd`` excludes, and autocast's for all devices."""
+    """Return the keys that ``torch._C._AutoDispatchBelowAutograd`` excludes, and the autocast keys of all devices."""
     before = torch._C._dispatch_tls_local_exclude_set()
     with torch._C._AutoDispatchBelowAutograd():
         keys = torch._C._dispatch_tls_local_exclude_set() - before
@@ -109,7 +109,8 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 def _is_cacheable(value: Tensor, dtype: torch.dtype) -> bool:
     """Return whether torch's cache would store the cast.
 
-    It stores casts of float32 leaves that require a gradient, to autocast's own dtype, and none while tracing.
+    Torch stores a cast to autocast's dtype if the value is a float32 leaf that requires a gradient. While tracing,
+    torch stores no casts.
     """
     return (
         value.dtype == torch.float32
@@ -127,14 +128,14 @@ def _is_cacheable(value: Tensor, dtype: torch.dtype) -> bool:
 def _new_casts() -> _Casts:
     """Make a dictionary that lives until torch clears its own cache.
 
-    Torch has no callback for that. Therefore a matmul without rows puts the cast of a small weight into torch's cache.
-    The dictionary is an attribute of this cast, to which only torch's cache has a reference.
+    Torch has no callback for clearing its cache. Therefore a matmul without rows puts the cast of a small weight into
+    torch's cache. The dictionary is an attribute of this cast, to which only torch's cache has a reference.
     """
     global _casts
     casts = _Casts()
     with _disable_current_modes(), _disable_saved_tensors_hooks(), torch.inference_mode(False), torch.enable_grad():
         rows, weight = torch.ones(0, 1, device="cpu", requires_grad=True), torch.ones(1, 1, device="cpu")
-        # The CPU's autocast key works for every device type, since all share one cache.
+        # The CPU's autocast key works for every device type, because all device types share one cache.
         autocast_cpu = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
         product = torch.ops.aten.linear.default.redispatch(autocast_cpu, rows, weight.requires_grad_())
         product.grad_fn._saved_mat2._base.gptkernels_casts = casts

@@ -15,7 +15,7 @@ _done: list[Any] = []
 def register_fallbacks() -> None:
     """Register every op, if Inductor is loaded.
 
-    Every fake rule calls this, because Inductor is loaded before it traces a graph with these rules. In this way
+    Every fake rule calls this function, because Inductor is loaded before it traces a graph with these rules. Therefore
     importing this package does not import Inductor.
     """
     lowering = sys.modules.get("torch._inductor.lowering")

@@ -1,8 +1,9 @@
-"""Forward-mode AD: rules that compute the tangents of an op's outputs from the tangents of its arguments.
+"""Forward-mode AD, by rules that compute the tangents of an op's outputs from the tangents of its arguments.
 
-A rule takes the op's arguments (all of them, by position, without their tangents), their tangents, and the outputs. It
-returns the outputs' tangents: one or, for several outputs, a tuple, with None for an output without a tangent. It is
-written in differentiable ops, so that forward mode composes with reverse mode and with itself.
+A rule takes the op's arguments (all of them, by position, without their tangents), their tangents, and the outputs. A
+rule returns the output's tangent, or a tuple of tangents if there are several outputs. An output without a derivative
+has the tangent None. Rules are written in differentiable ops, so that forward mode composes with reverse mode and with
+itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,8 +19,9 @@ Rule = Callable[[Sequence[Any], Sequence[Any], Sequence[Tensor]], Tensor | Seque
 def with_jvp(function: type[torch.autograd.Function], rule: Rule) -> type[torch.autograd.Function]:
     """Return a subclass of the function with the rule as its ``jvp``.
 
-    Torch then gives the outputs their tangents before they are saved for the backward, as forward over reverse needs.
-    The subclass saves more than the function, so that calls without tangents do not use it.
+    With this ``jvp``, torch sets the outputs' tangents before the outputs are saved for the backward. Forward over
+    reverse needs this order. The subclass saves more tensors than the function, so calls without tangents do not use
+    the subclass.
     """
 
     class WithJvp(function):  # type: ignore[misc, valid-type]
@@ -32,7 +34,7 @@ def with_jvp(function: type[torch.autograd.Function], rule: Rule) -> type[torch.
         @staticmethod
         def jvp(ctx: Any, *tangents: Any) -> Any:
             args, outputs, constant = ctx.forward_mode
-            del ctx.forward_mode  # the outputs refer to ctx: this breaks the reference cycle
+            del ctx.forward_mode  # breaks the reference cycle of the outputs and ctx
             several = isinstance(outputs, tuple)
             outputs = outputs if several else (outputs,)
             # Torch disables forward mode here, but an outer forward-mode transform needs it.

@@ -63,7 +63,7 @@ def like(position: int) -> Callable[..., Tensor]:
 
 
 def empty_gradients(like: Tensor, shapes: Sequence[Sequence[int]], mask: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Make empty gradients for ``fake``; a gradient that the mask excludes has no elements."""
+    """Make empty gradients for ``fake``; a gradient that the mask excludes gets 0 elements."""
     return tuple(like.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, mask, strict=True))
 
 
@@ -146,10 +146,10 @@ def autograd_by_formula(name: str, formula: Callable[..., Any], *, inputs: int) 
 
 
 def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return a function that does what ``function.apply`` does, for an autograd kernel.
+    """Return a function that replaces ``function.apply`` in an autograd kernel.
 
-    ``Function.apply`` is written in Python and handles transforms and default arguments at each call. The dispatcher
-    has already done that when it calls an autograd kernel, so only the C++ part of ``apply`` is called here.
+    ``Function.apply`` is written in Python and handles transforms and default arguments at each call. When the
+    dispatcher calls an autograd kernel, it has already handled them, so only the C++ part of ``apply`` is called here.
     """
     apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     apply_in_transform = _single_level(function).apply
@@ -180,8 +180,8 @@ def _single_level(function: type[torch.autograd.Function]) -> Any:
 class _Outer(threading.local):
     """The modes of reverse and forward AD when an op was called under a transform of torch.func.
 
-    ``apply`` turns both modes off inside ``forward``. ``below_autograd`` turns them on for the outer transforms, which
-    otherwise would miss the op.
+    ``apply`` turns both modes off inside ``forward``. ``below_autograd`` turns both modes on for the outer transforms,
+    which otherwise would not record the op.
     """
 
     modes = True, True

@@ -98,7 +98,10 @@ def _only(positions: Sequence[int], in_dims: Sequence[Any]) -> bool:
 
 
 def leading(t: Any, dim: int | None, size: int) -> Any:
-    """Move a tensor's mapped dimension to the front, or add one; return any other value unchanged."""
+    """Move a tensor's mapped dimension to the front, or add a first dimension.
+
+    Any other value is returned unchanged.
+    """
     if not isinstance(t, Tensor):
         return t
     return t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(dim, 0)

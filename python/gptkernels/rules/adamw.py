@@ -1,4 +1,7 @@
-"""One step of AdamW on lists of tensors, in place (Loshchilov and Hutter, 2019), with _fused_adamw_'s arguments."""
+"""One step of AdamW (Loshchilov and Hutter, 2019) on lists of tensors, in place.
+
+The arguments are the same as those of torch._fused_adamw_.
+"""
 
 from typing import Any
 

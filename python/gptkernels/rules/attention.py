@@ -103,7 +103,11 @@ def forward_formula(query, key, value, *args) -> tuple[Tensor, Tensor]:
 
 
 def backward_formula(dout, dlogsumexp, query, key, value, out, logsumexp, *args) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dquery, dkey and dvalue in torch ops; out and logsumexp are functions of query, key and value."""
+    """Compute dquery, dkey and dvalue in torch ops.
+
+    The formula does not read ``out`` and ``logsumexp``. It computes the probabilities again from query and key, so that
+    a derivative of the gradients includes the probabilities' dependence on query and key.
+    """
     options = Options(*args)
     heads, key_heads = query.shape[1], key.shape[1]
     scores, any_seen = _scores(query, key, options)
@@ -173,7 +177,7 @@ def sdpa_backward_flops(dout_shape, dlogsumexp_shape, query_shape, key_shape, va
 
 
 def unpack(qkv: Tensor, num_heads: int) -> tuple[Tensor, ...]:
-    """qkv (B, T, 3C) -> query, key and value (B, NH, T, HS), which are views."""
+    """Return views of qkv (B, T, 3C): query, key and value (B, NH, T, HS)."""
     return qkv.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
 
 
@@ -185,7 +189,7 @@ def packed_formula(qkv, num_heads, scale, dropout_p=0.0, seed=None, offset=None)
 
 
 def packed_backward_formula(dout, qkv, out, logsumexp, num_heads, scale, dropout_p=0.0, seed=None, offset=None):
-    """Compute dqkv in torch ops. A derivative of dqkv also passes through out and logsumexp, which depend on qkv."""
+    """Compute dqkv in torch ops. The probabilities are computed again from qkv."""
     options = Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
     dout = dout.unflatten(2, (num_heads, -1)).transpose(1, 2)
     gradients = backward_formula(dout, None, *unpack(qkv, num_heads), out, logsumexp, *options)

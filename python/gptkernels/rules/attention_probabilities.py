@@ -24,7 +24,7 @@ class AttentionProbabilities(torch.autograd.Function):
         ctx.save_for_backward(qkv, probabilities)
         ctx.num_heads, ctx.scale = num_heads, scale
         ctx.mark_non_differentiable(probabilities)
-        ctx.set_materialize_grads(False)  # no zeros of the probabilities' size
+        ctx.set_materialize_grads(False)  # avoids zeros of the probabilities' size
         return out, probabilities
 
     @staticmethod
@@ -36,12 +36,12 @@ class AttentionProbabilities(torch.autograd.Function):
 
 
 def backward_formula(dout, qkv, probabilities, num_heads, scale) -> Tensor:
-    """Compute dqkv in torch ops, with the probabilities as a function of qkv."""
+    """Compute dqkv in torch ops. The probabilities are computed again from qkv."""
     return packed_backward_formula(dout, qkv, None, None, num_heads, scale)
 
 
 def backward_flops(dout_shape, qkv_shape, *args, **kwargs) -> int:
-    """Count four matmuls; the probabilities were saved."""
+    """Count four matmuls. None is for the probabilities, because the forward saved them."""
     return 2 * attention_flops(qkv_shape)
 
 

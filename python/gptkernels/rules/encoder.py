@@ -62,7 +62,7 @@ tied_encoder = recorder(TiedEncoder)
 
 
 class EncoderBackward(torch.autograd.Function):
-    """dout (B, T, C) -> dwte (V, C), dwpe (P, C): sums of rows, whose adjoint is a look-up of rows."""
+    """dout (B, T, C) -> dwte (V, C), dwpe (P, C). The op sums rows, so its derivative looks rows up."""
 
     @staticmethod
     def forward(ctx, dout, tokens, vocab_size, max_positions):
@@ -91,7 +91,7 @@ class Embedding(torch.autograd.Function):
 
 
 class EmbeddingBackward(torch.autograd.Function):
-    """dout (..., C) -> dweight (V, C): sums of rows, whose adjoint is a look-up of rows."""
+    """dout (..., C) -> dweight (V, C). The op sums rows, so its derivative looks rows up."""
 
     @staticmethod
     def forward(ctx, dout, tokens, vocab_size):
@@ -112,7 +112,7 @@ def encoder_tangent(inputs, tangents, outputs):
 
 
 def embedding_backward_vmap(op, size, in_dims, args):
-    """Sum in one call, with a separate vocabulary for each index."""
+    """Map with one call, in which each index of the mapped dimension has its own range of tokens."""
     dout, tokens, vocab_size = args
     dout, tokens = (leading(t, d, size) for t, d in zip((dout, tokens), in_dims[:2], strict=True))
     dweights = op(dout, offset_tokens(tokens, vocab_size), size * vocab_size)

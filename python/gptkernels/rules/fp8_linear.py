@@ -21,7 +21,7 @@ def refuse_tangents(inputs, tangents, outputs):
 
 
 def refuse_second_derivatives():
-    """Raise an error if the backward is recorded: its derivative would not reach the operands before quantisation."""
+    """Raise an error if the backward is recorded, because its derivative would not reach the unquantised operands."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "gptkernels: float8 layers have no second derivative: not with create_graph=True, not under torch.func"
@@ -108,7 +108,7 @@ def _fake_mlp_backward(dout, pre_gelu, x_t, fc_weight_t, *args):
 
 
 class FP8MLP(torch.autograd.Function):
-    """x (..., C), weights (F, C) and (C', F), biases (F) and (C') -> out (..., C'), and what the backward reads.
+    """x (..., C), weights (F, C) and (C', F), biases (F) and (C') -> out (..., C'), and the backward's inputs.
 
     GELU's output is saved only in float8.
     """

@@ -2,7 +2,7 @@
 
 ``dlogits`` is the gradient of the losses, and also a function of the logits with the Jacobian H = diag(p) - p p^T.
 Since p = dlogits + onehot, all higher derivatives follow from the saved dlogits, and the logits need not be saved.
-After the op in place the logits no longer exist.
+The in-place op overwrites the logits.
 """
 
 import torch
@@ -41,7 +41,7 @@ def hessian_product(dlogits: Tensor, targets: Tensor, ignore_index: int, v: Tens
 
 
 def refuse_scaled() -> None:
-    """Raise an error: a call with dlosses has no derivative."""
+    """Raise an error, because a call with dlosses has no derivative."""
     raise RuntimeError(
         "gptkernels::fused_classifier: a call with dlosses is not differentiable, since its dlogits already is "
         "the gradient, scaled; leave dlosses out, or call it under torch.no_grad()"
@@ -82,7 +82,7 @@ class FusedClassifier(torch.autograd.Function):
 
 
 class FusedClassifierInPlace(FusedClassifier):
-    """The op in place: the logits become dlogits, for autograd too."""
+    """Replaces the logits by dlogits in place. Autograd then treats the logits as dlogits."""
 
     @staticmethod
     def forward(ctx, logits, targets, vocab_size, ignore_index, dlosses):
@@ -162,9 +162,9 @@ def tangent(inputs, tangents, outputs):
 
 
 def vmap_rule(op, size, in_dims, args):
-    """Move the mapped dimension to the front of all tensors, and expand a dlosses that is 0-dim for each index."""
+    """Move the mapped dimension to the front of all tensors. If dlosses is 0-dim for each index, expand it to rows."""
     mapped = [leading(a, d, size) for a, d in zip(args, in_dims, strict=True)]
-    rows = max(t.dim() for t in mapped if isinstance(t, Tensor)) - 1  # the dimensions of a row's index
+    rows = max(t.dim() for t in mapped if isinstance(t, Tensor)) - 1  # the number of dimensions of a row's index
     shape = next(t for t in mapped if isinstance(t, Tensor) and t.dim() > rows).shape[:-1]
     mapped = [
         t.view(-1, *(1,) * (rows - 1)).expand(shape) if isinstance(t, Tensor) and t.dim() == 1 < rows else t

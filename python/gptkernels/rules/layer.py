@@ -54,7 +54,7 @@ def _fake(*, stream, values, qkv_weight, fc_weight, mlp_proj_weight, num_heads, 
 
 
 def fake_gradients(dout, residual_1, qkv, pre_gelu, weights, output_mask, apart, adds_past):
-    """Make all gradients; a gradient that is not needed has no elements.
+    """Make empty gradients. A gradient that is not needed has 0 elements.
 
     ``weights`` has the empty gradients of the weights. ``apart`` is True if the gradient of the values differs from the
     gradient of the stream.

@@ -26,7 +26,7 @@ class LayerNorm(torch.autograd.Function):
         out, mean, rstd = below_autograd(ops.layernorm.default, x, weight, bias, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.mark_non_differentiable(mean, rstd)
-        ctx.set_materialize_grads(False)  # no zeros for the statistics
+        ctx.set_materialize_grads(False)  # avoids zeros for the gradients of the statistics
         return out, mean, rstd
 
     @staticmethod

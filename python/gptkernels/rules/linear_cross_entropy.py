@@ -56,7 +56,10 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):
-        """Scale the saved gradients. If there are none, or the backward is recorded, compute the logits again."""
+        """Scale the saved gradients.
+
+        If no gradients were saved or the backward is recorded, compute the logits again.
+        """
         x, weight, targets, *saved = ctx.saved_tensors
         mask = ctx.needs_input_grad[:2]
         if saved and not torch.is_grad_enabled():
@@ -113,7 +116,7 @@ def backward_formula(
 
 
 class LinearCrossEntropyWithGradients(torch.autograd.Function):
-    """An op whose outputs are gradients already, and which therefore has no derivative."""
+    """Computes the loss and its gradients. The op has no derivative, because its outputs include gradients."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, *options):
@@ -128,17 +131,17 @@ class LinearCrossEntropyWithGradients(torch.autograd.Function):
 
 
 def with_gradients_flops(x_shape, weight_shape, *args, **kwargs) -> int:
-    """Count the flops of the logits, and as many for each gradient."""
+    """Count the flops of the logits, and the same number for each needed gradient."""
     return linear_flops(x_shape, weight_shape) * (1 + sum(args[-1]))
 
 
 def _refuse(*_):
-    """Raise the error of ``LinearCrossEntropyWithGradients.backward``: there are no tangents."""
+    """Raise the error of ``LinearCrossEntropyWithGradients.backward``, because the op supports no tangents."""
     LinearCrossEntropyWithGradients.backward(None)
 
 
 def backward_flops(dloss_shape, x_shape, weight_shape, *args, **kwargs) -> int:
-    """Count the flops of the logits, which are computed again, and as many for each gradient."""
+    """Count the flops of the logits, which are computed again, and the same number for each needed gradient."""
     return with_gradients_flops(x_shape, weight_shape, *args)
 
 

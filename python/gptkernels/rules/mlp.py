@@ -89,7 +89,7 @@ def mlp_flops(x_shape, fc_shape, fc_bias_shape, proj_shape, *args, **kwargs) -> 
 
 
 def mlp_backward_flops(dout_shape, x_shape, fc_shape, proj_shape, pre_shape, post_shape, output_mask, **kwargs) -> int:
-    """Count the needed matmuls of each linear layer."""
+    """Count the flops of the needed matmuls of both linear layers."""
     fc, proj = linear_flops(x_shape, fc_shape), linear_flops(pre_shape, proj_shape)
     return fc * (output_mask[0] + output_mask[1]) + proj * (any(output_mask[:3]) + output_mask[3])
 

@@ -1,8 +1,8 @@
 """Addition to the residual stream, and layernorm: sum = dropout(x + x_bias) + residual, out = layernorm(sum).
 
-x_bias is the bias of the linear layer that computed x. Adding it here, and summing its gradient here, reads and writes
-no further memory. With a float32 residual x may have 16 bits. Then x and ``out``, which matmuls write and read, have 16
-bits, and everything else, including the residual stream, is float32.
+x_bias is the bias of the linear layer that computed x. The op adds x_bias and sums its gradient without further memory
+traffic. If the residual is float32, x may have 16 bits. Then ``out`` has 16 bits as well, because matmuls write x and
+read ``out``. All other tensors, including the residual stream, are float32.
 """
 
 import torch
@@ -55,7 +55,10 @@ class ResidualLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dsum, _dmean, _drstd):
-        """Compute all needed gradients in one kernel. Without dropout and casts, residual's gradient is x's."""
+        """Compute all needed gradients in one kernel.
+
+        Without dropout and casts, x and residual have the same gradient.
+        """
         sum, weight, mean, rstd, seed, offset = ctx.saved_tensors
         needs_x, needs_residual, needs_weight, needs_bias, _, needs_x_bias = ctx.needs_input_grad[:6]
         dropout = ctx.dropout_p, seed, offset
@@ -97,7 +100,7 @@ def formula(x, residual, weight, bias, eps, x_bias, dropout_p, seed, offset):
     return layernorm.formula(sum, weight, bias, eps)[0], sum, None, None
 
 
-_BACKWARD = {  # by the number of outputs
+_BACKWARD = {  # the keys are the numbers of outputs
     3: "residual_layernorm_backward",
     4: "residual_layernorm_bias_backward",
     5: "residual_layernorm_dropout_backward",
@@ -128,8 +131,8 @@ class ResidualLayerNormBackward(torch.autograd.Function):
     def backward(ctx, *grads):
         """Differentiate the norm's formula.
 
-        dsum is only added to dresidual, so that both have the same gradient. dx is dresidual after dropout, in dout's
-        dtype, and dx_bias is the sum of dx over the rows.
+        dsum is only added to dresidual, so that dsum and dresidual have the same gradient. dx is dresidual after
+        dropout, in dout's dtype, and dx_bias is the sum of dx over the rows.
         """
         dout, sum, weight, rstd, *dropout = saved(ctx)
         ddx, ddweight, ddbias, ddx_bias, ddresidual = (*present(grads, ctx.output_mask), None, None)[:5]
@@ -151,7 +154,7 @@ class ResidualLayerNormBackward(torch.autograd.Function):
 
 
 def _vmap(op, size, in_dims, args):
-    """Map over rows. With dropout the mask depends on an element's position, so that each index is a separate call."""
+    """Map over rows. With dropout, each index is a separate call, because the mask depends on an element's position."""
     return (rows(0, 1) if args[6] == 0 else loop)(op, size, in_dims, args)
 
 

@@ -21,8 +21,8 @@ WITHOUT_DERIVATIVE = (
     ops.layer.default,
     ops.layer_backward.default,
 )
-# The tests of torch.library.opcheck, and the tests that do not multiply floating arguments. Torch cannot multiply
-# float8 tensors.
+# The tests of torch.library.opcheck, and the tests among them that do not multiply floating arguments. Torch cannot
+# multiply float8 tensors.
 ALL_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 WITHOUT_PRODUCTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 NEAR = 2.0**-13  # the relative change of numbers in trials that nearly keep them
@@ -48,7 +48,10 @@ def _checked(case: Case, check: str, function: Callable[[], float | None]) -> Re
 
 
 def exactness(case: Case, dtype: torch.dtype, device: torch.device) -> float:
-    """Compare results and gradients of two sizes with the formula; return the largest error / allowed error."""
+    """Compare results and gradients of two sizes with the formula.
+
+    Returns the largest ratio of error to allowed error.
+    """
     return max(hold_to_the_rule(case.call(size, dtype, device)) for size in (ORDINARY, ODD))
 
 
@@ -104,8 +107,8 @@ def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any]) -> Tenso
     """Return an argument with other numbers, but the same zeros, equal elements, infinities, magnitudes and strides.
 
     In even trials a floating argument's rows and columns are permuted, and all elements are multiplied by a random
-    factor between 7/8 and 1. In odd trials the elements keep their places, and their last bits change, equal elements
-    equally. Then sums that cancel still cancel, and scores that are nearly equal remain so.
+    factor between 7/8 and 1. In odd trials the elements keep their places, and their last bits change. Equal elements
+    change by the same amount. Then sums that cancel still cancel, and scores that are nearly equal remain nearly equal.
 
     Args:
         t: the argument; an integer tensor or None is returned unchanged.

@@ -1,4 +1,4 @@
-"""Random choices with names, so that a failing call can be repeated, also with some of its choices replaced.
+"""Random choices with names. A failing call can be repeated, and some of its choices can be replaced.
 
 A choice depends only on (seed, index, name). If one choice is replaced or removed, all other choices stay the same.
 """
@@ -12,7 +12,7 @@ VIEWS = ["transposed", "sliced", "misaligned", "expanded"]
 FLOATING = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 LAYOUTS = ["contiguous", *VIEWS, "padded rows", "permuted"]
 
-# The largest number of elements of one tensor: usually the first number, rarely the second or the third.
+# The largest number of elements of one tensor. Most calls use the first number, and few use the second or the third.
 MOST_ELEMENTS = (2_000, 60_000, 2**20)
 
 # Sizes at whose multiples the kernels in csrc/cuda behave differently: rows, columns and terms of tiles (kRows,
@@ -115,7 +115,7 @@ class Draw:
         return max(min(LARGEST_SIZE, 4 * self.most_elements // max(others), self.most_products // math.prod(others)), 1)
 
     def tiles(self, name):
-        """Choose a number of tiles: one to five for each SM, plus 1, 0, -1, or one for half of the SMs."""
+        """Choose a number of tiles: one to five for each SM, plus 1, 0, -1, or half of the number of SMs."""
         each = self.choose(f"{name}.tiles each", (1, 2, 3, 4, 5))
         more = self.choose(f"{name}.more tiles", (1, 0, -1, self.multiprocessors // 2))
         return each * self.multiprocessors + more
@@ -123,7 +123,7 @@ class Draw:
     def rows(self, name="x", most_dims=4):
         """Choose the dimensions before the last: usually one or two, and sometimes of size 0 or 1.
 
-        At real size there are as many rows as some tiles for each SM have, and the last tile has fewer rows.
+        At real size the rows fill several tiles for each SM, and the last tile has fewer rows.
         """
         dims = self.choose(f"{name}.dims", range(most_dims), weights=(2, 6, 3, 1)[:most_dims])
         sizes = []
@@ -202,7 +202,7 @@ class Draw:
         return self.layout(name, self.put(x))
 
     def put(self, t):
-        """Copy a tensor to the call's device, without waiting for the device."""
+        """Copy a tensor to the call's device. The host does not wait for the device."""
         return t.to(self.device, non_blocking=True)
 
     def number(self, value, dtype=torch.float32):
@@ -241,7 +241,7 @@ class Draw:
 
 
 class Plain(Draw):
-    """Choices that are not random: the first option of each choice, unless it is given, and given sizes.
+    """Choices that are not random. Sizes are given, and any other choice is its first option unless it is given.
 
     Args:
         choices: the sizes, and the choices that are not the first option, by name.

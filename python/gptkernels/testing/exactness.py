@@ -188,11 +188,11 @@ class Errors:
     """Our and torch's largest errors of one result in several trials.
 
     The errors of a trial whose result is larger than the first trial's are scaled down in proportion. The errors of all
-    trials are compared by their root mean square, because the largest error may be rare, and then it is chance in which
-    trial it occurs. An example is a softmax that is nearly always one-hot.
+    trials are compared by their root mean square, because the largest error may occur in only a few random trials. An
+    example is a softmax that is nearly always one-hot.
 
     A result that is no larger than torch's error consists only of the rounding errors of terms that cancel. These
-    depend on the order of the sum. Torch's error is then multiplied by four, and is at least ``noise``.
+    rounding errors depend on the order of the sum. Torch's error is then multiplied by four, and is at least ``noise``.
 
     Args:
         noise: the error that sums of cancelling terms may have in this call.

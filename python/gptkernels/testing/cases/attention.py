@@ -1,4 +1,4 @@
-"""Attention that stores the probabilities, and attention that does not."""
+"""Attention that stores the probabilities, and attention that does not store them."""
 
 import math
 from functools import partial
@@ -59,13 +59,13 @@ def by_sequences(function, scores, *args):
 def backwards(a, b):
     """Compute a @ b with the terms of the sums in reverse order.
 
-    Then the rounding errors differ from those of the formula, which also has rounding errors if all dtypes are float64,
-    and from those of a sum that cancels this one.
+    In float64 the formula has rounding errors as well. With the reverse order, the rounding errors of the product
+    differ from the formula's errors, and from the errors of another sum that cancels this sum.
     """
     return a.flip(-1) @ b.flip(-2)
 
 
-LOWEST = torch.finfo(torch.float64).min / 2  # multiplied by log2(e) this is finite
+LOWEST = torch.finfo(torch.float64).min / 2  # LOWEST * log2(e) is finite
 
 
 class FlashAttention(torch.autograd.Function):
@@ -109,7 +109,7 @@ class FlashAttention(torch.autograd.Function):
         dtype, wide = q.dtype, ctx.wide
         kept = 1 if kept is None else kept.to(wide)
         q, k, v, out, dout = (t.to(wide) for t in (q, k, v, out, dout))
-        in_units = logsumexp / math.log(2)  # this overflows for a mask's lowest number
+        in_units = logsumexp / math.log(2)  # the quotient overflows for a mask's lowest number
         in_units = torch.where(in_units.isinf(), logsumexp.double() / math.log(2), in_units.double())
         p = multiply_subtract(scores, ctx.units, in_units).to(wide).exp2()
         p = p if given is None else torch.where(given.isnan(), p, given)
@@ -144,7 +144,10 @@ def multiply_subtract(a, b, c):
 
 
 def product(a, b):
-    """Compute a @ b, (B, NH, ., .) each, by the same BLAS calls as attention_probabilities, which round alike."""
+    """Compute a @ b, (B, NH, ., .) each.
+
+    The BLAS calls and therefore the rounding are as in attention_probabilities.
+    """
     if not a.shape[0]:
         return a @ b
     dim = 0 if a.shape[0] < a.shape[1] else 1
@@ -168,8 +171,8 @@ COMMON_HEAD_SIZES = [3 if size in (32, 64, 128) else 1 for size in HEAD_SIZES]
 def many_heads(draw, batch, heads, scores, queries, elements):
     """Choose the numbers of sequences and of heads.
 
-    In a small call they are at most ``batch`` and ``heads``. At real size there are some tiles of 256 queries for each
-    SM. ``scores``, ``queries`` and ``elements`` are the numbers of one head.
+    In a small call they are at most ``batch`` and ``heads``. At real size there are several tiles of 256 queries for
+    each SM. ``scores``, ``queries`` and ``elements`` are the numbers of one head.
     """
     if not draw.real:
         return draw.size("batch", batch), draw.size("heads", heads, 1)

@@ -129,7 +129,10 @@ def sample_formula(logits, noise, temperature=1.0, top_k=None, top_p=None):
     variants={"": {"temperature": 0.7, "top_k": 2, "top_p": 0.9}, "greedy": {"greedy": True}},
 )
 def sample_(draw):
-    """Compares the drawn tokens' likelihoods with this noise, so that either of two equally likely tokens is right."""
+    """The results are the likelihoods of the drawn tokens with this noise.
+
+    Thus either of two equally likely tokens is right.
+    """
     batch = draw.size("batch", 40, 1, real=300)
     most = max(draw.most_elements // batch, 16)
     vocabulary = draw.size("vocabulary", most, 1, real=most)

@@ -28,7 +28,8 @@ def values(fp8):
 def rounded(x, fp8):
     """Return the bit pattern of the float8 number nearest to each element of x (float64).
 
-    Ties are rounded to even, and too large numbers to the largest one. Elements that are not finite become NaN.
+    Ties are rounded to even. Numbers that are too large become the largest float8 number. Elements that are not finite
+    become NaN.
     """
     grid = values(fp8)[:128].to(x.device)
     grid = grid[grid.isfinite()]
@@ -90,13 +91,13 @@ def fp8_scale(x, fp8, history):
 
 
 def exact_fp8(x, fp8, history):
-    """Return x converted to float8 by the definition of rounding, and the scale."""
+    """Convert x to float8 by the definition of rounding. Returns the float8 numbers and the scale."""
     scale, _ = fp8_scale(x, fp8, history)
     return rounded(x.detach().double() / scale, fp8).view(fp8), scale
 
 
 def torchs_fp8(x, fp8, history):
-    """Return x converted to float8 by torch, and the scale."""
+    """Convert x to float8 by torch. Returns the float8 numbers and the scale."""
     scale, _ = fp8_scale(x, fp8, history)
     most = LARGEST[fp8]
     return (x.detach().float() / scale).clamp(-most, most).where(x.isfinite(), math.nan).to(fp8), scale
@@ -108,7 +109,7 @@ def exact_fp8_product(a, b, fast):
 
 
 def torchs_fp8_product(a, b, fast):
-    """Compute a @ b^T in float32; on CUDA by tensor cores, whose sums have as few bits as the operator's sums."""
+    """Compute a @ b^T in float32. On CUDA, tensor cores are used, whose sums have as few bits as the operator's."""
     (a, scale_a), (b, scale_b) = a, b
     if a.device.type == "cpu" or not a.numel():
         return (a.float() @ b.float().T) * (scale_a * scale_b)
@@ -132,7 +133,7 @@ FAST_SUMS, SUMS = 2.0**-6, 2.0**-10  # relative errors of sums in float8 matmuls
 class FP8Linear(torch.autograd.Function):
     """x (N, K), weight (M, K) -> (N, M) in float32 or float64, with the gradients of float8 layers.
 
-    ``way`` is a pair of functions, which quantise and multiply.
+    ``way`` is a pair of functions: the first one quantises, and the second one multiplies.
     """
 
     @staticmethod
@@ -171,7 +172,7 @@ def fp8_quantize(draw):
         return read((q, scale)), read((q_t, scale)), *(() if after is None else (after.view(torch.float32),))
 
     def formula(quantise, x):
-        wide = x.float()  # exact
+        wide = x.float()  # this conversion is exact
         q, scale = quantise(wide, fp8, history)
         q_t = fp8_transposed((q.reshape(-1, x.shape[-1]), scale))
         outs = read((q, scale)), read(q_t)
@@ -341,7 +342,7 @@ def fp8_linear(draw):
 
     def products(tensors):
         """Return the matmuls of the operands rounded to float8."""
-        read = {name: t for name, t in tensors.items() if name != "dbias"}  # dbias sums dout before rounding
+        read = {name: t for name, t in tensors.items() if name != "dbias"}  # dbias is the sum of dout before rounding
         forms = (E4M3, histories[0]), (E4M3, None), (E5M2, histories[1])
         for name, form in zip(("x", "weight", "dout"), forms, strict=True):
             q, scale = torchs_fp8(tensors[name], *form)

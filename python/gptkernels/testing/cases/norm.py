@@ -1,4 +1,4 @@
-"""Layernorm, alone and of a sum with a residual."""
+"""Layernorm, and layernorm of a sum with a residual."""
 
 import math
 from functools import partial
@@ -192,7 +192,10 @@ def layernorm(draw):
     },
 )
 def residual_layernorm(draw):
-    """If x is 16-bit, residual and parameters may be float32. Then out has x's dtype, the sum the residual's dtype."""
+    """If x is 16-bit, residual and parameters may be float32.
+
+    Then out has x's dtype, and the sum has the residual's dtype.
+    """
     args, shape, eps, functional = norm_arguments(draw, ("x", "residual"))
     dtype, wide = args["x"].dtype, args["residual"].dtype
     args["x_bias"] = draw.tensor("x_bias", shape, wide, special="nan") if draw.chance("has x_bias", 0.4) else None

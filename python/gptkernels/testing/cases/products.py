@@ -9,7 +9,7 @@ from gptkernels import functional as G
 from gptkernels.testing.cases.elementwise import gelu_formula
 from gptkernels.testing.cases.table import ROWS, Call, Cost, grid, invoke, nbytes, normal, operator, ops
 
-LONG_SUM = 2**14  # terms of a long sum
+LONG_SUM = 2**14  # the number of terms of a long sum
 # (K, M): every size of WIDTHS as K or M.
 LINEAR_SIZES = [
     (1, 1), (1, 50257), (2, 3), (3, 2), (7, 17), (17, 768), (33, 127), (127, 33), (768, 7), (3, 1600), (1600, 33),
@@ -23,9 +23,10 @@ MLP_SIZES = [
 
 
 class Linear(torch.autograd.Function):
-    """x @ weight.T + bias of matrices, and its gradients, by the same BLAS calls as our operators, which round alike.
+    """Computes x @ weight.T + bias of matrices, and its gradients.
 
-    F.linear, for example, calls a matrix-vector function for one row. ``chunk`` is the number of rows in a call.
+    The BLAS calls are the same as in our operators, so that the rounding is the same. F.linear, for
+    example, calls a matrix-vector function for one row. ``chunk`` is the number of rows in a call.
     """
 
     @staticmethod

@@ -32,18 +32,19 @@ class Call:
     """A call of an operator. ``ours``, ``torchs`` and ``exact`` take all of ``args`` and return a tensor or a tuple.
 
     Attributes:
-        text: the call in a message.
+        text: the text of the call for messages.
         ours: calls the operator.
-        torchs: computes the same with torch's own kernels in the same dtype.
+        torchs: computes the same results with torch's own kernels in the same dtype.
         exact: computes the formula; its floating arguments are float64.
         args: the tensors by name; None for an argument that is absent.
         fixed: the names of arguments that never require a gradient.
         any_threads: whether the bits are independent of the number of threads, because torch's BLAS is not called.
-        tied: the names of arguments that must have the same dtype and last dimension; other ones must be an error.
+        tied: the names of arguments that must have the same dtype and last dimension; the op must raise an error if
+            they differ.
         nan_gradients: whether a NaN in the result's gradient must make the same gradients NaN as in the formula. Losses
             are an exception, because an element of dlogits that is exactly 0 stays 0.
         denormal_gradients: whether the results' gradients may be all denormal.
-        takes_floating_alone: whether an integer tensor in place of a floating one must be an error.
+        takes_floating_alone: whether the op must raise an error for an integer tensor in place of a floating one.
         noise: computes from all arguments and douts the error that cancelling sums in the results may have.
         torchs_splits: whether torch's BLAS may have split sums of float32, whose parts have smaller errors than the
             operator's unsplit sums.
@@ -135,7 +136,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """The operator's name, followed by the variant's."""
+        """Return the operator's name, followed by the variant's name."""
         return f"{self.operator.name}, {self.variant}" if self.variant else self.operator.name
 
     def call(
@@ -189,9 +190,10 @@ def nbytes(*tensors: Tensor | None) -> int:
 
 
 def row_costs(arrays: tuple[int, int], flops: tuple[int, int]) -> Callable[..., tuple[Cost, Cost]]:
-    """Return ``Operator.costs`` of an op on rows, from its arrays of x's size and its flops for each element.
+    """Return ``Operator.costs`` of an op on rows.
 
-    Each pair has the number of the forward and the number of the backward.
+    ``arrays`` has the numbers of arrays of x's size, and ``flops`` has the flops for each element. The first number of
+    each pair is for the forward, and the second one is for the backward.
     """
 
     def costs(x: Tensor, *others: Tensor) -> tuple[Cost, Cost]:
