@@ -1,10 +1,10 @@
-"""The file of cuBLASLt's algorithms, which are timed once: csrc/cuda/gemm/algorithm_cache.h."""
+"""Tests of the file that stores which cuBLASLt algorithms were fastest (csrc/cuda/gemm/algorithm_cache.h)."""
 
 import pytest
 
 from helpers import run_python
 
-# Matmuls that are large enough to be timed: with a bias in the epilogue, without, and accumulated in float32.
+# Matmuls that are large enough to be timed: with a bias in the epilogue, without a bias, and accumulated in float32.
 PROGRAM = """
 import hashlib, torch, gptkernels
 ops = torch.ops.gptkernels
