@@ -171,13 +171,13 @@ class _Folder:
 
 
 class _Loader:
-    """Makes the loader of a configuration, and loads its state. Arguments that are no integers have defaults."""
+    """Makes the loader of a configuration, and loads its state. Arguments that are not integers get default values."""
 
     def __init__(self, tokens: Path) -> None:
         self._tokens = tokens
 
     def __call__(self, path: Path) -> Any:
-        configuration = json.loads(path.read_bytes())  # a JSONDecodeError is a ValueError
+        configuration = json.loads(path.read_bytes())  # raises a JSONDecodeError, which is a ValueError
         defaults = _loader_configuration()
         if not isinstance(configuration, dict):
             return None
@@ -293,7 +293,14 @@ def _safetensors_header(rng: random.Random, data: bytes) -> bytes:
 
 
 def judge(call: Call, folder: Path) -> tuple[str, str]:
-    """Load a damaged file; return ("same" | "other" | "refused" | "finding", a description)."""
+    """Load a damaged file. Return ("same"
+
+    "other"
+
+    "refused"
+
+    "finding", description).
+    """
     path = folder / call.kind.name
     _replace_file(path, call.data)
     try:
@@ -352,7 +359,7 @@ def _work(pipe: Connection, seed: int, numbers: range) -> None:
         kinds = make_kinds(folder)
         mutants = folder / "mutants"
         mutants.mkdir()
-        for kind in kinds:  # so that libraries allocate their memory before it is limited
+        for kind in kinds:  # libraries allocate their memory before it is limited
             judge(Call(kind, kind.data), mutants)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * os.sysconf("SC_PAGE_SIZE") + EXTRA_BYTES

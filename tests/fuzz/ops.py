@@ -43,9 +43,11 @@ from gptkernels.testing.draw import FLOATING, Draw
 from gptkernels.testing.exactness import Errors, assert_norm_as_exact_as_torch, assert_product, root_mean_square_error
 from helpers import assert_as_exact_as_torch, double
 
-LAUNCHED = 32  # calls of a task; on CUDA small calls are all launched before the first is checked, which synchronizes
+# calls per task; on CUDA, all small calls are launched before the first check, because a check synchronizes
+LAUNCHED = 32
 MOST_KEPT = 2**30  # bytes of CUDA memory that a process keeps for its next calls
-TRIALS = (1, 10, 100, 400)  # errors are compared after these numbers of trials; at real size after at most 100
+# errors are compared after these numbers of trials; calls of real size have at most 100 trials
+TRIALS = (1, 10, 100, 400)
 
 
 # ---- a call ----------------------------------------------------------------------------------------------------------
@@ -146,7 +148,7 @@ def make_leaves(call, args, wanted):
 
 
 def compute_gradients(outs, leaves, douts):
-    """Return the gradients of the leaves that require one; they are zero if no used output depends on the leaf."""
+    """Return the gradients of the leaves that require one. A gradient is zero if no used output depends on its leaf."""
     inputs = [t for t in leaves if t is not None and t.requires_grad]
     pairs = [(o, d) for o, d in zip(outs, douts, strict=True) if d is not None and o.requires_grad]
     if not inputs or not pairs:
@@ -175,7 +177,7 @@ class Trial:
     douts: list  # gradients of the outputs, None for an unused output
     ours: list  # our outputs, then our gradients
     torchs: list  # torch's outputs, then its gradients
-    again: list = dataclasses.field(default_factory=list)  # our results of the repeated call, if there is one
+    again: list = dataclasses.field(default_factory=list)  # our results of the repeated call, if the call is repeated
 
 
 def make_trial(draw, first, i):
@@ -274,7 +276,7 @@ def assert_as_exact_in_trials(draw, first, names, results):
             for other in choose_device(draw, more):
                 found = list(zip(other.ours, other.torchs, compute_formula(other), strict=True))
                 add(found)
-                # With infinite errors allowed, this compares only the places of infinities and NaN.
+                # All finite errors are allowed here, so that only the places of infinities and NaN are compared.
                 assert_as_exact(names, found, [math.inf] * len(names), [math.inf] * len(names))
         try:
             assert_as_exact(names, results, [e.worst_of_torchs() for e in errors], [max(norm) for norm in norms])
@@ -287,7 +289,7 @@ def assert_as_exact_in_trials(draw, first, names, results):
 
 
 def repeat_call(draw, call, douts, wanted):
-    """Return the results of the same call, on the CPU with other threads unless the bits depend on them."""
+    """Repeat the call and return the results. On the CPU, change the number of threads unless the bits depend on it."""
     threads = torch.get_num_threads()
     try:
         if call.any_threads and draw.device.type == "cpu":
@@ -301,7 +303,7 @@ def repeat_call(draw, call, douts, wanted):
 
 
 def break_argument(draw, call):
-    """Return the name of an argument and a wrong value; None if the drawn kind of fault does not apply."""
+    """Return the name of an argument and a wrong value, or None if the drawn kind of fault does not apply."""
     floating = [n for n, t in call.args.items() if t is not None and t.is_floating_point()]
     tied = [n for n in call.tied if call.args[n] is not None]
     how = draw.choose("breakage", ("integers", "another dtype", "wider", "an index out of range"))
@@ -320,7 +322,7 @@ def break_argument(draw, call):
 
 
 def break_index(draw, call):
-    """Return an index out of range, but none on CUDA, where a device-side assertion ends the process."""
+    """Return an index out of range, or None on CUDA, where a device-side assertion would end the process."""
     name = next((n for n in ("tokens", "targets") if n in call.args), None)
     if name is None or draw.device.type != "cpu" or not call.args[name].numel():
         return None
@@ -404,14 +406,14 @@ def format_command(seed, index, device, op, replaced):
 
 # ---- the campaign's processes ----------------------------------------------------------------------------------------
 
-_progress = None  # set in a process of the campaign
+_progress = None  # This is set in each process of a campaign.
 
 
 class Progress:
     """The current call and stage of a process, in memory that the campaign reads."""
 
     def __init__(self, context):
-        self.numbers = context.Array("q", 2, lock=False)  # the call's index, and the number of stages so far
+        self.numbers = context.Array("q", 2, lock=False)  # the call's index, and the number of stages entered so far
         self.texts = [context.Array("c", size, lock=False) for size in (50, 4000)]  # the stage and the call
 
     def read(self):
@@ -501,11 +503,11 @@ def find_failures(arguments, indices, counts):
 
 
 def work(pipe, progress, arguments):
-    """Make the calls of each task that the pipe delivers, and send back what ``make_calls`` yields."""
+    """Make the calls of each task that the pipe delivers, and send back the results of ``make_calls``."""
     global _progress
     _progress = progress
     prepare_process()
-    torch.zeros(1, device=arguments.device)  # the first tensor on CUDA takes seconds
+    torch.zeros(1, device=arguments.device)  # creating the first tensor on CUDA takes seconds
     while True:
         enter("wait for calls", "?")
         try:
@@ -635,7 +637,7 @@ def run_in_processes(arguments):
 
 
 def run_in_process(arguments):
-    """Yield what ``make_calls`` yields in this process; a CUDA error ends the campaign."""
+    """Yield the results of ``make_calls`` in this process. A CUDA error ends the campaign."""
     prepare_process()
     end = time.time() + arguments.seconds
     for start in range(0, arguments.calls, LAUNCHED):

@@ -91,7 +91,7 @@ def make_huggingface(sizes):
             n_embd=sizes.channels,
             n_positions=sizes.positions,
             vocab_size=sizes.vocabulary - UNUSED,
-            pad_token_id=None,  # otherwise the model searches for padding, which synchronizes
+            pad_token_id=None,  # otherwise the model would search for padding and synchronize
         )
     )
     return gptkernels.swap(copy.deepcopy(torchs)), torchs
@@ -120,13 +120,13 @@ if transformers is None:
 
 
 class Models:
-    """The models of a family. Ours has an optimizer, and a step for each way to run it."""
+    """The models of a family, an optimizer for our model, and a training step for each way to run it."""
 
     def __init__(self, family, device, backend):
         self.family = family
         self.ours, self.torchs = (model.to(device) for model in family.make(SIZES[device.type]))
         self.exact = copy.deepcopy(self.torchs).double()
-        # Without decay the first moment is the last gradient.
+        # With beta1 = 0 the first moment is the last gradient.
         self.optimizer = AdamW(self.ours.parameters(), lr=1e-3, betas=(0.0, 0.95), max_grad_norm=math.inf)
         compiled = torch.compile(self.loss, dynamic=True, backend=backend)
         self.steps = {
@@ -152,7 +152,7 @@ class Models:
             model.load_state_dict(self.ours.state_dict())
 
     def reference(self, model, tokens, targets, autocast=False):
-        """Return the losses of the tokens, and the gradients of their mean by name."""
+        """Return the losses of the tokens, and the gradients of the mean loss by parameter name."""
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
             logits = self.family.logits(model, tokens, targets)
             targets = targets.flatten()
@@ -219,7 +219,7 @@ def run(index, arguments, made):
     if device.type == "cuda" and way == "graphed" and step.eager_because:
         found["graph"] = f"no graph: {step.eager_because}"
     step.reset()
-    torch.cuda.empty_cache()  # a capture cannot use memory that the allocator keeps from steps of other sizes
+    torch.cuda.empty_cache()  # a capture cannot use memory that the allocator has kept since steps of other sizes
     return found
 
 

@@ -151,7 +151,7 @@ def test_master_parameters_take_float32s_steps(dtype, device):
 @low_dtypes
 @pytest.mark.parametrize("state_dtype", [None, torch.float32], ids=["own states", "float32 states"])
 def test_changed_parameters_replace_their_masters(state_dtype, dtype, device):
-    """An element's step starts from its float32 master if the master rounds to the parameter, else from the parameter."""
+    """A step starts from the float32 master if the master rounds to the parameter, otherwise from the parameter."""
     (param,), gradients = make([(1003,)], dtype, device, steps=1)
     master = param.float() * (1 + 2**-13)  # The master rounds to the parameter.
     assert torch.equal(master.to(dtype), param)

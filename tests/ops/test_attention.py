@@ -1069,7 +1069,7 @@ def test_dropout_mask_does_not_depend_on_sizes(device):
 
 
 def test_dropout_is_uniform_and_independent(device):
-    """Two elements are independent if they are neighbours, or belong to different heads, sequences, seeds or offsets."""
+    """Compared elements are neighbours, or belong to different heads, sequences, seeds or offsets."""
 
     def bins(seed, offset):
         masks = [ops.attention_dropout_mask(2, 3, 400, 500, i / 16, *numbers(device, seed, offset)) for i in range(16)]

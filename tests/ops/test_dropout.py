@@ -61,7 +61,7 @@ def test_mask_depends_only_on_the_position(device):
 
 
 def test_mask_is_uniform_and_independent(device):
-    """Neighbouring elements, other seeds and offsets, and the elements of attention's mask are independent."""
+    """Compared elements are neighbours, or belong to other seeds or offsets, or to attention's mask."""
 
     def bins(seed, offset):
         masks = [ops.dropout_mask(600_000, i / 16, *numbers(device, seed, offset)) for i in range(16)]

@@ -23,7 +23,7 @@ all_sizes = pytest.mark.parametrize(("rows", "columns"), SIZES)
 
 @pytest.fixture(params=[*SHORT, *LONG])
 def terms(request, device):
-    """The number of terms of a sum."""
+    """Return each number of terms of a sum."""
     if device.type == "cpu" and request.param in LONG:
         pytest.skip("long sums are for CUDA")
     return request.param
@@ -31,7 +31,7 @@ def terms(request, device):
 
 @pytest.fixture(params=[*DTYPES, "tf32"], ids=lambda d: str(d).removeprefix("torch."))
 def dtype(request, device):
-    """Each dtype, and float32 with TF32 matmuls."""
+    """Yield each dtype, and float32 again while TF32 matmuls are allowed."""
     if request.param == "tf32" and device.type == "cpu":
         pytest.skip("TF32 is CUDA's")
     with tf32(request.param == "tf32"):
@@ -39,7 +39,10 @@ def dtype(request, device):
 
 
 def windows(rows, terms, dtype, device):
-    """Return (rows, terms): 1, 2, ... 128 in 8 neighbouring terms, at an end in half of the rows, and 0 elsewhere."""
+    """Return (rows, terms). Each row has 1, 2, 4, ... 128 in 8 neighbouring places, and 0 elsewhere; its sum is 255.
+
+    In half of the rows these places are the first or the last.
+    """
     first = torch.arange(rows, device=device) * 7919 % (terms - 7)
     first[::4] = terms - 8
     first[1::4] = 0
@@ -48,7 +51,7 @@ def windows(rows, terms, dtype, device):
 
 
 def assert_complete(*sums):
-    """Assert that sums have all terms of ``windows``, each multiplied by 1."""
+    """Assert that each sum is 255, so that it contains all terms of a row of ``windows``."""
     for found in sums:
         wrong = found != 255
         assert not wrong.any(), f"{wrong.sum()} of {wrong.numel()} sums: {found[wrong][:4].tolist()} instead of 255"
@@ -56,7 +59,7 @@ def assert_complete(*sums):
 
 @all_sizes
 def test_linear(rows, columns, terms, dtype, product, device):
-    """dweight sums over the rows, the result over x's columns, dx over the result's columns."""
+    """dweight sums over the rows of x, the result over the columns of x, and dx over the columns of dout."""
 
     def ones(*shape):
         return torch.ones(shape, dtype=dtype, device=device)
@@ -80,7 +83,7 @@ def test_second_derivative_of_linear(terms, dtype, device):
 
 
 def test_mlp(terms, dtype, product, device):
-    """GELU is the identity here, as is each half of the projection."""
+    """GELU is the identity for these values, and each half of the projection's weight is an identity matrix."""
     width, hidden = 64, 128
     dout = windows(width, terms, dtype, device).T.contiguous()
     x, post = (torch.ones(terms, n, dtype=dtype, device=device) for n in (width, hidden))
@@ -92,7 +95,7 @@ def test_mlp(terms, dtype, product, device):
 
 @pytest.mark.parametrize("width", [64, 200])
 def test_linear_cross_entropy(width, terms, dtype, product, device):
-    """Each row's softmax is 1 at class 0. Class 0 is the target of all rows but three groups of 8."""
+    """Each row's softmax is 1 at class 0. All rows have target 0 except for up to three groups of 8 rows."""
     x = torch.ones(terms, width, dtype=dtype, device=device)
     weight = torch.zeros(72, width, dtype=dtype, device=device)
     weight[0] = 100
@@ -137,7 +140,7 @@ def test_attention_probabilities(terms, dtype, device):
 @pytest.mark.parametrize("terms", [*FLOAT8[0], 5280, 8496])
 @pytest.mark.parametrize("fast", [False, True])
 def test_nan_reaches_every_float8_sum(fast, terms, device):
-    """NaN is the first, the last or another term, and is multiplied by 0."""
+    """The NaN is the first, a middle or the last term of a sum, and is multiplied by 0."""
     one = torch.ones((), device=device)
     zeros = torch.zeros(16, terms, device=device)
     for at in (0, terms // 2, terms - 1):
