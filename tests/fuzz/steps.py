@@ -56,8 +56,9 @@ SIZES = {"cpu": Sizes(2, 2, 32, 64, 128, (64, 300)), "cuda": Sizes(2, 12, 768, 1
 class Family(NamedTuple):
     """A kind of model.
 
-    `make` returns our model and torch's, whose parameters have the same names. `loss` computes our mean loss of tokens
-    and targets, and `logits` torch's logits. With `shifts` the targets are the next tokens of the same sequence.
+    `make` returns our model and torch's model, whose parameters have the same names. `loss` computes our mean loss of
+    tokens and targets, and `logits` computes torch's logits. With `shifts` the targets are the next tokens of the
+    same sequence.
     """
 
     make: Callable

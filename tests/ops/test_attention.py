@@ -77,7 +77,8 @@ def formula(q, k, v, *, scale=None, keep=None, p=0.0, **options):
 def torchs(q, k, v, *, scale=None, **options):
     """Compute out by torch's kernels.
 
-    A query that sees no key is shown all keys, and its output is set to 0, because torch's may be NaN there.
+    All keys are shown to a query that sees no key, and the query's output is set to 0, because torch's output may be
+    NaN.
     """
     if scale is not None and scale <= 0:  # torch's fused kernels are wrong for these scales
         return formula(q, k, v, scale=scale, **options)[0]
@@ -120,8 +121,9 @@ def tensors(b, heads, key_heads, rows, columns, size, dtype, device):
 def check(q, k, v, dout, few_keys=False, **options):
     """Compare out, logsumexp and all gradients with float64 and with torch.
 
-    The logsumexp of a query that sees few keys has all rounding errors of a sum of HS products; torch's may have fewer.
-    ``few_keys`` says that there are many such queries; then logsumexp is compared with a tolerance.
+    The logsumexp of a query that sees few keys has all rounding errors of a sum of HS products, and torch's logsumexp
+    may have fewer. ``few_keys`` says that there are many such queries. Then logsumexp is compared with a tolerance
+    instead.
     """
     functions = out_of(ours, **options), partial(torchs, **options), out_of(formula, **options)
     assert_as_exact_with_gradients(*functions, (q, k, v), dout, QKV)
@@ -465,7 +467,7 @@ def test_padding_changes_no_bit(rows, causal, dtype, device):
 def test_query_of_one_key_has_no_gradient(dtype, device, on_cpu):
     """The gradient is exactly 0, because delta and the probability's gradient are summed in the same order.
 
-    CUDA's kernels sum the two in different orders.
+    The test is for the CPU, because CUDA's kernels use different orders for the two sums.
     """
     q, k, v, dout = tensors(2, 3, 3, 70, 70, 128, dtype, device)
     dq = gradients(out_of(ours, causal=True), (q, k, v), dout)[0]
@@ -478,9 +480,9 @@ def test_query_of_one_key_has_no_gradient(dtype, device, on_cpu):
 @pytest.mark.parametrize("scale", [0.125, 1.0])
 @with_dtypes(torch.float64, torch.float32)
 def test_probability_of_a_dominant_key_is_1(scale, dtype, device, on_cpu):
-    """Although the scores are thousands, the rounding error of log2(e) does not change the probability.
+    """The scores are thousands, but the rounding error of log2(e) does not change the probability.
 
-    CUDA's kernels round logsumexp when they multiply it by log2(e).
+    The test is for the CPU, because CUDA's kernels round logsumexp when they multiply it by log2(e).
     """
     v = randn(1, 1, 300, 64, dtype=dtype, device=device)
     q, k = torch.zeros_like(v), torch.zeros_like(v)
@@ -712,8 +714,8 @@ def test_rows_of_lowest_values(rows, size, dtype, device):
     """Hugging Face's additive masks hide padding on the left by rows of the dtype's lowest value.
 
     For such a row the formula returns the mean of all values, because adding a score to the lowest value does not
-    change it. (In float16 some bits of the score remain.) The logsumexp of these rows is not differentiated: its
-    formula has exp(score - logsumexp), which is 1 here.
+    change this value. (In float16 some bits of the score remain.) The logsumexp of these rows is not differentiated,
+    because the formula of its gradient has exp(score - logsumexp), which is 1 here.
     """
     lowest = torch.finfo(dtype).min
     batches = 2 if rows > 64 else 64  # many, because the largest errors are compared
@@ -744,7 +746,7 @@ def test_rows_of_lowest_values_in_tf32(device):
 def test_additive_masks_of_padding_on_the_left(rows, columns, key_heads, size, form, dtype, device):
     """Padding covers no token, a part of a block of 64, whole blocks, or all tokens.
 
-    Queries in the padding see no key, or keys of the dtype's lowest value alone.
+    Queries in the padding see no key, or see only keys whose mask has the dtype's lowest value.
     """
     one_kernel_on_a_cpu(device, size > 64 and dtype == torch.float16)
     begin = torch.tensor([0, 1, 37, 64, 100, 128, columns - 1, columns], device=device)
@@ -862,9 +864,10 @@ def test_unscaled_scores_may_exceed_float16(op, device):
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 66])
 def test_backward_computes_the_forwards_scores(tokens, device):
-    """The backward sums scores in the forward's order; otherwise scores of about 90 would differ by several ulps.
+    """The backward sums scores in the same order as the forward.
 
-    All keys are equal, so that the probabilities are 1/n but for the rounding error of a row's logsumexp.
+    In another order, scores of about 90 would differ by several ulps. All keys are equal, so that the probabilities
+    are 1/n except for the rounding error of a row's logsumexp.
     """
     dtype = torch.float32
     eps = torch.finfo(dtype).eps

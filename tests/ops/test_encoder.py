@@ -197,10 +197,10 @@ def cuda_constant(name):
 
 
 def rows_of_partials(counts, batch, length, window, batch_piece):
-    """Return, for each sum that several warps compute, the row of the partial sums of each of its parts.
+    """Return, for each sum that several warps compute, the row of the partial sum of each of its parts.
 
-    The indices are those of csrc/cuda: items are placed as in encoder_backward_bins_kernel (embedding/order.cuh), which
-    fills long_runs, and rows as in row_at of sum_long_runs and sum_over_batch (embedding/sums.cuh).
+    The indices agree with csrc/cuda. Items have the places that encoder_backward_bins_kernel (embedding/order.cuh)
+    gives them when it fills long_runs. Rows are as in row_at of sum_long_runs and sum_over_batch (embedding/sums.cuh).
     """
     long_runs = {}
     place = 0
@@ -234,8 +234,8 @@ def rows_of_partials(counts, batch, length, window, batch_piece):
 class Arrivals:
     """A model of add_parts in csrc/cuda/embedding/sums.cuh: all parts of all sums, one action of one warp at a time.
 
-    An action is all that a warp does up to and including its next count: other warps see none of it before the count. A
-    partial sum is the set of its parts.
+    An action is everything that a warp does up to and including its next count. Other warps do not see these changes
+    before the count. A partial sum is represented by the set of its parts.
     """
 
     def __init__(self, sums, group, counter_of=lambda row: row):

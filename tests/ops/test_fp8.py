@@ -228,7 +228,7 @@ def sums_error(inner, fast, device):
     """Return a bound on the error of a sum, relative to the sum of its terms' magnitudes.
 
     A tensor core's instruction adds 32 terms to a sum of 14 bits. Without fast accumulation, at most four instructions
-    add to the same such sum.
+    add to one such sum.
     """
     if device.type == "cpu":
         return inner * 2.0**-24
@@ -325,9 +325,9 @@ SHAPES = [
 @low_dtypes
 @pytest.mark.parametrize(("rows", "inner", "hidden"), SHAPES)
 def test_matmul_and_gelu_in_one_kernel(rows, inner, hidden, dtype, device, monkeypatch):
-    """The results have the bits of the parts, because sums of a few small whole numbers are exact in any order.
+    """The results are bitwise identical to single operators, because sums of a few small whole numbers are exact.
 
-    The first call has no history, and in the third call values saturate.
+    The first call has no history, and values saturate in the third call.
     """
     if device.type == "cpu" and rows > 2000:
         pytest.skip("takes seconds on a CPU")
@@ -525,7 +525,7 @@ def test_recomputed_layers_have_the_scales_of_the_first_time(options, dtype, dev
 def diverging(model, device):
     """Train with steps so large that scales change from call to call, and return the state.
 
-    A step has two forwards and two backward passes of their sum.
+    Each step calls the forward twice, and the backward of the sum of both losses twice.
     """
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for tokens, targets in batches(4, device):

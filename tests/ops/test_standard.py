@@ -121,7 +121,7 @@ def results(call):
 
 @cases_with_dtypes(CASES)
 def test_deterministic(case, dtype, device):
-    """Repeated calls give the same bits, also with other numbers of threads unless torch's BLAS computes a part."""
+    """Repeated calls are bitwise identical, with any number of threads unless torch's BLAS computes a part."""
     rows = rows_of(case)
     many = {rows: 20 if rows == "lead.rows" else 1000} if rows else {}
     call = case.call(ORDINARY, dtype, device, **many)
@@ -131,7 +131,7 @@ def test_deterministic(case, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=name_of)
 @all_cases
 def test_opcheck(case, dtype, device):
-    """``gptkernels check`` runs opcheck in float32. A registration distinguishes only whether sums are float64."""
+    """opcheck in float32 (``gptkernels check``) suffices: registrations only distinguish whether sums are float64."""
     if dtype not in case.operator.dtypes:
         pytest.skip("the op does not support the dtype")
     if dtype == torch.float64 and case.variant != next(iter(case.operator.variants)):
@@ -178,7 +178,7 @@ FOLLOWS_TORCH = ("gelu", "softmax", "causal_softmax", "linear", "mlp")
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
 @all_cases
 def test_autocast(case, low, device):
-    """Autocast gives the bits of a call with arguments in the dtype that its rule demands.
+    """Autocast gives the same results as a call with arguments in the dtype that the operator's autocast rule demands.
 
     Gradients have the dtypes of the arguments.
     """

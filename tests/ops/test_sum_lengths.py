@@ -1,7 +1,8 @@
-"""Matmuls and column sums add all terms of a sum, for every number of terms.
+"""Tests that matmuls and column sums add all terms of a sum, for every number of terms.
 
-Some of cuBLASLt's algorithms omit the last terms (examples/cublas_tail), also in torch's matmuls. Results are therefore
-not compared with torch: a sum of these operands is exact in every dtype, and a missing term changes it.
+Some of cuBLASLt's algorithms omit the last terms (examples/cublas_tail), even in torch's matmuls. Results are therefore
+not compared with torch. Instead the operands are such that a sum is exact in every dtype, and changes if a term is
+missing.
 """
 
 import pytest

@@ -6,7 +6,7 @@ from .checker import CUDA, Model, Ring
 
 
 def layernorm_ring(rows, stages, prior=None):
-    """A thread reads only what it has copied. ``prior`` is the number of copies that a wait leaves in flight."""
+    """Model one thread, because a thread reads only its own copies. A wait leaves ``prior`` copies in flight."""
     source = (CUDA / "norm/ring.cuh").read_text()
     priors = dict(re.findall(r"stages_ == (\d)\)\s+__pipeline_wait_prior\((\d)\)", source))
     prior = prior or int(priors.get(str(stages)) or re.search(r"else\s+__pipeline_wait_prior\((\d)\)", source)[1])
