@@ -232,7 +232,7 @@ def run_python(program, *arguments, **environment):
 
 
 def philox(key, counter):
-    """Compute Philox4x32-7 in integers."""
+    """Compute Philox4x32-7 for integers or arrays of integers."""
     c, k = list(counter), [key & 0xFFFFFFFF, key >> 32]
     for _ in range(7):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]

@@ -474,7 +474,7 @@ def parse_settings(arguments):
 
 
 def find_failures(arguments, indices, counts):
-    """Return (index, draw, exception) of failing calls. All small calls are launched before the first is checked."""
+    """Return (index, draw, exception) of failing calls. All small calls are launched before the first check."""
     launched, failed = [], []
     for index in indices:
         enter("draw", "?", index)

@@ -164,7 +164,7 @@ class Models:
         return losses.detach().double(), {name: p.grad.double() for name, p in model.named_parameters()}
 
     def step(self, way, autocast, B, T, generator):
-        """Make a step with new weights and tokens; return (error, torch's error, magnitude) by name."""
+        """Make a step with new weights and tokens. Return (our error, torch's error, magnitude) by name."""
         sizes, device = SIZES[generator.device.type], generator.device
         self.redraw(generator)
         text = torch.randint(sizes.vocabulary - UNUSED, (B, T + 1), generator=generator, device=device)

@@ -162,7 +162,7 @@ def test_changed_parameters_replace_their_masters(state_dtype, dtype, device):
     param[5], master[5] = (
         math.inf,
         3e38 if dtype == torch.bfloat16 else 1e30,
-    )  # the master rounds to infinity and is kept
+    )  # in float16 the master rounds to infinity and is kept
     start = torch.where(master.to(dtype) == param, master, param.float())
     assert start[5] == (math.inf if dtype == torch.bfloat16 else 1e30)
     expected = Lists([start.to(dtype)], state_dtype, masters=True)

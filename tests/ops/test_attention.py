@@ -260,9 +260,10 @@ def test_matches_float64(shape, dtype, device):
     check(*tensors(*sizes, dtype, device), causal=causal, offset=offset)
 
 
-# (NH, KH, Tq, Tk, HS, causal, offset): head sizes that take two panels of 64 channels, with numbers of queries around
-# the kernels' tiles of 64 and 128 rows. A single key is in ATTENTION_SIZES, where all gradients are compared as one
-# tensor: those of query and key are 0 in the formula, and rounding errors in the kernels.
+# (NH, KH, Tq, Tk, HS, causal, offset): head sizes that need two panels of 64 channels. The numbers of queries are near
+# multiples of the kernels' tiles of 64 and 128 rows. ATTENTION_SIZES has the case of a single key instead, because all
+# gradients are compared as one tensor there. For a single key, the formula's gradients of query and key are 0, while
+# the kernels' gradients have rounding errors.
 WIDE = [
     *((2, 1, rows, rows, 128, causal, 0) for rows in (63, 64, 65, 127, 128, 129, 257) for causal in (True, False)),
     (4, 2, 1000, 1000, 128, True, 0),
@@ -354,7 +355,7 @@ MANY_HEADS = [
 def test_many_heads(shape, dtype, device):
     rows, columns, size, causal, offset = shape
     heads = many_heads(device)
-    batches = 2 if rows < 500 else 1  # with 2, a thread block computes two heads
+    batches = 2 if rows < 500 else 1  # with 2 sequences, a thread block computes two heads
     check(*tensors(batches, heads, heads, rows, columns, size, dtype, device), True, causal=causal, offset=offset)
 
 
@@ -718,7 +719,7 @@ def test_rows_of_lowest_values(rows, size, dtype, device):
     because the formula of its gradient has exp(score - logsumexp), which is 1 here.
     """
     lowest = torch.finfo(dtype).min
-    batches = 2 if rows > 64 else 64  # many, because the largest errors are compared
+    batches = 2 if rows > 64 else 64  # many sequences, because the largest errors are compared
     q, k, v, dout = tensors(batches, 4, 2, rows, rows, size, dtype, device)
     seen = dict(block_masks(batches, 4, rows, rows, device))["causal and left"]
     mask = added(seen, lowest, dtype)
@@ -944,11 +945,11 @@ def test_nan_and_infinity_in_a_query_stay_in_their_row(dtype, device):
     assert torch.equal(out[0, 0, rest], expected[0, 0, rest])
 
 
-# The head sizes of the kernels, and smaller head sizes, which are padded.
+# The kernels' head sizes, and smaller head sizes, which the kernels pad.
 @pytest.mark.parametrize("size", [8, 24, 32, 40, 72, 80, 96, 128, 136, 160, 256])
 @low_dtypes
 def test_every_head_size_with_all_options(size, dtype, device):
-    """A call has grouped heads, an offset, bounds, a mask, dropout and a gradient of logsumexp."""
+    """Each call combines grouped heads, an offset, bounds, a mask, dropout and a gradient of logsumexp."""
     q, k, v, dout = tensors(2, 4, 2, 77, 150, size, dtype, device)
     bool_mask = torch.rand(2, 1, 77, 150, device=device) < 0.8
     additive = randn(4, 77, 150, dtype=dtype, device=device).masked_fill(bool_mask[0] & bool_mask[1], -math.inf)
@@ -1063,7 +1064,7 @@ def test_dropout_mask_is_philoxs(p, device):
 
 
 def test_dropout_mask_does_not_depend_on_sizes(device):
-    """A mask is a slice of any larger mask with the same number of heads, because Philox counts batch * NH + head."""
+    """A mask is a slice of any larger mask with the same NH, because its Philox counter contains b * NH + h."""
     large = ops.attention_dropout_mask(1, 4, 300, 400, 0.3, *numbers(device))
     for heads, rows, columns in ((4, 64, 64), (2, 1, 400), (3, 129, 17)):
         small = ops.attention_dropout_mask(1, heads, rows, columns, 0.3, *numbers(device))

@@ -126,7 +126,7 @@ AROUND_A_GROUP = [m * 64 * 64 + d for m in (1, 2, 3) for d in (-65, -64, -63, -1
 @pytest.mark.parametrize("dominant", [2, 3, 5, 8])
 @all_dtypes
 def test_dominant_tokens(dtype, dominant, order, device):
-    for i, width in enumerate((8, 5, 136)):  # whole packs, single elements, several slabs
+    for i, width in enumerate((8, 5, 136)):  # widths of whole packs, of single elements, and of several slabs
         counts = [AROUND_A_GROUP[(7 * i + 11 * k + dominant) % len(AROUND_A_GROUP)] for k in range(dominant)]
         check_counts([*counts, 0, 1, 3], order, width, dtype, device)
 
@@ -241,11 +241,11 @@ class Arrivals:
     def __init__(self, sums, group, counter_of=lambda row: row):
         self.sums, self.group, self.counter_of = sums, group, counter_of
         self.partials, self.counters, self.owners, self.results = {}, {}, {}, {}
-        self.actions = {(name, part): 0 for name, rows in sums.items() for part in range(len(rows))}  # counts of a warp
+        self.actions = {(name, part): 0 for name, rows in sums.items() for part in range(len(rows))}  # counts per warp
 
     def copy(self):
         other = Arrivals({}, self.group, self.counter_of)
-        other.sums, other.owners = self.sums, self.owners  # owners of counters are the same in every order
+        other.sums, other.owners = self.sums, self.owners  # every order of actions has the same owners of counters
         for name in ("partials", "counters", "results", "actions"):
             setattr(other, name, dict(getattr(self, name)))
         return other
@@ -262,7 +262,7 @@ class Arrivals:
         return before == count - 1
 
     def act(self, warp):
-        """Do the warp's next action. A warp that has no other action is removed from ``actions``."""
+        """Do the warp's next action, and remove the warp from ``actions`` after its last action."""
         name, part = warp
         rows, group = self.sums[name], self.group
         parts, first = len(rows), part // group * group
@@ -455,7 +455,7 @@ def test_tokens_outside_the_vocabulary(index, device, on_cpu):
     for value in (-1, 13, torch.iinfo(index).max, torch.iinfo(index).min):
         bad = tokens.clone()
         bad[2, 17] = value
-        bad[40, 3] = -7  # a later token, which another thread may find first
+        bad[40, 3] = -7  # a second wrong token, which another thread may find before the first
         refused(ops.encoder, (bad, wte, wpe), "", rf"token {value} at position \(2, 17\)", "vocabulary of 13")
         with raises("encoder_backward: ", rf"token {value} at position \(2, 17\)", "vocabulary of 13"):
             ops.encoder_backward(dout, bad, 13, 52)

@@ -159,7 +159,7 @@ NORM_SHAPES = [(1, 16), (3, 24), (17, 40), (2, 33, 768), (100, 776), (40, 1280),
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
 def test_norm_has_the_bits_of_its_parts(shape, residual, dtype, device):
-    """The histories are equal, too. The first call has an empty history, and values saturate in the last call."""
+    """Outputs and amax histories are bitwise identical. The first history is empty, and the last call saturates."""
     if device.type == "cpu" and len(shape) == 2 and shape[0] > 1000:
         pytest.skip("takes seconds on a CPU")
     ours, parts = new_history(device), new_history(device)

@@ -58,7 +58,7 @@ def test_defaults(device):
 
 
 def test_keeps_small_float16_gradients(device):
-    """Probability / count underflows in float16, so that it must be multiplied by dloss before rounding."""
+    """The quotient probability / count underflows in float16. It must be multiplied by dloss before it is rounded."""
     x, weight = randn(512, 8, dtype=torch.float16, device=device), randn(999, 8, dtype=torch.float16, device=device)
     x = (x * 0.01).requires_grad_()
     targets = torch.randint(999, (512,), device=device)

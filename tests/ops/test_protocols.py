@@ -238,7 +238,7 @@ def test_tile_order_assigns_each_tile_once(blocks, tiles):
             if not working:
                 assert sorted(tile for own in lists for tile in own[:-1]) == list(range(tiles))
             for block in working:
-                index = blocks + taken  # TileOrder::take
+                index = blocks + taken  # as TileOrder::take computes it
                 following.add((taken + 1, *lists[:block], (*lists[block], index), *lists[block + 1 :]))
         level = following
     assert states >= tiles

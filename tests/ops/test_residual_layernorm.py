@@ -78,7 +78,7 @@ def test_x_and_residual_may_be_the_same_tensor(device):
 
 
 def test_zero_x_bias_changes_no_bits(device):
-    """Both backwards, with and without the gradient of x_bias, compute the same dx up to rounding errors."""
+    """The backwards with and without the gradient of x_bias compute equal dx, except for rounding errors."""
     for dtype in (torch.float32, torch.bfloat16):
         for width in (7, 768, 1600, 50257):
             args = inputs(40, width, dtype, device)

@@ -17,7 +17,7 @@ ops = torch.ops.gptkernels
 # After the last multiple of 64, these have fewer terms than the number of parts into which cuBLASLt may split the sum.
 SHORT, LONG = [9, 65, 519, 1027], [2057, 4097, 8200, 16385, 24645, 57123, 65537, 131071]
 FLOAT8 = [16, 80, 528], [2064, 16400, 20 * 128 * 3 + 16, 33 * 128 * 7 + 16, 48 * 128 * 5 + 32, 131088]
-# (rows, columns) of a result: fewer tiles than SMs, sizes that are timed or not, and an odd leading dimension.
+# (rows, columns) of a result: few tiles, sizes at which cuBLASLt is timed or not, and an odd leading dimension.
 SIZES = [(104, 1600), (3072, 64), (64, 64), (17, 40)]
 all_sizes = pytest.mark.parametrize(("rows", "columns"), SIZES)
 

@@ -89,7 +89,7 @@ def dquery_128(tiles, keys=None, values=None, warps=1):
                 tile += 1
                 more = begin_tile()
             if more:
-                key_at.get(p, key)  # the next scores
+                key_at.get(p, key)  # computes the next scores
             p.read(*[rows(tile_dout) for rows in own_douts])
             value_at.free(p, value)
             value += 1

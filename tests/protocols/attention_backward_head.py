@@ -29,13 +29,13 @@ def backward_head(heads, queries, keys, causal=True, query_offset=0, stages=None
     def walk(begin, tile):
         return list(range(begin, queries))[:: -1 if tile % 2 else 1]
 
-    p = model.process("loader")  # load_tiles
+    p = model.process("loader")  # the kernel's load_tiles()
     for head_tile in range(heads * tiles):
         key_at.fill(p, *[rows(head_tile) for rows in value_at])
         for _ in walk(first_block(2 * (head_tile % tiles)), 0):
             blocks.fill(p)
 
-    for helper in range(helpers):  # compute_statistics
+    for helper in range(helpers):  # the kernel's compute_statistics()
         p = model.process(f"helper {helper}")
         rows_at = Buffers(model, ("out and dout", helper), 1, 1)
         p.load(rows_at.full(0), rows_at(0))
@@ -79,7 +79,7 @@ def backward_head(heads, queries, keys, causal=True, query_offset=0, stages=None
         def release():
             nonlocal held
             if held:
-                p.read(held[0](held[1], 1))  # the store has read it
+                p.read(held[0](held[1], 1))  # the store has read the buffer
                 p.arrive(key_at.empty(held[1]))
             held = None
 
@@ -120,7 +120,7 @@ def backward_head(heads, queries, keys, causal=True, query_offset=0, stages=None
                 pass_over()
             release()
             if at > 0:
-                p.read(out(at - 1))  # the store has read it
+                p.read(out(at - 1))  # the store has read the buffer
             p.write(values(at, 1), out(at))
             held = values, at
             if tile == tiles - 1:

@@ -57,12 +57,12 @@ def four_warpgroups(tiles, stages=None, most_skipped=None, warpgroups=2, loaded=
                 if more:
                     block = open_tile()
             if more:
-                keys.get(p, stage)  # scores
+                keys.get(p, stage)  # computes scores
                 p.read(queries(query))
-                keys.free(p, slot)  # out
+                keys.free(p, slot)  # computes out
             if last:
                 if more:
-                    queries.free(p, of_slot)  # store_out
+                    queries.free(p, of_slot)  # the kernel's store_out()
                 else:
                     p.read(keys(slot))
 
@@ -110,7 +110,7 @@ def two_warpgroups(tiles, turns_at_exponentials=True, stages=None, warpgroups=2,
                 queries.get(p, query)
                 more = query < len(tiles)
             if more:
-                keys.get(p, key)  # the next scores
+                keys.get(p, key)  # computes the next scores
                 p.read(queries(query))
             if not turns_at_exponentials and value is not None:
                 turn_to_other()
@@ -118,7 +118,7 @@ def two_warpgroups(tiles, turns_at_exponentials=True, stages=None, warpgroups=2,
                 wait_for_turn()
                 if more or warpgroup == 0:
                     turn_to_other()
-            p.read(queries(query_now))  # compute_scores_again
+            p.read(queries(query_now))  # the kernel's compute_scores_again()
             keys.free(p, key_now)
             if last:
                 queries.free(p, query_now)

@@ -15,7 +15,7 @@ def layernorm_ring(rows, stages, prior=None):
     for started in range(rows + stages - 1):
         p.copy(copied(started), *[row_at(started)] if started < rows else [])
         row = started + 1 - stages
-        if row >= 0:  # next()
+        if row >= 0:  # the kernel's next()
             p.reach(copied(started - prior))
             p.read(row_at(row))
     return model
