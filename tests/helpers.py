@@ -140,7 +140,7 @@ def assert_as_exact_with_gradients(ours, torchs, exact, args, dout, names):
 
     On a few numbers torch's largest error may be small by luck. If the rule is broken, the functions are called again
     with the same numbers in other orders. The first result must then satisfy the rule with torch's largest error, and
-    the root mean square of our errors in all trials must satisfy it, too.
+    the root mean square of our errors in all trials must also satisfy the rule.
 
     Args:
         ours: our op.

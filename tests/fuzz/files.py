@@ -352,7 +352,7 @@ def _feed(found: Any, content: Any) -> None:
 
 
 def _work(pipe: Connection, seed: int, numbers: range) -> None:
-    """Judge calls in a child process. Send each number before its call, and the outcome after it."""
+    """Judge calls in a child process. Send a call's number before the call, and its outcome after the call."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.set_num_threads(1)
@@ -383,7 +383,7 @@ def run(calls: range, seed: int) -> tuple[Counter[str], list[str]]:
 
 
 def _run_child(calls: range, seed: int, counts: Counter[str], findings: list[str]) -> int:
-    """Judge calls in a child process until it ends, hangs or crashes; return the next call."""
+    """Judge calls in a child process until the process ends, hangs or crashes. Return the number of the next call."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_work, args=(there, seed, calls), daemon=True)

@@ -2,21 +2,23 @@
 
     cd tests && python -m fuzz.ops --calls 100000 --seed 1 [--device cuda] [--jobs 8] [--op gelu]
 
-A seed and an index determine a call. A failing call is printed as a command that repeats it, after choices were made
-simpler as long as the call still failed:
+A seed and an index determine a call. If a call fails, its choices are made simpler as long as it still fails. Then a
+command that repeats the call is printed:
 
     cd tests && python -m fuzz.ops --seed 1 --index 4711 --set dtype=torch.float32 --set x.layout=contiguous
 
-The result and the gradients must satisfy the rule of ``gptkernels.testing.assert_as_exact_as_torch``, also in the root
-mean square. Matmuls must satisfy ``assert_product``, which does not depend on torch. Some calls are repeated and must
-give the same bits. Some calls have a wrong argument and must raise an error that names the operator.
+The errors of the result and the gradients must satisfy the rule of ``gptkernels.testing.assert_as_exact_as_torch``, and
+so must their root mean squares. Matmuls must satisfy ``assert_product``, which does not depend on torch. Some calls are
+repeated and must give bitwise identical results. Some calls have a wrong argument and must raise an error that names
+the operator.
 
-On CUDA half of the calls have real sizes, which fill the GPU several times (``--set size=real``: all). With ``--jobs``,
-a call that hangs or ends its process is reported, and a new process continues.
+On CUDA half of the calls have real sizes, which fill the GPU several times. With ``--set size=real``, all calls have
+real sizes. With ``--jobs``, a call that hangs or ends its process is reported, and a new process continues.
 
-The rule compares our error with torch's, which on a few numbers may be 0 by luck. A call that breaks the rule is
-therefore repeated with other numbers (``make_trial``), up to 400 times. It must then satisfy the rule with torch's
-largest error in these trials, and the root mean square of our errors in all trials must satisfy it, too.
+The rule compares our error with torch's error, which may be 0 by luck if there are few numbers. A call that breaks the
+rule is therefore repeated with other numbers (``make_trial``), up to 400 times. The first result must then satisfy the
+rule with torch's largest error in these trials, and the root mean square of our errors in all trials must also satisfy
+the rule.
 """
 
 import argparse
@@ -141,7 +143,7 @@ def choose_gradients(draw, call):
 
 
 def make_leaves(call, args, wanted):
-    """Return detached arguments with the same layouts; the wanted ones require a gradient."""
+    """Return detached copies of the arguments with equal layouts. The arguments in ``wanted`` require a gradient."""
     return [
         t if t is None else t.detach().requires_grad_(name in wanted) for name, t in zip(call.args, args, strict=True)
     ]
@@ -181,7 +183,7 @@ class Trial:
 
 
 def make_trial(draw, first, i):
-    """Make the same call with other numbers."""
+    """Repeat the call with other numbers."""
 
     def changed(t, name):
         return other_numbers(t, i, draw.source(f"trial {i}, {name}"))
@@ -194,7 +196,7 @@ def make_trial(draw, first, i):
 
 
 def choose_device(draw, trials):
-    """Copy trials to the CPU to compare them there, except those of real size."""
+    """Copy trials to the CPU, where they are compared. Trials of real size stay on their device."""
     return trials if draw.real else copy_to_cpu(trials)
 
 
@@ -251,7 +253,7 @@ def check(draw, first, compared):
 
 
 def assert_as_exact(names, results, errors, norms):
-    """Apply the rules to results (ours, torch's, the formula's), given torch's errors on other numbers."""
+    """Apply the rules to (our result, torch's result, the formula's result), given torch's errors on other numbers."""
     for name, triple, error, norm in zip(names, results, errors, norms, strict=True):
         assert_as_exact_as_torch(*triple, name, torch_error=error)
         assert_norm_as_exact_as_torch(*triple, name, torch_error=norm)
@@ -351,7 +353,7 @@ def check_refused(draw, call, name, value):
 
 
 def find_failure(seed, index, device, op=None, replaced=None):
-    """Return the draw and the exception of a call if it fails, else None."""
+    """Return the draw and the exception of a call if the call fails, else None."""
     draw = Draw(seed, index, device, replaced)
     draw.call = "?"
     try:
@@ -529,10 +531,10 @@ class Worker:
     """A process that makes calls.
 
     Attributes:
-        task: (start, stop, alone) of its calls; None while it waits for a task.
+        task: (start, stop, alone) of the calls, or None while the process waits for a task.
         why: the reason why an earlier process with this task ended, or None.
-        count: the number of stages that it had entered at ``since``.
-        since: the time at which it last entered a stage.
+        count: the number of stages that the process had entered at ``since``.
+        since: the time at which the process last entered a stage.
     """
 
     def __init__(self, arguments):
@@ -557,7 +559,7 @@ class Worker:
         return time.monotonic() - self.since > (patience if count else START)
 
     def end(self):
-        """Kill the process, which ends its kernels on the device, too."""
+        """Kill the process. This also ends its kernels on the device."""
         self.process.kill()
         self.process.join(60)
         self.pipe.close()

@@ -1,9 +1,9 @@
 """Makes training steps at random lengths, of our GPT-2 and of swapped models: eager, compiled, and as CUDA graphs.
 
 `python -m fuzz.steps --steps 300 --seed 1 --device cuda` (in tests/). Every step starts with new weights. Its loss and
-all its gradients are compared with those of torch's model in float64:
+all its gradients are compared with the results of torch's model in float64:
 
-- The norm of a gradient's error may be twice that of torch's model in the same precision.
+- The norm of a gradient's error may be twice the norm of the error of torch's model in the same precision.
 - The loss's error may be twice the mean magnitude of torch's errors of single tokens. This bounds the error of torch's
   mean, but is not small by luck.
 - In both cases an error of one rounding to float32 is added.

@@ -270,7 +270,7 @@ def test_misaligned(dtype, device):
     lists.exp_avgs = [as_view(t, "misaligned") for t in lists.exp_avgs]
     for grads in gradients:
         lists.step([as_view(grads[0], "misaligned")])
-    # On CUDA the code for single elements may contract other multiplications and additions than the code for packs.
+    # On CUDA the compiler may contract multiplications and additions differently for single elements and for packs.
     rtol = 0 if device.type == "cpu" else 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(lists.params[0], plain.params[0], rtol=rtol, atol=rtol)
     torch.testing.assert_close(lists.exp_avgs[0], plain.exp_avgs[0], rtol=rtol, atol=rtol)
@@ -337,7 +337,7 @@ def test_clipped_gradients_are_not_rounded(masters, dtype, device):
     expected = run(params, clipped, state, masters)
     lists = run(params, gradients, state, masters, grad_norm=norm, max_grad_norm=2.0)
     for a, b in zip(lists.all(), expected.all(), strict=True):
-        # On CUDA the code for float32 gradients may contract other multiplications and additions.
+        # On CUDA the compiler may contract multiplications and additions differently for float32 gradients.
         eps, atol = (0, 0) if device.type == "cpu" else (4 * torch.finfo(a.dtype).eps, 1e-5)
         torch.testing.assert_close(a, b, rtol=eps, atol=atol)
 

@@ -188,7 +188,7 @@ def test_packed_and_separate_arguments_give_the_same_bits(size, p, dtype, device
     assert_equal(unpack(dqkv, size[2]), found)
 
 
-# Both ops have the same arguments, but different second results.
+# The two ops have the same arguments, but different second results.
 both_ops = pytest.mark.parametrize("op", [ops.attention, ops.attention_probabilities], ids=["", "probabilities"])
 
 
@@ -204,7 +204,7 @@ def test_no_sequences_or_no_tokens(op, size, dtype, device):
     assert gradients(lambda x: op(x, nh)[0], (qkv,), dout)[0].shape == qkv.shape
 
 
-# On a CPU with AMX, torch's bfloat16 product of a longer sequence spreads a NaN to other rows (docs/notes/linear.md).
+# On a CPU with AMX, torch's bfloat16 matmul of a longer sequence spreads a NaN to other rows (docs/notes/linear.md).
 @all_dtypes
 @pytest.mark.parametrize(
     ("op", "tokens", "first"),
@@ -241,7 +241,7 @@ SHAPES = [
     (2, 6, 2, 1, 77, 64, False, 0),  # decoding
     (1, 2, 2, 1, 1000, 128, False, 0),
     (2, 2, 1, 1, 200, 64, True, 199),
-    (1, 3, 3, 70, 200, 33, False, 0),  # other numbers of keys than queries
+    (1, 3, 3, 70, 200, 33, False, 0),  # the numbers of queries and keys differ
     (2, 2, 2, 200, 70, 64, False, 0),
     (1, 2, 2, 100, 64, 8, True, 0),
     (1, 2, 2, 64, 150, 64, True, 0),
@@ -1103,7 +1103,7 @@ def test_dropout_matches_its_mask(p, dtype, device):
     ]:  # fmt: skip
         q, k, v, dout = tensors(*sizes, dtype, device)
         check_dropped(q, k, v, dout, dropout, **options)
-        # On CUDA other kernels may compute a call without dropout.
+        # On CUDA a call without dropout may be computed by different kernels.
         dropped, plain = ours(q, k, v, **options, dropout=dropout)[1], ours(q, k, v, **options)[1]
         torch.testing.assert_close(dropped, plain, rtol=0 if device.type == "cpu" else 1e-6, atol=0)
 

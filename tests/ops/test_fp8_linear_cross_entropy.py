@@ -262,7 +262,7 @@ def test_bad_input(device):
 @pytest.mark.parametrize("fp8", [False, True])
 @every_dtype
 def test_model_in_training(fp8, dtype, device):
-    """The loss is the same as with an LM head in 16 bits, and the gradients are nearly equal."""
+    """With float8 and 16-bit LM heads, the losses are equal and the gradients are nearly equal."""
     models = [small_model(device, dtype, fp8=fp8, fp8_head=head) for head in (False, True)]
     (tokens, targets), (others, _) = batches(2, device)
     targets = targets.clone()

@@ -169,7 +169,7 @@ def test_all_rows_ignored(dtype, device):
     logits, targets, dlosses = inputs(5, 33, dtype, device)
     targets[:] = IGNORED
     check(logits, targets, dlosses)
-    # A mean over no rows has an infinite gradient. The logits' gradient is 0, as it is in torch.
+    # A mean over no rows has an infinite gradient. The logits' gradient is 0, as in torch.
     infinite = torch.full_like(dlosses, float("inf"))
     assert (gradient(ours, logits, targets, infinite) == 0).all()
     assert (ops.fused_classifier(logits, targets, -1, IGNORED, infinite)[1] == 0).all()

@@ -62,7 +62,7 @@ def test_nothing_to_sum(device):
 
 @all_dtypes
 def test_denormal_and_large_values(dtype, device):
-    """Squares of the largest numbers would overflow in float32, and those of denormals underflow."""
+    """In float32 the squares of the largest numbers would overflow, and the squares of denormals would underflow."""
     info = torch.finfo(dtype)
     largest = min(info.max, torch.finfo(torch.float32).max)
     check([torch.full((10,), largest / 8, dtype=dtype, device=device)])
@@ -71,7 +71,7 @@ def test_denormal_and_large_values(dtype, device):
     if dtype in (torch.float32, torch.bfloat16):
         assert (
             ops.global_norm([torch.full((10,), largest, dtype=dtype, device=device)]) == torch.inf
-        )  # the norm overflows
+        )  # here the norm overflows
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])

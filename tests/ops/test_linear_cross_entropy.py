@@ -389,7 +389,7 @@ def test_bad_input_of_the_other_ops(device):
 
 @pytest.fixture
 def exponentials(sm_90a, monkeypatch):
-    """Compute the LM head by our kernel at all sizes that it supports."""
+    """Compute the LM head by our kernel at all sizes that the kernel supports."""
     monkeypatch.setenv("GPTKERNELS_MATMUL", "own")
 
 

@@ -60,7 +60,7 @@ OWN_SIZES = [
 
 
 def with_weights(args, transposed):
-    """Return the arguments with both weights in the layout of ``torch.nn.Linear`` or, if transposed, of Conv1D."""
+    """Return the arguments with weights in the layout of ``torch.nn.Linear``, or of Conv1D if ``transposed``."""
     x, fc_weight, fc_bias, proj_weight, proj_bias = args
     if transposed:
         fc_weight, proj_weight = fc_weight.t().contiguous().t(), proj_weight.t().contiguous().t()

@@ -29,13 +29,13 @@ MODELS = {
         [
             partial(four_warpgroups, tiles)
             for tiles in [
-                [(11, 1), (11, 11), (11, 1), (11, 11)],  # 700 tokens: the last tile of a head has an empty group
+                [(11, 1), (11, 11), (11, 1), (11, 11)],  # 700 tokens, where the last tile of a head has an empty group
                 [(9, 1)] * 3,
                 [(1, 9), (9, 1), (2, 12)],
                 [(1, 1)] * 5,
             ]
         ]
-        + [partial(four_warpgroups, [(1, 1)] * 3, loaded=[4] * 3)],  # causal, with more keys than queries
+        + [partial(four_warpgroups, [(1, 1)] * 3, loaded=[4] * 3)],  # causal attention with more keys than queries
     ),
     "forward, two warpgroups": (
         10_000,
@@ -100,7 +100,7 @@ LARGE = {
 
 # Waits that a kernel does not need, because another wait implies them.
 REDUNDANT = {
-    # The storing thread arrives at tile_empty after it has read the last dq from dout.
+    # The storing thread arrives at tile_empty after reading the last dq from dout.
     "backward_128's dquery": {("taking thread", "wait", "dout_empty")},
     # It suffices that the loading thread of each thread block waits.
     "matmul": {(f"block *'s {role} *", "wait", "cluster_barrier") for role in ("product", "finish")},

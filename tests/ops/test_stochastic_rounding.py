@@ -29,7 +29,7 @@ def made(sizes, device, state_dtype=torch.bfloat16):
 
 
 def in_float32(tensors):
-    """Return the results of the same step before they are rounded to bfloat16."""
+    """Return the results that the step has before they are rounded to bfloat16."""
     lists = [[t.float() for t in part] for part in tensors]
     steps = [torch.ones((), device=p.device) for p in lists[0]]
     ops.adamw_(*lists, steps, lr=torch.tensor(1e-3, dtype=torch.float64), **OPTIONS)
@@ -108,7 +108,7 @@ def test_seeds_steps_and_tensors_have_different_bits(device):
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("size", [1, 7, 8, 511, 2049, 32769])
 def test_bits_do_not_depend_on_alignment(size, offset, state_dtype, device):
-    """Aligned tensors are updated in packs, other tensors one element at a time."""
+    """Aligned tensors are updated in packs, and other tensors one element at a time."""
     tensors = made([(size,)], device, state_dtype)
     moved = tuple([torch.cat([t.new_zeros(offset), t])[offset:] for t in part] for part in tensors)
     lists = [[part[0].as_strided((size,), (1,), part[0].storage_offset())] for part in moved]

@@ -26,7 +26,7 @@ class Deadlock(Fault):
 
 
 class WrongPhase(Fault):
-    """A process waits for, or arrives in, a phase that is not the barrier's current phase or next to it."""
+    """A process arrives in a phase that is not current, or waits for one that is neither current nor just completed."""
 
 
 class WrongData(Fault):
@@ -34,7 +34,7 @@ class WrongData(Fault):
 
 
 def find_constant(file, name, **known):
-    """Compute an integer constant from a kernel's source. ``known`` has values of constants that it depends on."""
+    """Compute an integer constant from a kernel's source. ``known`` has the values of constants in its definition."""
     if name in known:
         return known[name]
     source = (CUDA / file).read_text()
