@@ -143,7 +143,7 @@ def choose_gradients(draw, call):
 
 
 def make_leaves(call, args, wanted):
-    """Return detached copies of the arguments with equal layouts. The arguments in ``wanted`` require a gradient."""
+    """Detach the arguments, and let the arguments in ``wanted`` require a gradient."""
     return [
         t if t is None else t.detach().requires_grad_(name in wanted) for name, t in zip(call.args, args, strict=True)
     ]
@@ -183,7 +183,7 @@ class Trial:
 
 
 def make_trial(draw, first, i):
-    """Repeat the call with other numbers."""
+    """Make the first trial's call with other numbers."""
 
     def changed(t, name):
         return other_numbers(t, i, draw.source(f"trial {i}, {name}"))
@@ -324,7 +324,10 @@ def break_argument(draw, call):
 
 
 def break_index(draw, call):
-    """Return an index out of range, or None on CUDA, where a device-side assertion would end the process."""
+    """Return an argument's name and its tensor with an index out of range, or None if the call has no indices.
+
+    The result is None on CUDA, too, where a device-side assertion would end the process.
+    """
     name = next((n for n in ("tokens", "targets") if n in call.args), None)
     if name is None or draw.device.type != "cpu" or not call.args[name].numel():
         return None

@@ -316,7 +316,8 @@ def test_sequences_are_independent_in_large_batches(size, few, dtype, device):
 def many_heads(device):
     """Return the number of SMs.
 
-    With so many heads of 64 channels and up to 1024 queries, sm_90a's backward assigns a thread block to each head.
+    sm_90a's backward assigns a thread block to each head if there are at least this many heads, of 64 channels and up
+    to 1024 queries.
     """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 

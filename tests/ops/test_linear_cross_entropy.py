@@ -404,7 +404,7 @@ def head(rows, width, vocabulary, device, scale=0.3):
 def check_head(x, weight, targets, chunk_size=None, **options):
     """Compare the loss and both gradients with float64 and torch.
 
-    Without gradients the loss must be bitwise identical.
+    A call that needs no gradients must return a bitwise identical loss.
     """
 
     def found(function, *tensors, **more):

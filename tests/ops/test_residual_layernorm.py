@@ -38,7 +38,7 @@ def inputs(rows, width, dtype, device):
 
 @all_dtypes
 def test_normalizes_the_rounded_sum(dtype, device):
-    """x is so large and constant in each row that rounding the sum removes most digits of the residual."""
+    """The rows of x are large and constant, so that rounding the sum removes most digits of the residual."""
     x = torch.tensor([[300.0], [-7e4], [2e4]], dtype=torch.float64).expand(3, 33).to(dtype).to(device)
     x = x * 2.0**20 if dtype in (torch.float32, torch.float64) else x.clamp(-400, 400)
     check_call("residual_layernorm", dtype, device, {"x.rows": 3, "width": 33, "has weight": False}, x=x)
