@@ -1,4 +1,4 @@
-"""The option ``--device``, the marker ``large``, and fixtures of several files."""
+"""The option ``--device``, the marker ``large``, and fixtures that several test files use."""
 
 import pytest
 import torch
@@ -54,7 +54,7 @@ def _seeded():
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """Use one thread, because a second one slows small models down."""
+    """Use one thread, because a second thread makes small models slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -63,7 +63,7 @@ def one_thread():
 
 @pytest.fixture(params=["own", "cublas"])
 def product(request, monkeypatch, device):
-    """Compute matmuls by our kernels if they support the call ("own"), or by cuBLAS."""
+    """Compute matmuls by our kernels if they support the call ("own"), otherwise by cuBLAS."""
     if device.type == "cpu" and request.param == "cublas":
         pytest.skip("CUDA only")
     monkeypatch.setenv("GPTKERNELS_MATMUL", request.param)

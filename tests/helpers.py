@@ -38,17 +38,17 @@ all_views = pytest.mark.parametrize("view", VIEWS)
 
 
 def randn(*shape, dtype, device, scale=1.0, requires_grad=False):
-    """Return normally distributed values. They are drawn on the CPU, so that they are the same on every device."""
+    """Return normally distributed values. The CPU draws the values, so that they are equal on every device."""
     return (torch.randn(shape) * scale).to(dtype).to(device).requires_grad_(requires_grad)
 
 
 def wide(dtype):
-    """Return the dtype of losses and statistics of tensors of ``dtype``: float64 of float64, otherwise float32."""
+    """Return the dtype of losses and statistics for tensors of ``dtype``: float64 for float64, otherwise float32."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def double(t):
-    """Return a detached float64 copy of a tensor; None stays None."""
+    """Return a detached float64 copy of a tensor, or None for None."""
     return None if t is None else t.detach().double()
 
 
@@ -77,7 +77,10 @@ def assert_equal(found, expected, equal_nan=False):
 
 
 def assert_same_bits(function, times=3, vary_threads=True):
-    """Assert that several calls give the same bits, on the CPU with other numbers of threads if ``vary_threads``."""
+    """Assert that several calls are bitwise identical.
+
+    With ``vary_threads`` they use several numbers of CPU threads.
+    """
     first = _copies(function())
     threads = torch.get_num_threads()
     try:
@@ -137,7 +140,7 @@ def assert_as_exact_with_gradients(ours, torchs, exact, args, dout, names):
 
     On a few numbers torch's largest error may be small by luck. If the rule is broken, the functions are called again
     with the same numbers in other orders. The first result must then satisfy the rule with torch's largest error, and
-    the root mean square of our errors in all trials must satisfy it, too.
+    the root mean square of our errors in all trials must also satisfy the rule.
 
     Args:
         ours: our op.
@@ -152,7 +155,7 @@ def assert_as_exact_with_gradients(ours, torchs, exact, args, dout, names):
     """
 
     def compute(args, dout):
-        """Return for each name our result, torch's and the formula's."""
+        """Return (our result, torch's result, the formula's result) for each name."""
         doubles = [double(t) for t in args]
         results = ours(*args), torchs(*args), exact(*doubles)
         found = gradients(ours, args, dout), gradients(torchs, args, dout), gradients(exact, doubles, double(dout))
@@ -185,13 +188,13 @@ def shuffled(t):
 
 
 def call_of(name, dtype, device, **choices):
-    """Return a call of an operator of the table with these choices; all other choices are an ordinary call's."""
+    """Return a call of an operator of the table with these choices. All other choices have ordinary values."""
     operator = OPERATORS[name]
     return Case(operator, next(iter(operator.variants))).call(ORDINARY, dtype, device, **choices)
 
 
 def check_call(name, dtype, device, choices, **args):
-    """Compare a call of the table by the rule of exactness, with ``args`` instead of its arguments of these names."""
+    """Check a call of the table by the rule of exactness. ``args`` replace the call's arguments with these names."""
     call = call_of(name, dtype, device, **choices)
     hold_to_the_rule(dataclasses.replace(call, args={**call.args, **args}))
 
@@ -229,7 +232,7 @@ def run_python(program, *arguments, **environment):
 
 
 def philox(key, counter):
-    """Compute Philox4x32-7 in integers."""
+    """Compute Philox4x32-7 for integers or arrays of integers."""
     c, k = list(counter), [key & 0xFFFFFFFF, key >> 32]
     for _ in range(7):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -239,11 +242,11 @@ def philox(key, counter):
 
 
 def numbers(device, seed=12345, offset=6789):
-    """Return the seed and the offset of a dropout."""
+    """Return the seed and the offset of a dropout as tensors."""
     return [torch.tensor(n, device=device) for n in (seed, offset)]
 
 
-CHI_SQUARE_15 = 44.3  # of 15 degrees of freedom; exceeded with a probability of 1e-4
+CHI_SQUARE_15 = 44.3  # chi-square with 15 degrees of freedom exceeds this bound with a probability of 1e-4
 
 
 def chi_square(counts):
@@ -252,7 +255,7 @@ def chi_square(counts):
 
 
 def assert_uniform(bins, pairs):
-    """Assert that values from 0 to 15 are uniform, and that the tensors of each named pair are independent."""
+    """Assert that values from 0 to 15 are uniform, and that the two tensors of each named pair are independent."""
     counts = {"values": bins} | {name: a // 4 * 4 + b // 4 for name, (a, b) in pairs.items()}
     for name, values in counts.items():
         assert chi_square(values.flatten().bincount(minlength=16).double()) < CHI_SQUARE_15, name
@@ -292,7 +295,7 @@ def kept_sizes():
 
 
 class CountCalls(TorchDispatchMode):
-    """Counts the operators that run, by name: ``aten::add.Tensor``, ``gptkernels::linear``."""
+    """Counts the calls of each operator by its name, e.g. ``aten::add.Tensor`` or ``gptkernels::linear``."""
 
     def __init__(self):
         super().__init__()
@@ -309,14 +312,14 @@ class CountCalls(TorchDispatchMode):
 
 
 def count_flops(function, *args, **options):
-    """Return the flops of a call, as torch counts them, and its result."""
+    """Return the flops of a call as counted by torch, and the call's result."""
     with FlopCounterMode(display=False) as counter:
         result = function(*args, **options)
     return counter.get_total_flops(), result
 
 
 def node_names(loss):
-    """Return the names of the nodes of the loss's graph."""
+    """Return the names of the nodes of the loss's autograd graph."""
     found, todo = set(), [loss.grad_fn]
     while todo:
         node = todo.pop()

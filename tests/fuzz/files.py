@@ -171,13 +171,13 @@ class _Folder:
 
 
 class _Loader:
-    """Makes the loader of a configuration, and loads its state. Arguments that are no integers have defaults."""
+    """Makes the loader of a configuration, and loads its state. Arguments that are not integers get default values."""
 
     def __init__(self, tokens: Path) -> None:
         self._tokens = tokens
 
     def __call__(self, path: Path) -> Any:
-        configuration = json.loads(path.read_bytes())  # a JSONDecodeError is a ValueError
+        configuration = json.loads(path.read_bytes())  # raises a JSONDecodeError, which is a ValueError
         defaults = _loader_configuration()
         if not isinstance(configuration, dict):
             return None
@@ -293,7 +293,14 @@ def _safetensors_header(rng: random.Random, data: bytes) -> bytes:
 
 
 def judge(call: Call, folder: Path) -> tuple[str, str]:
-    """Load a damaged file; return ("same" | "other" | "refused" | "finding", a description)."""
+    """Load a damaged file. Return ("same"
+
+    "other"
+
+    "refused"
+
+    "finding", description).
+    """
     path = folder / call.kind.name
     _replace_file(path, call.data)
     try:
@@ -345,14 +352,14 @@ def _feed(found: Any, content: Any) -> None:
 
 
 def _work(pipe: Connection, seed: int, numbers: range) -> None:
-    """Judge calls in a child process. Send each number before its call, and the outcome after it."""
+    """Judge calls in a child process. Send a call's number before the call, and its outcome after the call."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.set_num_threads(1)
         kinds = make_kinds(folder)
         mutants = folder / "mutants"
         mutants.mkdir()
-        for kind in kinds:  # so that libraries allocate their memory before it is limited
+        for kind in kinds:  # libraries allocate their memory before it is limited
             judge(Call(kind, kind.data), mutants)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * os.sysconf("SC_PAGE_SIZE") + EXTRA_BYTES
@@ -376,7 +383,7 @@ def run(calls: range, seed: int) -> tuple[Counter[str], list[str]]:
 
 
 def _run_child(calls: range, seed: int, counts: Counter[str], findings: list[str]) -> int:
-    """Judge calls in a child process until it ends, hangs or crashes; return the next call."""
+    """Judge calls in a child process until the process ends, hangs or crashes. Return the number of the next call."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_work, args=(there, seed, calls), daemon=True)

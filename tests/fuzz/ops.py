@@ -2,21 +2,23 @@
 
     cd tests && python -m fuzz.ops --calls 100000 --seed 1 [--device cuda] [--jobs 8] [--op gelu]
 
-A seed and an index determine a call. A failing call is printed as a command that repeats it, after choices were made
-simpler as long as the call still failed:
+A seed and an index determine a call. If a call fails, its choices are made simpler as long as it still fails. Then a
+command that repeats the call is printed:
 
     cd tests && python -m fuzz.ops --seed 1 --index 4711 --set dtype=torch.float32 --set x.layout=contiguous
 
-The result and the gradients must satisfy the rule of ``gptkernels.testing.assert_as_exact_as_torch``, also in the root
-mean square. Matmuls must satisfy ``assert_product``, which does not depend on torch. Some calls are repeated and must
-give the same bits. Some calls have a wrong argument and must raise an error that names the operator.
+The errors of the result and the gradients must satisfy the rule of ``gptkernels.testing.assert_as_exact_as_torch``, and
+so must their root mean squares. Matmuls must satisfy ``assert_product``, which does not depend on torch. Some calls are
+repeated and must give bitwise identical results. Some calls have a wrong argument and must raise an error that names
+the operator.
 
-On CUDA half of the calls have real sizes, which fill the GPU several times (``--set size=real``: all). With ``--jobs``,
-a call that hangs or ends its process is reported, and a new process continues.
+On CUDA half of the calls have real sizes, which fill the GPU several times. With ``--set size=real``, all calls have
+real sizes. With ``--jobs``, a call that hangs or ends its process is reported, and a new process continues.
 
-The rule compares our error with torch's, which on a few numbers may be 0 by luck. A call that breaks the rule is
-therefore repeated with other numbers (``make_trial``), up to 400 times. It must then satisfy the rule with torch's
-largest error in these trials, and the root mean square of our errors in all trials must satisfy it, too.
+The rule compares our error with torch's error, which may be 0 by luck if there are few numbers. A call that breaks the
+rule is therefore repeated with other numbers (``make_trial``), up to 400 times. The first result must then satisfy the
+rule with torch's largest error in these trials, and the root mean square of our errors in all trials must also satisfy
+the rule.
 """
 
 import argparse
@@ -43,9 +45,11 @@ from gptkernels.testing.draw import FLOATING, Draw
 from gptkernels.testing.exactness import Errors, assert_norm_as_exact_as_torch, assert_product, root_mean_square_error
 from helpers import assert_as_exact_as_torch, double
 
-LAUNCHED = 32  # calls of a task; on CUDA small calls are all launched before the first is checked, which synchronizes
+# calls per task; on CUDA, all small calls are launched before the first check, because a check synchronizes
+LAUNCHED = 32
 MOST_KEPT = 2**30  # bytes of CUDA memory that a process keeps for its next calls
-TRIALS = (1, 10, 100, 400)  # errors are compared after these numbers of trials; at real size after at most 100
+# errors are compared after these numbers of trials; calls of real size have at most 100 trials
+TRIALS = (1, 10, 100, 400)
 
 
 # ---- a call ----------------------------------------------------------------------------------------------------------
@@ -139,14 +143,14 @@ def choose_gradients(draw, call):
 
 
 def make_leaves(call, args, wanted):
-    """Return detached arguments with the same layouts; the wanted ones require a gradient."""
+    """Detach the arguments, and let the arguments in ``wanted`` require a gradient."""
     return [
         t if t is None else t.detach().requires_grad_(name in wanted) for name, t in zip(call.args, args, strict=True)
     ]
 
 
 def compute_gradients(outs, leaves, douts):
-    """Return the gradients of the leaves that require one; they are zero if no used output depends on the leaf."""
+    """Return the gradients of the leaves that require one. A gradient is zero if no used output depends on its leaf."""
     inputs = [t for t in leaves if t is not None and t.requires_grad]
     pairs = [(o, d) for o, d in zip(outs, douts, strict=True) if d is not None and o.requires_grad]
     if not inputs or not pairs:
@@ -175,11 +179,11 @@ class Trial:
     douts: list  # gradients of the outputs, None for an unused output
     ours: list  # our outputs, then our gradients
     torchs: list  # torch's outputs, then its gradients
-    again: list = dataclasses.field(default_factory=list)  # our results of the repeated call, if there is one
+    again: list = dataclasses.field(default_factory=list)  # our results of the repeated call, if the call is repeated
 
 
 def make_trial(draw, first, i):
-    """Make the same call with other numbers."""
+    """Make the first trial's call with other numbers."""
 
     def changed(t, name):
         return other_numbers(t, i, draw.source(f"trial {i}, {name}"))
@@ -192,7 +196,7 @@ def make_trial(draw, first, i):
 
 
 def choose_device(draw, trials):
-    """Copy trials to the CPU to compare them there, except those of real size."""
+    """Copy trials to the CPU, where they are compared. Trials of real size stay on their device."""
     return trials if draw.real else copy_to_cpu(trials)
 
 
@@ -249,7 +253,7 @@ def check(draw, first, compared):
 
 
 def assert_as_exact(names, results, errors, norms):
-    """Apply the rules to results (ours, torch's, the formula's), given torch's errors on other numbers."""
+    """Apply the rules to (our result, torch's result, the formula's result), given torch's errors on other numbers."""
     for name, triple, error, norm in zip(names, results, errors, norms, strict=True):
         assert_as_exact_as_torch(*triple, name, torch_error=error)
         assert_norm_as_exact_as_torch(*triple, name, torch_error=norm)
@@ -274,7 +278,7 @@ def assert_as_exact_in_trials(draw, first, names, results):
             for other in choose_device(draw, more):
                 found = list(zip(other.ours, other.torchs, compute_formula(other), strict=True))
                 add(found)
-                # With infinite errors allowed, this compares only the places of infinities and NaN.
+                # All finite errors are allowed here, so that only the places of infinities and NaN are compared.
                 assert_as_exact(names, found, [math.inf] * len(names), [math.inf] * len(names))
         try:
             assert_as_exact(names, results, [e.worst_of_torchs() for e in errors], [max(norm) for norm in norms])
@@ -287,7 +291,7 @@ def assert_as_exact_in_trials(draw, first, names, results):
 
 
 def repeat_call(draw, call, douts, wanted):
-    """Return the results of the same call, on the CPU with other threads unless the bits depend on them."""
+    """Repeat the call and return the results. On the CPU, change the number of threads unless the bits depend on it."""
     threads = torch.get_num_threads()
     try:
         if call.any_threads and draw.device.type == "cpu":
@@ -301,7 +305,7 @@ def repeat_call(draw, call, douts, wanted):
 
 
 def break_argument(draw, call):
-    """Return the name of an argument and a wrong value; None if the drawn kind of fault does not apply."""
+    """Return the name of an argument and a wrong value, or None if the drawn kind of fault does not apply."""
     floating = [n for n, t in call.args.items() if t is not None and t.is_floating_point()]
     tied = [n for n in call.tied if call.args[n] is not None]
     how = draw.choose("breakage", ("integers", "another dtype", "wider", "an index out of range"))
@@ -320,7 +324,10 @@ def break_argument(draw, call):
 
 
 def break_index(draw, call):
-    """Return an index out of range, but none on CUDA, where a device-side assertion ends the process."""
+    """Return an argument's name and its tensor with an index out of range, or None if the call has no indices.
+
+    The result is None on CUDA, too, where a device-side assertion would end the process.
+    """
     name = next((n for n in ("tokens", "targets") if n in call.args), None)
     if name is None or draw.device.type != "cpu" or not call.args[name].numel():
         return None
@@ -349,7 +356,7 @@ def check_refused(draw, call, name, value):
 
 
 def find_failure(seed, index, device, op=None, replaced=None):
-    """Return the draw and the exception of a call if it fails, else None."""
+    """Return the draw and the exception of a call if the call fails, else None."""
     draw = Draw(seed, index, device, replaced)
     draw.call = "?"
     try:
@@ -404,14 +411,14 @@ def format_command(seed, index, device, op, replaced):
 
 # ---- the campaign's processes ----------------------------------------------------------------------------------------
 
-_progress = None  # set in a process of the campaign
+_progress = None  # This is set in each process of a campaign.
 
 
 class Progress:
     """The current call and stage of a process, in memory that the campaign reads."""
 
     def __init__(self, context):
-        self.numbers = context.Array("q", 2, lock=False)  # the call's index, and the number of stages so far
+        self.numbers = context.Array("q", 2, lock=False)  # the call's index, and the number of stages entered so far
         self.texts = [context.Array("c", size, lock=False) for size in (50, 4000)]  # the stage and the call
 
     def read(self):
@@ -472,7 +479,7 @@ def parse_settings(arguments):
 
 
 def find_failures(arguments, indices, counts):
-    """Return (index, draw, exception) of failing calls. All small calls are launched before the first is checked."""
+    """Return (index, draw, exception) of failing calls. All small calls are launched before the first check."""
     launched, failed = [], []
     for index in indices:
         enter("draw", "?", index)
@@ -501,11 +508,11 @@ def find_failures(arguments, indices, counts):
 
 
 def work(pipe, progress, arguments):
-    """Make the calls of each task that the pipe delivers, and send back what ``make_calls`` yields."""
+    """Make the calls of each task that the pipe delivers, and send back the results of ``make_calls``."""
     global _progress
     _progress = progress
     prepare_process()
-    torch.zeros(1, device=arguments.device)  # the first tensor on CUDA takes seconds
+    torch.zeros(1, device=arguments.device)  # creating the first tensor on CUDA takes seconds
     while True:
         enter("wait for calls", "?")
         try:
@@ -527,10 +534,10 @@ class Worker:
     """A process that makes calls.
 
     Attributes:
-        task: (start, stop, alone) of its calls; None while it waits for a task.
+        task: (start, stop, alone) of the calls, or None while the process waits for a task.
         why: the reason why an earlier process with this task ended, or None.
-        count: the number of stages that it had entered at ``since``.
-        since: the time at which it last entered a stage.
+        count: the number of stages that the process had entered at ``since``.
+        since: the time at which the process last entered a stage.
     """
 
     def __init__(self, arguments):
@@ -555,7 +562,7 @@ class Worker:
         return time.monotonic() - self.since > (patience if count else START)
 
     def end(self):
-        """Kill the process, which ends its kernels on the device, too."""
+        """Kill the process. This also ends its kernels on the device."""
         self.process.kill()
         self.process.join(60)
         self.pipe.close()
@@ -635,7 +642,7 @@ def run_in_processes(arguments):
 
 
 def run_in_process(arguments):
-    """Yield what ``make_calls`` yields in this process; a CUDA error ends the campaign."""
+    """Yield the results of ``make_calls`` in this process. A CUDA error ends the campaign."""
     prepare_process()
     end = time.time() + arguments.seconds
     for start in range(0, arguments.calls, LAUNCHED):

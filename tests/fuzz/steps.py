@@ -1,9 +1,9 @@
 """Makes training steps at random lengths, of our GPT-2 and of swapped models: eager, compiled, and as CUDA graphs.
 
 `python -m fuzz.steps --steps 300 --seed 1 --device cuda` (in tests/). Every step starts with new weights. Its loss and
-all its gradients are compared with those of torch's model in float64:
+all its gradients are compared with the results of torch's model in float64:
 
-- The norm of a gradient's error may be twice that of torch's model in the same precision.
+- The norm of a gradient's error may be twice the norm of the error of torch's model in the same precision.
 - The loss's error may be twice the mean magnitude of torch's errors of single tokens. This bounds the error of torch's
   mean, but is not small by luck.
 - In both cases an error of one rounding to float32 is added.
@@ -56,8 +56,9 @@ SIZES = {"cpu": Sizes(2, 2, 32, 64, 128, (64, 300)), "cuda": Sizes(2, 12, 768, 1
 class Family(NamedTuple):
     """A kind of model.
 
-    `make` returns our model and torch's, whose parameters have the same names. `loss` computes our mean loss of tokens
-    and targets, and `logits` torch's logits. With `shifts` the targets are the next tokens of the same sequence.
+    `make` returns our model and torch's model, whose parameters have the same names. `loss` computes our mean loss of
+    tokens and targets, and `logits` computes torch's logits. With `shifts` the targets are the next tokens of the
+    same sequence.
     """
 
     make: Callable
@@ -91,7 +92,7 @@ def make_huggingface(sizes):
             n_embd=sizes.channels,
             n_positions=sizes.positions,
             vocab_size=sizes.vocabulary - UNUSED,
-            pad_token_id=None,  # otherwise the model searches for padding, which synchronizes
+            pad_token_id=None,  # otherwise the model would search for padding and synchronize
         )
     )
     return gptkernels.swap(copy.deepcopy(torchs)), torchs
@@ -120,13 +121,13 @@ if transformers is None:
 
 
 class Models:
-    """The models of a family. Ours has an optimizer, and a step for each way to run it."""
+    """The models of a family, an optimizer for our model, and a training step for each way to run it."""
 
     def __init__(self, family, device, backend):
         self.family = family
         self.ours, self.torchs = (model.to(device) for model in family.make(SIZES[device.type]))
         self.exact = copy.deepcopy(self.torchs).double()
-        # Without decay the first moment is the last gradient.
+        # With beta1 = 0 the first moment is the last gradient.
         self.optimizer = AdamW(self.ours.parameters(), lr=1e-3, betas=(0.0, 0.95), max_grad_norm=math.inf)
         compiled = torch.compile(self.loss, dynamic=True, backend=backend)
         self.steps = {
@@ -152,7 +153,7 @@ class Models:
             model.load_state_dict(self.ours.state_dict())
 
     def reference(self, model, tokens, targets, autocast=False):
-        """Return the losses of the tokens, and the gradients of their mean by name."""
+        """Return the losses of the tokens, and the gradients of the mean loss by parameter name."""
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
             logits = self.family.logits(model, tokens, targets)
             targets = targets.flatten()
@@ -163,7 +164,7 @@ class Models:
         return losses.detach().double(), {name: p.grad.double() for name, p in model.named_parameters()}
 
     def step(self, way, autocast, B, T, generator):
-        """Make a step with new weights and tokens; return (error, torch's error, magnitude) by name."""
+        """Make a step with new weights and tokens. Return (our error, torch's error, magnitude) by name."""
         sizes, device = SIZES[generator.device.type], generator.device
         self.redraw(generator)
         text = torch.randint(sizes.vocabulary - UNUSED, (B, T + 1), generator=generator, device=device)
@@ -219,7 +220,7 @@ def run(index, arguments, made):
     if device.type == "cuda" and way == "graphed" and step.eager_because:
         found["graph"] = f"no graph: {step.eager_because}"
     step.reset()
-    torch.cuda.empty_cache()  # a capture cannot use memory that the allocator keeps from steps of other sizes
+    torch.cuda.empty_cache()  # a capture cannot use memory that the allocator has kept since steps of other sizes
     return found
 
 

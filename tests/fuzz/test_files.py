@@ -1,4 +1,4 @@
-"""A short campaign of the fuzzer of files finds nothing, and planted faults are found."""
+"""Tests that a short campaign of the file fuzzer finds nothing, and that the fuzzer finds planted faults."""
 
 import json
 import os
@@ -50,7 +50,7 @@ def crash(call, folder):
 
 
 def test_the_campaign_survives_crashes_and_hangs(monkeypatch):
-    """The child processes are forked, so that they have the replaced functions."""
+    """Child processes are forked, so that they use the functions that the test replaces."""
     kind, calls = files.Kind("x", b"", None), [b"", b"crash", b"", b"hang", b""]
     monkeypatch.setattr(files, "make_kinds", lambda folder: [])
     monkeypatch.setattr(files, "make_call", lambda kinds, seed, number: files.Call(kind, calls[number]))

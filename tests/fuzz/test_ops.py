@@ -1,4 +1,4 @@
-"""A short campaign of the operators' fuzzer finds nothing; planted faults are found, with commands that repeat them."""
+"""Tests that a short campaign of the operator fuzzer finds nothing, and that the fuzzer finds planted faults."""
 
 import dataclasses
 import math
@@ -36,7 +36,7 @@ def test_a_short_campaign_finds_nothing(op, size, calls, device, capfd):
     assert status == 0, capfd.readouterr().out
 
 
-# There is one tile or block of rows more than the GPU has SMs.
+# Calls with these choices have one tile or block of rows more than the GPU has SMs.
 ONE_MORE = {"size": "real", "broken": "False"} | {
     f"{name}.{choice}": "1" for name in ("x", "a", "rows", "lead", "queries") for choice in ("tiles each", "more tiles")
 }
@@ -102,7 +102,7 @@ def test_a_fault_is_found_and_can_be_repeated(monkeypatch, capfd):
     assert repeated.rstrip().endswith(printed.split("\n\n")[0].rstrip().splitlines()[-1])
 
 
-# The rule compares errors of a few ulps: it must distinguish small faults from bad luck.
+# Errors are a few ulps. The rule must distinguish small faults from errors that are large by chance.
 
 
 def make_off_by(units):
@@ -155,7 +155,7 @@ def test_a_gradient_off_by_a_few_ulps_is_found(op, device):
 
 
 def test_a_missing_row_is_found_if_torch_misses_it_too(device):
-    """Our and torch's gradients of linear's weight omit the last row of a sum over thousands."""
+    """Both our and torch's gradient of linear's weight omit the last of thousands of rows."""
 
     def faulty(draw):
         call = OPERATORS["linear"].draw(draw)
@@ -168,7 +168,8 @@ def test_a_missing_row_is_found_if_torch_misses_it_too(device):
         return dataclasses.replace(call, ours=without_last_row, torchs=without_last_row)
 
     replaced = {"size": "real", "dtype": "torch.bfloat16", "x.dims": "1", "gradients": "all", "broken": "False"}
-    replaced |= {"x.rows of a tile": "4"}  # with many more rows a missing one is less than bfloat16's rounding
+    # with many more rows, a missing row would change the sum by less than bfloat16's rounding
+    replaced |= {"x.rows of a tile": "4"}
     replaced |= {"x.values": "normal", "weight.values": "normal", "dout0.values": "normal", "x.layout": "contiguous"}
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(OPERATORS, "faulty", Operator("faulty", faulty))
@@ -189,7 +190,7 @@ def test_errors_of_several_trials():
     assert errors.worst_of_torchs() == pytest.approx(1e-6, rel=1e-5)
     errors.hold_on_the_whole("out")
     for _ in range(3):
-        errors.add(one + 3e-6, one, one.double())  # our error alone
+        errors.add(one + 3e-6, one, one.double())  # only our result has an error
     with pytest.raises(AssertionError, match="in 6 trials"):
         errors.hold_on_the_whole("out")
 
@@ -207,7 +208,7 @@ def test_errors_of_several_trials():
 
 
 def test_trials_keep_what_is_special_about_arguments(device):
-    """Constants, zeros, equal rows, infinities and integers stay what they are."""
+    """Other trials keep constants, zeros, equal rows, infinities and integers."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(7, generator=generator)
     args = {
@@ -285,7 +286,7 @@ def test_the_campaign_ends_after_its_time(capfd):
 
 @all_dtypes
 def test_attention_of_scale_zero(dtype, device):
-    """All keys have the same weight. oneDNN does not write the result of a product that is multiplied by 0."""
+    """All keys have the same weight. oneDNN does not write the result of a matmul that it multiplies by 0."""
     op = ops.attention_probabilities
     qkv = randn(2, 63, 3 * 120, dtype=dtype, device=device)
     junk = torch.full((2, 5, 63, 63), float("nan"), dtype=dtype, device=device)

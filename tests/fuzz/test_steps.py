@@ -1,4 +1,4 @@
-"""A short campaign of training steps finds nothing, and a gradient without its last row is found."""
+"""Tests that a short campaign of training steps finds nothing, and that a gradient without its last row is found."""
 
 import subprocess
 import sys

@@ -79,7 +79,7 @@ def run(params, gradients, state_dtype=None, masters=False, **options):
 
 
 def assert_close(a, b):
-    """Compare float64 results of 20 steps, which may differ by a few roundings."""
+    """Compare float64 results of 20 steps. They may differ by a few rounding errors."""
     torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-15)
 
 
@@ -104,7 +104,7 @@ def test_twenty_steps_match_torch_in_float64(options, device):
 
 
 def check(params, gradients):
-    eps = 1e-3 if params[0].dtype == torch.float16 else 1e-8  # torch rounds eps to float16, where 1e-8 is 0
+    eps = 1e-3 if params[0].dtype == torch.float16 else 1e-8  # torch rounds eps to float16, and 1e-8 becomes 0
     found, plain = run(params, gradients, eps=eps).all(), torch_steps(params, gradients, eps=eps)
     exact = torch_steps([p.double() for p in params], [[g.double() for g in grads] for grads in gradients], eps=eps)
     for i, (a, b, c) in enumerate(zip(found, plain, exact, strict=True)):
@@ -124,7 +124,7 @@ def test_twenty_steps_are_as_exact_as_torch(dtype, device):
 
 @pytest.mark.parametrize("beta2", [0.999, 0.99999])
 def test_first_step_has_the_size_of_lr(beta2, device):
-    """1 - beta2^t computed with float32 betas would be wrong by 1 %."""
+    """With beta2 rounded to float32, 1 - beta2 and the size of the first step would be wrong by up to 0.07 %."""
     lists = run([torch.zeros(9, device=device)], [[torch.full((9,), 1e-2, device=device)]], beta2=beta2, lr=1e-3)
     torch.testing.assert_close(lists.params[0], torch.full((9,), -1e-3, device=device), rtol=2e-6, atol=0)
 
@@ -151,9 +151,9 @@ def test_master_parameters_take_float32s_steps(dtype, device):
 @low_dtypes
 @pytest.mark.parametrize("state_dtype", [None, torch.float32], ids=["own states", "float32 states"])
 def test_changed_parameters_replace_their_masters(state_dtype, dtype, device):
-    """A step starts from the parameter where its master does not round to it, and from the master elsewhere."""
+    """A step starts from the float32 master if the master rounds to the parameter, otherwise from the parameter."""
     (param,), gradients = make([(1003,)], dtype, device, steps=1)
-    master = param.float() * (1 + 2**-13)  # rounds to the parameter
+    master = param.float() * (1 + 2**-13)  # The master rounds to the parameter.
     assert torch.equal(master.to(dtype), param)
     changed = torch.arange(1003, device=device) % 3 == 0
     param = torch.where(changed, param * 2, param)
@@ -162,7 +162,7 @@ def test_changed_parameters_replace_their_masters(state_dtype, dtype, device):
     param[5], master[5] = (
         math.inf,
         3e38 if dtype == torch.bfloat16 else 1e30,
-    )  # the master rounds to infinity and is kept
+    )  # in float16 the master rounds to infinity and is kept
     start = torch.where(master.to(dtype) == param, master, param.float())
     assert start[5] == (math.inf if dtype == torch.bfloat16 else 1e30)
     expected = Lists([start.to(dtype)], state_dtype, masters=True)
@@ -241,7 +241,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parameters_in_any_dense_layout(layout, masters, grads_in, device):
-    """The layout changes no bit."""
+    """The results are bitwise identical for all dense layouts."""
     shape, change = LAYOUTS[layout]
     params, gradients = make([shape, (3,)], torch.bfloat16, device, steps=3)
     params[0] = change(params[0])
@@ -270,7 +270,7 @@ def test_misaligned(dtype, device):
     lists.exp_avgs = [as_view(t, "misaligned") for t in lists.exp_avgs]
     for grads in gradients:
         lists.step([as_view(grads[0], "misaligned")])
-    # On CUDA the code for single elements may contract other multiplications and additions than the code for packs.
+    # On CUDA the compiler may contract multiplications and additions differently for single elements and for packs.
     rtol = 0 if device.type == "cpu" else 4 * torch.finfo(dtype).eps
     torch.testing.assert_close(lists.params[0], plain.params[0], rtol=rtol, atol=rtol)
     torch.testing.assert_close(lists.exp_avgs[0], plain.exp_avgs[0], rtol=rtol, atol=rtol)
@@ -328,7 +328,7 @@ def test_clipping_has_the_bits_of_torchs(norm, dtype, device):
 @pytest.mark.parametrize("masters", [False, True])
 @low_dtypes
 def test_clipped_gradients_are_not_rounded(masters, dtype, device):
-    """The results are those of gradients that are clipped in float32."""
+    """The results are as if the gradients were converted to float32 before they are clipped."""
     params, gradients = make([(40, 33), (7,)], dtype, device, steps=3)
     state = torch.float32 if masters else None
     norm = torch.tensor(3.0, device=device)
@@ -337,7 +337,7 @@ def test_clipped_gradients_are_not_rounded(masters, dtype, device):
     expected = run(params, clipped, state, masters)
     lists = run(params, gradients, state, masters, grad_norm=norm, max_grad_norm=2.0)
     for a, b in zip(lists.all(), expected.all(), strict=True):
-        # On CUDA the code for float32 gradients may contract other multiplications and additions.
+        # On CUDA the compiler may contract multiplications and additions differently for float32 gradients.
         eps, atol = (0, 0) if device.type == "cpu" else (4 * torch.finfo(a.dtype).eps, 1e-5)
         torch.testing.assert_close(a, b, rtol=eps, atol=atol)
 
@@ -355,7 +355,7 @@ def test_found_inf_changes_nothing(device):
 
 @all_dtypes
 def test_without_beta1_the_average_is_the_gradient(dtype, device):
-    """The average is exact also if the last gradient was much larger."""
+    """With beta1 = 0 the moving average is exactly the new gradient, even if the last gradient was much larger."""
     params, gradients = make([(127,)], dtype, device, steps=2)
     gradients[0][0] *= 1000
     lists = run(params, gradients, beta1=0.0)
@@ -435,7 +435,7 @@ def test_cuda_graph_replays_with_another_lr_and_norm(device, on_cuda):
 
 def test_bad_lists(device):
     def refused(*fragments, index=0, name=None, value=None, masters=False, dtype=torch.bfloat16):
-        """Replace an element of a list by a function of it, or remove it, and expect an error."""
+        """Replace an element of a list by the function's value, or remove the element, and expect an error."""
         params, (grads,) = make([(5, 8), (3, 4)], dtype, device, steps=1)
         lists = Lists(params, masters=masters)
         lists.grads = grads

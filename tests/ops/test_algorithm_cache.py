@@ -1,10 +1,10 @@
-"""The file of cuBLASLt's algorithms, which are timed once: csrc/cuda/gemm/algorithm_cache.h."""
+"""Tests of the file that stores which cuBLASLt algorithms were fastest (csrc/cuda/gemm/algorithm_cache.h)."""
 
 import pytest
 
 from helpers import run_python
 
-# Matmuls that are large enough to be timed: with a bias in the epilogue, without, and accumulated in float32.
+# Matmuls that are large enough to be timed: with a bias in the epilogue, without a bias, and accumulated in float32.
 PROGRAM = """
 import hashlib, torch, gptkernels
 ops = torch.ops.gptkernels
@@ -46,7 +46,7 @@ def test_kept_choices_give_the_same_bits(tmp_path):
     first = run(tmp_path / "new" / "folder")
     (file,) = (tmp_path / "new" / "folder").iterdir()
     lines = file.read_text().splitlines()
-    assert len(lines) >= 1 + 4  # a header, x @ W^T + b, both gradients, and a matmul that accumulates
+    assert len(lines) >= 1 + 4  # a header, and lines for x @ W^T + b, its two gradients, and a matmul that accumulates
     assert run(tmp_path / "new" / "folder") == first
     assert file.read_text().splitlines() == lines
 
@@ -55,7 +55,7 @@ def test_damaged_file_is_ignored(tmp_path):
     run(tmp_path)
     (file,) = tmp_path.iterdir()
     first, *lines = file.read_text().splitlines()
-    damaged = [" ".join([*line.split()[:21], *["7"] * 8]) for line in lines]  # algorithms that do not exist
+    damaged = [" ".join([*line.split()[:21], *["7"] * 8]) for line in lines]  # lines with algorithms that do not exist
     file.write_text("\n".join([first, "x", lines[0][:30], *damaged]))
     run(tmp_path)
     assert not set(damaged) & set(file.read_text().splitlines())

@@ -49,7 +49,7 @@ def packed(qkv, num_heads, *args):
 
 
 def visible(q, k, mask=None, causal=False, offset=0, begin=None, end=None):
-    """Return which keys each query sees, (B, NH, Tq, Tk)."""
+    """Return a bool mask (B, NH, Tq, Tk) of the keys that each query sees."""
     seen = seen_keys(q.shape[2], k.shape[2], causal, offset, mask, begin, end, q.device)
     return seen.expand(*q.shape[:3], k.shape[2])
 
@@ -77,9 +77,10 @@ def formula(q, k, v, *, scale=None, keep=None, p=0.0, **options):
 def torchs(q, k, v, *, scale=None, **options):
     """Compute out by torch's kernels.
 
-    A query that sees no key is shown all keys, and its output is set to 0, because torch's may be NaN there.
+    All keys are shown to a query that sees no key, and the query's output is set to 0, because torch's output may be
+    NaN.
     """
-    if scale is not None and scale <= 0:  # torch's fused kernels are wrong there
+    if scale is not None and scale <= 0:  # torch's fused kernels are wrong for these scales
         return formula(q, k, v, scale=scale, **options)[0]
     if options == {"causal": True} and q.shape[2] == k.shape[2]:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
@@ -120,8 +121,9 @@ def tensors(b, heads, key_heads, rows, columns, size, dtype, device):
 def check(q, k, v, dout, few_keys=False, **options):
     """Compare out, logsumexp and all gradients with float64 and with torch.
 
-    The logsumexp of a query that sees few keys has all rounding errors of a sum of HS products; torch's may have fewer.
-    ``few_keys`` says that there are many such queries; then logsumexp is compared with a tolerance.
+    The logsumexp of a query that sees few keys has all rounding errors of a sum of HS products, and torch's logsumexp
+    may have fewer. ``few_keys`` says that there are many such queries. Then logsumexp is compared with a tolerance
+    instead.
     """
     functions = out_of(ours, **options), partial(torchs, **options), out_of(formula, **options)
     assert_as_exact_with_gradients(*functions, (q, k, v), dout, QKV)
@@ -186,7 +188,7 @@ def test_packed_and_separate_arguments_give_the_same_bits(size, p, dtype, device
     assert_equal(unpack(dqkv, size[2]), found)
 
 
-# Both ops have the same arguments, but different second results.
+# The two ops have the same arguments, but different second results.
 both_ops = pytest.mark.parametrize("op", [ops.attention, ops.attention_probabilities], ids=["", "probabilities"])
 
 
@@ -202,7 +204,7 @@ def test_no_sequences_or_no_tokens(op, size, dtype, device):
     assert gradients(lambda x: op(x, nh)[0], (qkv,), dout)[0].shape == qkv.shape
 
 
-# On a CPU with AMX, torch's bfloat16 product of a longer sequence spreads a NaN to other rows (docs/notes/linear.md).
+# On a CPU with AMX, torch's bfloat16 matmul of a longer sequence spreads a NaN to other rows (docs/notes/linear.md).
 @all_dtypes
 @pytest.mark.parametrize(
     ("op", "tokens", "first"),
@@ -215,7 +217,8 @@ def test_later_tokens_change_no_bit_of_earlier_ones(op, tokens, first, dtype, de
     changed = qkv.clone()
     changed[:, first:] += 1
     assert torch.equal(op(changed, 2)[0][:, :first], out[:, :first])
-    changed[:, first:, :32] = math.nan  # in q and k: a NaN in v would be multiplied by a probability of 0
+    # only in q and k: a NaN in v would be multiplied by a probability of 0, and the product is NaN
+    changed[:, first:, :32] = math.nan
     out_nan = op(changed, 2)[0]
     assert torch.equal(out_nan[:, :first], out[:, :first])
     assert out_nan[:, first:].isnan().all()
@@ -238,7 +241,7 @@ SHAPES = [
     (2, 6, 2, 1, 77, 64, False, 0),  # decoding
     (1, 2, 2, 1, 1000, 128, False, 0),
     (2, 2, 1, 1, 200, 64, True, 199),
-    (1, 3, 3, 70, 200, 33, False, 0),  # other numbers of keys than queries
+    (1, 3, 3, 70, 200, 33, False, 0),  # the numbers of queries and keys differ
     (2, 2, 2, 200, 70, 64, False, 0),
     (1, 2, 2, 100, 64, 8, True, 0),
     (1, 2, 2, 64, 150, 64, True, 0),
@@ -257,9 +260,10 @@ def test_matches_float64(shape, dtype, device):
     check(*tensors(*sizes, dtype, device), causal=causal, offset=offset)
 
 
-# (NH, KH, Tq, Tk, HS, causal, offset): head sizes that take two panels of 64 channels, with numbers of queries around
-# the kernels' tiles of 64 and 128 rows. A single key is in ATTENTION_SIZES, where all gradients are compared as one
-# tensor: those of query and key are 0 in the formula, and rounding errors in the kernels.
+# (NH, KH, Tq, Tk, HS, causal, offset): head sizes that need two panels of 64 channels. The numbers of queries are near
+# multiples of the kernels' tiles of 64 and 128 rows. ATTENTION_SIZES has the case of a single key instead, because all
+# gradients are compared as one tensor there. For a single key, the formula's gradients of query and key are 0, while
+# the kernels' gradients have rounding errors.
 WIDE = [
     *((2, 1, rows, rows, 128, causal, 0) for rows in (63, 64, 65, 127, 128, 129, 257) for causal in (True, False)),
     (4, 2, 1000, 1000, 128, True, 0),
@@ -282,7 +286,7 @@ def test_wide_heads(shape, dtype, device):
 
 @low_dtypes
 def test_wide_heads_in_strided_views(dtype, device):
-    """Rows are farther apart than they are long, and heads come after tokens or before them."""
+    """The stride of rows is larger than their length. The dimension of heads is after that of tokens or before it."""
     size = 128
     q = randn(2, 150, 4, size + 16, dtype=dtype, device=device)[..., 8:-8].transpose(1, 2)
     kv = randn(2, 2, 2, 160, size, dtype=dtype, device=device)
@@ -295,7 +299,7 @@ def test_wide_heads_in_strided_views(dtype, device):
 @with_dtypes(torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize(("size", "few"), [((40, 385, 4, 128), 6), ((1025, 2, 64, 8), 2)], ids=str)
 def test_sequences_are_independent_in_large_batches(size, few, dtype, device):
-    """There are more tiles than SMs, or more heads than the 65535 rows of a CUDA grid."""
+    """The batch has more tiles than the GPU has SMs, or more heads than a CUDA grid has rows (65535)."""
     qkv, dout = packed_inputs(size, dtype, device)
 
     def results(qkv, dout):
@@ -312,7 +316,8 @@ def test_sequences_are_independent_in_large_batches(size, few, dtype, device):
 def many_heads(device):
     """Return the number of SMs.
 
-    With so many heads of 64 channels and up to 1024 queries, sm_90a's backward assigns a thread block to each head.
+    sm_90a's backward assigns a thread block to each head if there are at least this many heads, of 64 channels and up
+    to 1024 queries.
     """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
@@ -351,7 +356,7 @@ MANY_HEADS = [
 def test_many_heads(shape, dtype, device):
     rows, columns, size, causal, offset = shape
     heads = many_heads(device)
-    batches = 2 if rows < 500 else 1  # with 2, a thread block computes two heads
+    batches = 2 if rows < 500 else 1  # with 2 sequences, a thread block computes two heads
     check(*tensors(batches, heads, heads, rows, columns, size, dtype, device), True, causal=causal, offset=offset)
 
 
@@ -368,7 +373,10 @@ def test_many_heads_gradient_of_logsumexp(device):
 
 
 def test_many_heads_are_independent(device):
-    """A head's bits do not depend on the head that the thread block computed before, and a NaN stays in its head."""
+    """A head's results do not depend on the head that its thread block computed before.
+
+    A NaN affects only its own head.
+    """
     heads = many_heads(device)
     inputs = tensors(3, heads, heads, 200, 200, 64, torch.bfloat16, device)
     found = all_results(*inputs, causal=True)
@@ -399,7 +407,7 @@ def test_many_heads_in_a_cuda_graph(device, on_cuda):
 
 
 def masks(b, heads, rows, columns, device):
-    """Yield bool masks as Hugging Face's models and others pass them; some hide all keys from a query."""
+    """Yield bool masks of several forms, e.g. those of Hugging Face's models. Some masks hide all keys from a query."""
     lengths = torch.randint(0, columns + 1, (b,), device=device)
     lengths[0] = 0
     right = (torch.arange(columns, device=device) < lengths.view(-1, 1)).view(b, 1, 1, columns)
@@ -430,7 +438,7 @@ def test_masks_of_every_shape(causal, additive, dtype, device):
 
 @all_dtypes
 def test_key_begin_and_end(dtype, device):
-    """Padding is on the left, on the right, on both sides, nowhere or everywhere; bounds may exceed the keys."""
+    """Sequences have padding on the left, on the right, on both sides, nowhere or everywhere. Bounds may exceed Tk."""
     inputs = tensors(6, 2, 1, 70, 140, 32, dtype, device)
     begin = torch.tensor([0, 17, 64, 0, 90, -5], dtype=torch.int32, device=device)
     end = torch.tensor([100, 140, 130, 140, 80, 1000], dtype=torch.int32, device=device)
@@ -443,7 +451,7 @@ def test_key_begin_and_end(dtype, device):
 @all_dtypes
 @pytest.mark.parametrize(("rows", "causal"), [(300, False), (300, True), (5, False)], ids=str)
 def test_padding_changes_no_bit(rows, causal, dtype, device):
-    """Sequences have several tiles of keys. NaN in place of padding changes no bit, with and without dropout."""
+    """If padding is replaced by NaN, the results stay bitwise identical, with and without dropout."""
     q, k, v, dout = tensors(6, 4, 2, rows, 300, 64, dtype, device)
     begin = torch.tensor([0, 130, 0, 64, 250, 299], dtype=torch.int32, device=device)
     end = torch.tensor([300, 300, 17, 201, 240, 300], dtype=torch.int32, device=device)
@@ -461,7 +469,7 @@ def test_padding_changes_no_bit(rows, causal, dtype, device):
 def test_query_of_one_key_has_no_gradient(dtype, device, on_cpu):
     """The gradient is exactly 0, because delta and the probability's gradient are summed in the same order.
 
-    CUDA's kernels sum the two in different orders.
+    The test is for the CPU, because CUDA's kernels use different orders for the two sums.
     """
     q, k, v, dout = tensors(2, 3, 3, 70, 70, 128, dtype, device)
     dq = gradients(out_of(ours, causal=True), (q, k, v), dout)[0]
@@ -474,9 +482,9 @@ def test_query_of_one_key_has_no_gradient(dtype, device, on_cpu):
 @pytest.mark.parametrize("scale", [0.125, 1.0])
 @with_dtypes(torch.float64, torch.float32)
 def test_probability_of_a_dominant_key_is_1(scale, dtype, device, on_cpu):
-    """Although the scores are thousands, the rounding error of log2(e) does not change the probability.
+    """The scores are thousands, but the rounding error of log2(e) does not change the probability.
 
-    CUDA's kernels round logsumexp when they multiply it by log2(e).
+    The test is for the CPU, because CUDA's kernels round logsumexp when they multiply it by log2(e).
     """
     v = randn(1, 1, 300, 64, dtype=dtype, device=device)
     q, k = torch.zeros_like(v), torch.zeros_like(v)
@@ -492,7 +500,7 @@ def test_probability_of_a_dominant_key_is_1(scale, dtype, device, on_cpu):
 
 @all_dtypes
 def test_additive_mask_is_not_rounded_if_scores_are_0(dtype, device, on_cpu):
-    """CUDA's kernels round the mask when they multiply it by log2(e)."""
+    """If all scores are 0, the CPU adds the mask exactly. (CUDA's kernels round mask * log2(e).)"""
     _, k, v, _ = tensors(1, 2, 2, 100, 100, 16, dtype, device)
     mask = randn(1, 2, 100, 100, dtype=dtype, device=device, scale=30)
     exact = mask.double().softmax(-1) @ v.double()
@@ -521,7 +529,7 @@ def test_queries_that_see_no_key(dtype, device):
 
 
 def block_masks(b, heads, rows, columns, device):
-    """Yield bool masks by name that hide whole blocks or parts of them; with some, queries see no key."""
+    """Yield (name, bool mask). The masks hide whole blocks or parts of blocks, and some hide all keys from a query."""
     i, j = (torch.arange(n, device=device) for n in (rows, columns))
     lengths = torch.linspace(max(columns // 3, 1), columns, b, device=device).int().view(b, 1, 1, 1)
     right, left = j < lengths, j >= columns - lengths
@@ -538,12 +546,12 @@ def block_masks(b, heads, rows, columns, device):
 
 
 def added(mask, hidden, dtype):
-    """Return the additive form of a bool mask."""
+    """Return the additive mask that has 0 where the bool mask is true, and the given value elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, hidden)
 
 
 def some_key(mask):
-    """Return the mask, with all keys visible to a query that would see none."""
+    """Return the mask after showing all keys to each query that sees no key."""
     return mask | ~mask.any(-1, keepdim=True)
 
 
@@ -577,7 +585,7 @@ def test_masks_of_blocks(rows, size, dtype, device):
 @pytest.mark.parametrize(("rows", "size"), [(1000, 64), (1024, 128)])
 def test_masks_of_many_blocks(rows, size, dtype, device):
     one_kernel_on_a_cpu(device, size > 64 or dtype == torch.float16)
-    batches = 1 if device.type == "cpu" else 2  # the CPU takes seconds for one
+    batches = 1 if device.type == "cpu" else 2  # the CPU takes seconds for one sequence
     inputs = tensors(batches, 2, 1, rows, rows, size, dtype, device)
     for name, mask in block_masks(batches, 2, rows, rows, device):
         if name in ("causal and left", "blocks with holes"):
@@ -590,10 +598,10 @@ def test_masks_of_many_blocks(rows, size, dtype, device):
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("half", [0, 64])
 def test_masks_that_hide_most_of_half_a_tile(half, size, dtype, device):
-    """64 of each 128 queries see few key tiles, far apart. Then 64 of each 128 keys are seen by few queries."""
+    """Of each 128 queries, 64 see only a few distant tiles of keys. The transposed mask does this to keys."""
     one_kernel_on_a_cpu(device, size > 64 or dtype == torch.float16)
     rows = 1024
-    heads = (1, 1) if device.type == "cpu" else (4, 2)  # the CPU takes a second for one
+    heads = (1, 1) if device.type == "cpu" else (4, 2)  # the CPU takes a second for one head
     inputs = tensors(1, *heads, rows, rows, size, dtype, device)
     position = torch.arange(rows, device=device)
     little = position % 128 // 64 * 64 == half
@@ -616,7 +624,10 @@ def test_block_masks_of_more_or_fewer_keys_than_queries(dtype, device):
 @low_dtypes
 @pytest.mark.parametrize("size", [64, 96])
 def test_masks_with_values(size, dtype, device):
-    """Additive masks depend on the position, the head or the element, and hide blocks, wholly or nearly."""
+    """The values of additive masks depend on the position, the head or the element.
+
+    Some hide all or nearly all of a block.
+    """
     one_kernel_on_a_cpu(device, size > 64 or dtype == torch.float16)
     rows = 300
     inputs = tensors(2, 4, 2, rows, rows, size, dtype, device)
@@ -641,7 +652,7 @@ def test_masks_with_values(size, dtype, device):
 @pytest.mark.parametrize("deviation", [3, 10, 30])
 @pytest.mark.parametrize(("rows", "size"), [(193, 64), (321, 40), (1000, 64), (193, 128)])
 def test_additive_masks_of_large_deviation(rows, size, deviation, dtype, device):
-    """exp(score + mask) would overflow in the last tile's rows beyond the last query, which have no logsumexp."""
+    """In a tile, rows beyond the last query have no logsumexp. There exp(score + mask) would overflow."""
     one_kernel_on_a_cpu(device, size > 64 or dtype == torch.float16 or deviation < 30)
     mask = randn(rows, rows, dtype=dtype, device=device, scale=deviation)
     check(*tensors(2, 4, 2, rows, rows, size, dtype, device), few_keys=True, mask=mask)
@@ -686,7 +697,10 @@ def test_nan_and_infinity_in_a_mask_stay_in_their_row(dtype, device):
 
 
 def check_lowest(q, k, v, dout, **options):
-    """Do as ``check`` for masks whose rows may be the dtype's lowest value, which the logsumexp rounds to."""
+    """Do the same as ``check`` for masks with rows of the dtype's lowest value.
+
+    The logsumexp of such a row is this value.
+    """
     exact = formula(*map(double, (q, k, v)), **options)
     out, logsumexp = ours(q, k, v, **options)
     assert_as_exact_as_torch(out, formula(q, k, v, **options)[0], exact[0])
@@ -702,11 +716,11 @@ def test_rows_of_lowest_values(rows, size, dtype, device):
     """Hugging Face's additive masks hide padding on the left by rows of the dtype's lowest value.
 
     For such a row the formula returns the mean of all values, because adding a score to the lowest value does not
-    change it. (In float16 some bits of the score remain.) The logsumexp of these rows is not differentiated: its
-    formula has exp(score - logsumexp), which is 1 here.
+    change this value. (In float16 some bits of the score remain.) The logsumexp of these rows is not differentiated,
+    because the formula of its gradient has exp(score - logsumexp), which is 1 here.
     """
     lowest = torch.finfo(dtype).min
-    batches = 2 if rows > 64 else 64  # many, because the largest errors are compared
+    batches = 2 if rows > 64 else 64  # many sequences, because the largest errors are compared
     q, k, v, dout = tensors(batches, 4, 2, rows, rows, size, dtype, device)
     seen = dict(block_masks(batches, 4, rows, rows, device))["causal and left"]
     mask = added(seen, lowest, dtype)
@@ -734,7 +748,7 @@ def test_rows_of_lowest_values_in_tf32(device):
 def test_additive_masks_of_padding_on_the_left(rows, columns, key_heads, size, form, dtype, device):
     """Padding covers no token, a part of a block of 64, whole blocks, or all tokens.
 
-    Queries in the padding see no key, or keys of the dtype's lowest value alone.
+    Queries in the padding see no key, or see only keys whose mask has the dtype's lowest value.
     """
     one_kernel_on_a_cpu(device, size > 64 and dtype == torch.float16)
     begin = torch.tensor([0, 1, 37, 64, 100, 128, columns - 1, columns], device=device)
@@ -769,7 +783,10 @@ def test_masks_and_dropout(size, form, dtype, device):
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("form", ["bool", "lowest"])
 def test_masked_sequences_are_independent(form, size, dtype, device):
-    """There are more tiles than SMs. A sequence's bits are the same again, and in a smaller batch."""
+    """A sequence has bitwise identical results in a repeated call and in a smaller batch.
+
+    There are more tiles than SMs.
+    """
     one_kernel_on_a_cpu(device, size > 64 or dtype == torch.float16)
     inputs = tensors(20, 4, 2, 300, 300, size, dtype, device)
     mask = torch.rand(20, 1, 300, 300, device=device) < 0.5
@@ -813,7 +830,7 @@ def test_logsumexp_is_differentiable(dtype, device):
 
 @two_dtypes
 def test_layouts_of_results(dtype, device):
-    """A model's reshape of out copies nothing, and gradients have the strides of their inputs."""
+    """A model can reshape out without a copy. Gradients have the strides of their inputs."""
     b, heads, rows, size = 2, 3, 70, 16
     for transposed in (False, True):
         shape = (b, rows, heads, size) if transposed else (b, heads, rows, size)
@@ -849,9 +866,10 @@ def test_unscaled_scores_may_exceed_float16(op, device):
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 66])
 def test_backward_computes_the_forwards_scores(tokens, device):
-    """The backward sums scores in the forward's order; otherwise scores of about 90 would differ by several ulps.
+    """The backward sums scores in the same order as the forward.
 
-    All keys are equal, so that the probabilities are 1/n but for the rounding error of a row's logsumexp.
+    In another order, scores of about 90 would differ by several ulps. All keys are equal, so that the probabilities
+    are 1/n except for the rounding error of a row's logsumexp.
     """
     dtype = torch.float32
     eps = torch.finfo(dtype).eps
@@ -868,13 +886,13 @@ def test_backward_computes_the_forwards_scores(tokens, device):
 
 @pytest.mark.parametrize("size", [160, 256])
 def test_wide_float32_heads_with_large_scores(size, device):
-    """A score is a sum of many large terms here, and its rounding error is a relative error of the probability."""
+    """A score is a sum of many large terms. Its absolute rounding error becomes a relative error of the probability."""
     check(*tensors(4, 4, 4, 150, 200, size, torch.float32, device), few_keys=True, causal=True, offset=1, scale=1.0)
 
 
 @all_dtypes
 def test_one_key(dtype, device):
-    """The probability of a single key is 1 for any score, so that the score has no gradient."""
+    """A single key has probability 1 whatever its score is, so that the score's gradient is 0."""
     q, k, v, dout = tensors(2, 3, 3, 1, 1, 64, dtype, device)
     q = q * 4
     out, found = ours(q, k, v)[0], gradients(out_of(ours), (q, k, v), dout)
@@ -885,7 +903,7 @@ def test_one_key(dtype, device):
 
 @all_dtypes
 def test_huge_scores(dtype, device):
-    """With scores of tens of thousands, the softmax is 1 at the largest and 0 elsewhere, and nothing overflows."""
+    """Scores are tens of thousands. The softmax is 1 at a row's largest score and 0 elsewhere, without an overflow."""
     size = 64
     q = torch.zeros(1, 1, 3, size, dtype=dtype, device=device)
     k = torch.zeros(1, 1, 130, size, dtype=dtype, device=device)
@@ -901,7 +919,7 @@ def test_huge_scores(dtype, device):
 @pytest.mark.parametrize("size", [64, 128, 160])
 @all_dtypes
 def test_scores_beyond_the_whole_numbers_of_float32(size, keys, dtype, device):
-    """The softmax is 1 at the largest score, although the score times the scale is rounded by more than 1."""
+    """The softmax is 1 at the largest score, although rounding changes the scaled scores by more than 1."""
     large = 6e4 if dtype == torch.float16 else 1e12
     q = torch.zeros(1, 2, 5, size, dtype=dtype, device=device)
     k = torch.zeros(1, 2, keys, size, dtype=dtype, device=device)
@@ -928,11 +946,11 @@ def test_nan_and_infinity_in_a_query_stay_in_their_row(dtype, device):
     assert torch.equal(out[0, 0, rest], expected[0, 0, rest])
 
 
-# The head sizes of the kernels, and smaller head sizes, which are padded.
+# The kernels' head sizes, and smaller head sizes, which the kernels pad.
 @pytest.mark.parametrize("size", [8, 24, 32, 40, 72, 80, 96, 128, 136, 160, 256])
 @low_dtypes
 def test_every_head_size_with_all_options(size, dtype, device):
-    """A call has grouped heads, an offset, bounds, a mask, dropout and a gradient of logsumexp."""
+    """Each call combines grouped heads, an offset, bounds, a mask, dropout and a gradient of logsumexp."""
     q, k, v, dout = tensors(2, 4, 2, 77, 150, size, dtype, device)
     bool_mask = torch.rand(2, 1, 77, 150, device=device) < 0.8
     additive = randn(4, 77, 150, dtype=dtype, device=device).masked_fill(bool_mask[0] & bool_mask[1], -math.inf)
@@ -958,7 +976,7 @@ def test_every_head_size_with_all_options(size, dtype, device):
 
 @two_dtypes
 def test_tiles_of_queries_of_several_heads(dtype, device):
-    """In decoding a tile has queries of several heads, each with its own bounds and mask."""
+    """In decoding, a tile contains queries of several heads. Each query has its own bounds and mask."""
     for heads, key_heads, rows, columns, size in [(8, 1, 16, 700, 64), (6, 2, 5, 1030, 40), (2, 2, 3, 300, 128)]:
         q, k, v, _ = tensors(2, heads, key_heads, rows, columns, size, dtype, device)
         mask = torch.rand(2, heads, rows, columns, device=device) < 0.6
@@ -973,7 +991,7 @@ def test_tiles_of_queries_of_several_heads(dtype, device):
 
 @pytest.mark.parametrize("size", [8, 32, 40, 64, 80, 128, 160])
 def test_tf32_is_used_only_if_torch_allows_it(size, device):
-    """If torch allows TF32, errors may be those of torch's TF32 matmuls, otherwise those of float32."""
+    """Errors may be as large as torch's errors with TF32 if torch allows TF32, otherwise as with float32 matmuls."""
     # The tensors are large, because the largest errors are compared.
     q, k, v, dout = tensors(8, 4, 2, 150, 200, size, torch.float32, device)
     few = q[:, :, :5]
@@ -982,7 +1000,7 @@ def test_tf32_is_used_only_if_torch_allows_it(size, device):
         with tf32(allowed):
             functions = out_of(ours, causal=True, offset=50), exact, exact
             assert_as_exact_with_gradients(*functions, (q, k, v), dout, QKV)
-            # torch may compute a product of few rows in float32 although it computes that of all rows in TF32.
+            # torch may use float32 for a matmul with few rows, and TF32 for the matmul with all rows.
             in_torch = formula(q, k, v)[0][:, :, : few.shape[2]]
             exact_few = formula(*map(double, (few, k, v)))[0]
             assert_as_exact_as_torch(ours(few, k, v)[0], in_torch, exact_few, "out of few queries")
@@ -1047,7 +1065,7 @@ def test_dropout_mask_is_philoxs(p, device):
 
 
 def test_dropout_mask_does_not_depend_on_sizes(device):
-    """The mask is a part of any larger mask with the same numbers of heads; heads are counted through the batch."""
+    """A mask is a slice of any larger mask with the same NH, because its Philox counter contains b * NH + h."""
     large = ops.attention_dropout_mask(1, 4, 300, 400, 0.3, *numbers(device))
     for heads, rows, columns in ((4, 64, 64), (2, 1, 400), (3, 129, 17)):
         small = ops.attention_dropout_mask(1, heads, rows, columns, 0.3, *numbers(device))
@@ -1056,7 +1074,7 @@ def test_dropout_mask_does_not_depend_on_sizes(device):
 
 
 def test_dropout_is_uniform_and_independent(device):
-    """Pairs are neighbours in every direction, or of different heads, seeds or offsets."""
+    """Compared elements are neighbours, or belong to different heads, sequences, seeds or offsets."""
 
     def bins(seed, offset):
         masks = [ops.attention_dropout_mask(2, 3, 400, 500, i / 16, *numbers(device, seed, offset)) for i in range(16)]
@@ -1086,7 +1104,7 @@ def test_dropout_matches_its_mask(p, dtype, device):
     ]:  # fmt: skip
         q, k, v, dout = tensors(*sizes, dtype, device)
         check_dropped(q, k, v, dout, dropout, **options)
-        # On CUDA other kernels may compute a call without dropout.
+        # On CUDA a call without dropout may be computed by different kernels.
         dropped, plain = ours(q, k, v, **options, dropout=dropout)[1], ours(q, k, v, **options)[1]
         torch.testing.assert_close(dropped, plain, rtol=0 if device.type == "cpu" else 1e-6, atol=0)
 
@@ -1094,7 +1112,7 @@ def test_dropout_matches_its_mask(p, dtype, device):
 @pytest.mark.parametrize("p", [0.3, 2.0**-20])
 @all_dtypes
 def test_dropout_with_a_gradient_of_logsumexp(dtype, p, device):
-    """The logsumexp is not dropped. A tiny probability drops nothing."""
+    """Dropout does not change the logsumexp. A tiny dropout probability drops no element."""
     q, k, v, dout = tensors(2, 4, 2, 150, 150, 64, dtype, device)
     dlogsumexp = torch.randn(2, 4, 150, device=device, dtype=wide(dtype))
     dropout = (p, *numbers(device))
@@ -1207,7 +1225,7 @@ def test_flops_are_those_of_torchs_fused_kernels(device):
 
 
 def spy_on_torch(monkeypatch):
-    """Return a list to which every call of torch's function is added, and the function."""
+    """Record the calls of torch's scaled_dot_product_attention; return the list of calls and that function."""
     calls, real = [], F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or real(*a, **k))
     return calls, real
@@ -1239,7 +1257,10 @@ def test_functional_matches_torch(monkeypatch, device):
 
 
 def test_functional_falls_back_to_torch(monkeypatch, device):
-    """torch's function computes what no kernel supports; options that torch does not have are then errors."""
+    """torch's function computes calls that no kernel supports.
+
+    An option that torch's function lacks is then an error.
+    """
     calls, real = spy_on_torch(monkeypatch)
     f, d = torch.float32, device
     grad_mask = randn(32, 64, dtype=f, device=d).requires_grad_()

@@ -1,4 +1,4 @@
-"""What is special to ``attention_probabilities``; what it shares with ``attention`` is in test_attention.py."""
+"""Tests of ``attention_probabilities`` alone. test_attention.py has the tests that also apply to ``attention``."""
 
 import math
 
@@ -28,7 +28,7 @@ def probabilities(qkv, num_heads, scale=None):
 
 
 def formula(qkv, num_heads, scale=None):
-    """Compute the formula step by step: in float64 for the reference, else in the dtype of the arguments."""
+    """Compute the formula step by step in the dtype of the arguments, which is float64 for the reference."""
     out = probabilities(qkv, num_heads, scale) @ heads(qkv, num_heads)[2]
     return out.transpose(1, 2).flatten(2)
 

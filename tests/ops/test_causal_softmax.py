@@ -36,7 +36,7 @@ def check(scores, dout, scale=1.0):
 def test_any_scale(scale, dtype, device):
     scores, dout = (randn(2, 33, 33, dtype=dtype, device=device) for _ in range(2))
     if abs(scale) <= 1 and dtype != torch.float16:
-        scores[1] *= torch.finfo(torch.bfloat16).max / 8  # differences overflow before they are scaled
+        scores[1] *= torch.finfo(torch.bfloat16).max / 8  # differences of scores overflow before they are scaled
     assert_as_exact_as_torch(ours(scores, scale), torchs(scores, scale), exact(double(scores), scale))
     check(scores[:1], dout[:1], scale)
 
@@ -63,7 +63,7 @@ def test_infinities_and_nan(dtype, device):
     scores[3, 5, 3] = float("nan")
     scores[4] = torch.finfo(dtype).max
     scores[5] = torch.finfo(dtype).smallest_normal / 4
-    # In a row with NaN, torch's result is NaN above the diagonal, too; ours is 0.
+    # In a row with NaN, torch's result is NaN above the diagonal, too, while our result is 0 there.
     assert_as_exact_as_torch(ours(scores), torchs(scores).tril(), exact(double(scores)).tril())
 
 

@@ -1,4 +1,4 @@
-"""Our float32 matmuls on the CPU. The operators' own tests use whichever of our matmuls and BLAS's is faster."""
+"""Tests of our float32 matmuls on the CPU. In other tests the operators choose the faster of our matmul and BLAS."""
 
 import pytest
 import torch
@@ -32,7 +32,7 @@ def matrix(rows, columns, transposed=False, scale=1.0):
 @pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
 @all_sizes
 def test_linear(rows, inner, width, transposed):
-    """x, the weight and its gradient have all layouts."""
+    """The test covers all layouts of x, of the weight, and of the weight's gradient."""
     weight, bias, dout = matrix(width, inner, transposed, inner**-0.5), matrix(1, width)[0], matrix(rows, width)
     names = ("dx", "dweight", "dbias")
     for x in (matrix(rows, inner), matrix(rows, inner, True), as_view(matrix(rows, inner), "misaligned")):

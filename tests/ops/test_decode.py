@@ -1,4 +1,4 @@
-"""A decoding step beside the model's forward of all tokens; generation with CUDA graphs, without, and by modules."""
+"""Compares decoding steps with the model's forward of all tokens, and generation with and without CUDA graphs."""
 
 import concurrent.futures
 import gc
@@ -62,7 +62,7 @@ def arguments(model, tokens, capacity=None):
 
 
 def logits_of_all(model, tokens):
-    """Return the logits (B, T, V) of one decoding step after the other."""
+    """Return the logits (B, T, V) of T successive decoding steps."""
     weights, cache = arguments(model, tokens)
     with torch.no_grad():
         parts = [
@@ -94,7 +94,10 @@ def test_matches_float64(shape, batch, dtype, device):
     ids=["one sequence", "three sequences"],
 )
 def test_long_sequences(shape, room, steps, dtype, device):
-    """A cluster shares the keys of a single sequence. Several sequences need several iterations over their keys."""
+    """A cluster divides the keys of a single sequence among its thread blocks.
+
+    Several sequences need several iterations.
+    """
     model = make(dtype, device, **SHAPES[shape], block_size=room)
     tokens = torch.randint(65, (len(steps[0]), room), device=device)
     torchs, exact = (reference(tokens)[0].detach() for reference in references(model))
@@ -169,7 +172,7 @@ def generate(model, tokens, count, seed=5, **options):
 
 
 def generate_like_eager(model, *args, **options):
-    """Generate with CUDA graphs and without, compare tokens and the generator's state, and return the tokens."""
+    """Generate with and without CUDA graphs, compare tokens and the generator's state, and return the tokens."""
     graphed = generate(model, *args, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding._Graphs, "FEWEST", 10**9)
@@ -180,7 +183,7 @@ def generate_like_eager(model, *args, **options):
 @all_dtypes
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 7}, {"temperature": 1.3, "top_p": 0.8}], ids=str)
 def test_graphs_change_no_token(options, dtype, device):
-    """In some calls the window slides after the graphs' steps."""
+    """In some calls the number of tokens exceeds the context, so that the window slides after the graphs' steps."""
     model = make(dtype, device, **SHAPES["256"])
     for batch, prompt, count in ((1, 1, 40), (1, 4, 30), (2, 30, 20), (8, 3, 5), (1, 38, 6)):
         tokens = torch.randint(65, (batch, prompt), device=device)
@@ -202,7 +205,7 @@ def test_a_closed_stream_has_drawn_for_its_tokens_alone(device):
 
 @pytest.mark.parametrize("called", ["as one operator", "by modules", "by modules, nine prompts"])
 def test_prompts_of_different_lengths_are_continued_apart(called, device):
-    """In float32 no token differs from that of a prompt alone. The windows of the longer prompts slide."""
+    """In float32 each prompt gets the same tokens as in a call of its own. The windows of the longer prompts slide."""
     model = make(torch.float32, device, **SHAPES["64"])
     if called != "as one operator":
         model.transformer.h[1].attn.c_proj.register_forward_hook(lambda *_: None)
@@ -217,7 +220,7 @@ def test_prompts_of_different_lengths_are_continued_apart(called, device):
 
 
 def test_prompts_of_one_length_are_a_batch(device):
-    """The draws are those of a batch, and int32 tokens stay int32."""
+    """The generated tokens are the same as for a batch tensor of these prompts, and stay int32."""
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (3, 7), device=device, dtype=torch.int32)
     expected, state = generate(model, tokens, 20)
@@ -251,7 +254,10 @@ def captures(on_cuda, monkeypatch):
 
 
 def test_graphs_are_kept_with_the_model(captures, device):
-    """Weights may be changed in place. Other kinds of draws and replaced parameters are captured again."""
+    """Graphs are used again after weights change in place.
+
+    Other sampling options or replaced parameters need new graphs.
+    """
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (2, 3), device=device)
     first = generate_like_eager(model, tokens, 20, top_k=9)
@@ -326,7 +332,10 @@ def test_default_generator(device):
 
 
 def test_modules_and_operator_agree(device):
-    """In float32 the modules and the operator generate the same tokens: their logits differ only by rounding errors."""
+    """In float32 the modules and the operator generate the same tokens.
+
+    Only rounding errors distinguish their logits.
+    """
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (2, 3), device=device)
     fused = generate(model, tokens, 30)[0]
@@ -352,7 +361,7 @@ def test_changed_models_are_run_by_modules(device):
     dropped = make(torch.float32, device, **SHAPES["64"], dropout=0.5)
     assert decoding._Weights.of(dropped, tokens) is not None
     assert decoding._Weights.of(dropped.train(), tokens) is None
-    changed = make(torch.float32, device, **SHAPES["64"]).train()  # its configuration has no dropout
+    changed = make(torch.float32, device, **SHAPES["64"]).train()  # the model's configuration has no dropout
     assert decoding._Weights.of(changed, tokens) is not None
     changed.transformer.h[1].resid_dropout.p = 0.5
     assert decoding._Weights.of(changed, tokens) is None

@@ -1,4 +1,4 @@
-"""``dropout``, and what all functions with dropout have in common."""
+"""Tests of ``dropout``, and tests that apply to every function with dropout."""
 
 import pytest
 import torch
@@ -61,7 +61,7 @@ def test_mask_depends_only_on_the_position(device):
 
 
 def test_mask_is_uniform_and_independent(device):
-    """Pairs are neighbours, or of different seeds or offsets, or of an element and attention's mask."""
+    """Compared elements are neighbours, or belong to other seeds or offsets, or to attention's mask."""
 
     def bins(seed, offset):
         masks = [ops.dropout_mask(600_000, i / 16, *numbers(device, seed, offset)) for i in range(16)]
@@ -77,7 +77,7 @@ def test_mask_is_uniform_and_independent(device):
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
 def test_dropped_share(p, device):
-    """The share over all calls, and its variance between calls, are binomial within 5 standard deviations."""
+    """The mean and the variance of a call's number of dropped elements are binomial, within 5 standard deviations."""
     size, calls = 50_000, 40
     found = torch.stack([(G.dropout(torch.ones(size, device=device), p) == 0).sum() for _ in range(calls)]).double()
     variance = size * p * (1 - p)
@@ -90,7 +90,8 @@ def test_calls_are_independent(device):
     ones = torch.ones(400_000, device=device)
     a, b = ((G.dropout(ones, 0.5) != 0).long() for _ in range(2))
     counts = (2 * a + b).bincount(minlength=4).double()
-    assert chi_square(counts) < 21.1  # of 3 degrees of freedom; exceeded with a probability of 1e-4
+    # chi-square with 3 degrees of freedom exceeds this bound with a probability of 1e-4
+    assert chi_square(counts) < 21.1
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
@@ -111,7 +112,7 @@ def test_every_cpu_capability_gives_the_same_mask(tmp_path):
         " *ops.residual_layernorm(x, x, None, None, 1e-5, None, 0.3, *n)[:2]], sys.argv[1])"
     )
     found = []
-    for capability in ("default", ""):  # "" is the processor's best
+    for capability in ("default", ""):  # "" selects the best capability of the processor
         path = tmp_path / f"masks {capability}"
         done = run_python(program, path, GPTKERNELS_CPU_CAPABILITY=capability)
         assert done.returncode == 0, done.stderr
@@ -156,7 +157,7 @@ def test_recomputation_draws_the_same_mask(name, reentrant, device):
     (expected,) = torch.autograd.grad(seeded(3, FUNCTIONS[name], x, 0.5).square().sum(), x)
     torch.manual_seed(3)
     out = checkpoint(FUNCTIONS[name], x, 0.5, use_reentrant=reentrant)
-    torch.rand(5, device=device)  # draws in between do not matter
+    torch.rand(5, device=device)  # other draws between the calls have no effect
     out.square().sum().backward()
     assert torch.equal(x.grad, expected)
 
@@ -196,7 +197,7 @@ def test_inductor_draws_one_mask_for_forward_and_backward(device):
     ("name", "sizes"), [("dropout", [1, 1]), ("residual_layer_norm", [1, 1, 50, 50, 50 * 96])], ids=["", "residual"]
 )
 def test_the_graph_stores_no_mask(name, sizes, device):
-    """The graph stores the seed and the offset, and for the norm the sum and its statistics."""
+    """The graph stores the seed and the offset. For the norm it also stores the sum and the sum's statistics."""
     saved = []
     x = randn(50, 96, dtype=torch.float32, device=device, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

@@ -44,7 +44,7 @@ def inputs(batch, length, width, dtype, device, vocabulary=13, positions=None, i
 
 
 def check(tokens, wte, wpe, dout):
-    """Compare the result and both gradients with float64 and torch; compare embedding's with encoder's, bit by bit."""
+    """Compare encoder with float64 and torch. Check that embedding's results are bitwise identical to encoder's."""
     functions = (partial(f, tokens) for f in (ops.encoder, torchs, torchs))
     dwte, _ = assert_as_exact_with_gradients(*functions, (wte, wpe), dout, ("dwte", "dwpe"))
     (dweight,) = gradients(lambda weight: ops.embedding(tokens, weight), (wte,), dout)
@@ -60,7 +60,10 @@ def test_many_tokens(shape, index, dtype, device):
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 63, 64, 65, 97, 129, 300])
 def test_runs_of_a_token_across_windows(count, device):
-    """The CUDA backward divides the sorted tokens into windows of 32 and 64, which a run may cross in any way."""
+    """The CUDA backward divides the sorted tokens into windows of 32 and 64.
+
+    A run of equal tokens may cross windows.
+    """
     for before in (0, 1, 31, 32, 40, 66):
         check_counts([0, 0, before, 0, 0, count] + [1] * (400 - before - count), "shuffled", 8, torch.float32, device)
 
@@ -68,7 +71,7 @@ def test_runs_of_a_token_across_windows(count, device):
 @pytest.mark.parametrize("vocabulary", [1, 2, 300, 70000, 1000000])
 @pytest.mark.parametrize("shape", [(1, 9000), (9000, 1), (140, 70)], ids=str)
 def test_long_sums(shape, vocabulary, device):
-    """CUDA divides long sums into pieces, groups of pieces and groups of groups."""
+    """The CUDA kernels divide a long sum into pieces, groups of pieces, and groups of groups."""
     dout = torch.randint(-8, 8, (*shape, 8)).float().to(device)
     common = torch.randint(vocabulary, shape)
     for share in (0.0, 0.5, 0.9, 1.0):
@@ -81,13 +84,13 @@ def test_long_sums(shape, vocabulary, device):
 
 
 def exact_sums(tokens, dout, vocabulary, there=0):
-    """Return the gradient of small integers, added to ``there``: sums are exact, and rounded to the dtype once."""
+    """Return ``there`` plus the sum of dout's rows for each token, computed exactly and rounded to the dtype once."""
     sums = torch.zeros(vocabulary, dout.shape[-1], dtype=torch.float64, device=dout.device)
     return (sums.index_add_(0, tokens.flatten(), dout.double().view(-1, dout.shape[-1])) + there).to(dout.dtype)
 
 
 def check_counts(counts, order, width, dtype, device):
-    """Check both ops, bit by bit, if token i occurs counts[i] times, in runs or shuffled."""
+    """Check that both ops are exact if token i occurs counts[i] times, either in runs or shuffled."""
     tokens = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     if order == "shuffled":
         tokens = tokens[torch.randperm(len(tokens))]
@@ -102,7 +105,7 @@ def check_counts(counts, order, width, dtype, device):
 
 
 def check_added(dout, tokens, vocabulary):
-    """Check the sums that are added to a gradient: they are rounded once, and rows without tokens are not written."""
+    """Check that sums added to a gradient are rounded once, and that rows without tokens are not written."""
     there = torch.randint(-8, 8, (vocabulary, dout.shape[-1]), device=dout.device).to(dout.dtype)
     expected = exact_sums(tokens, dout, vocabulary, there)
     unused = torch.bincount(tokens.flatten(), minlength=vocabulary) == 0
@@ -123,12 +126,12 @@ AROUND_A_GROUP = [m * 64 * 64 + d for m in (1, 2, 3) for d in (-65, -64, -63, -1
 @pytest.mark.parametrize("dominant", [2, 3, 5, 8])
 @all_dtypes
 def test_dominant_tokens(dtype, dominant, order, device):
-    for i, width in enumerate((8, 5, 136)):  # whole packs, single elements, several slabs
+    for i, width in enumerate((8, 5, 136)):  # widths of whole packs, of single elements, and of several slabs
         counts = [AROUND_A_GROUP[(7 * i + 11 * k + dominant) % len(AROUND_A_GROUP)] for k in range(dominant)]
         check_counts([*counts, 0, 1, 3], order, width, dtype, device)
 
 
-# The first sort puts tokens 0 and 2 next to each other, and 1 and 3.
+# The first sort puts tokens 0 and 2 next to each other, and tokens 1 and 3.
 TWO_RUNS = [[4100, 0, 200, 0], *([n, other, other, n] for n in AROUND_A_GROUP for other in (65, 200, 4096 + 64))]
 
 
@@ -160,7 +163,7 @@ def test_any_run_lengths(device, counts, order, width, dtype):
 @pytest.mark.parametrize("count", [8, 33, 48, 64, 65, 96, 128])
 @pytest.mark.parametrize("where", ["first", "anywhere"])
 def test_as_exact_as_torch_where_one_token_is_frequent(where, count, width, device):
-    """A running sum over all positions of the token would have larger errors."""
+    """A single running sum over all positions of the frequent token would have larger errors than torch's sum."""
     for seed in range(5):
         torch.manual_seed(seed)
         place = torch.arange(128) if where == "first" else torch.randperm(128)
@@ -194,15 +197,15 @@ def cuda_constant(name):
 
 
 def rows_of_partials(counts, batch, length, window, batch_piece):
-    """Return, for each sum that several warps compute, the row of the partial sums of each of its parts.
+    """Return, for each sum that several warps compute, the row of the partial sum of each of its parts.
 
-    The indices are those of csrc/cuda: items are placed as in encoder_backward_bins_kernel (embedding/order.cuh), which
-    fills long_runs, and rows as in row_at of sum_long_runs and sum_over_batch (embedding/sums.cuh).
+    The indices agree with csrc/cuda. Items have the places that encoder_backward_bins_kernel (embedding/order.cuh)
+    gives them when it fills long_runs. Rows are as in row_at of sum_long_runs and sum_over_batch (embedding/sums.cuh).
     """
     long_runs = {}
     place = 0
     for token, count in enumerate(counts):
-        begin = place + 1  # after the head
+        begin = place + 1  # after the run's head
         last = begin + count - 1
         if count > window:
             for at in range(begin, last + 1):
@@ -231,18 +234,18 @@ def rows_of_partials(counts, batch, length, window, batch_piece):
 class Arrivals:
     """A model of add_parts in csrc/cuda/embedding/sums.cuh: all parts of all sums, one action of one warp at a time.
 
-    An action is all that a warp does up to and including its next count: other warps see none of it before the count. A
-    partial sum is the set of its parts.
+    An action is everything that a warp does up to and including its next count. Other warps do not see these changes
+    before the count. A partial sum is represented by the set of its parts.
     """
 
     def __init__(self, sums, group, counter_of=lambda row: row):
         self.sums, self.group, self.counter_of = sums, group, counter_of
         self.partials, self.counters, self.owners, self.results = {}, {}, {}, {}
-        self.actions = {(name, part): 0 for name, rows in sums.items() for part in range(len(rows))}  # counts of a warp
+        self.actions = {(name, part): 0 for name, rows in sums.items() for part in range(len(rows))}  # counts per warp
 
     def copy(self):
         other = Arrivals({}, self.group, self.counter_of)
-        other.sums, other.owners = self.sums, self.owners  # owners of counters are the same in every order
+        other.sums, other.owners = self.sums, self.owners  # every order of actions has the same owners of counters
         for name in ("partials", "counters", "results", "actions"):
             setattr(other, name, dict(getattr(self, name)))
         return other
@@ -259,7 +262,7 @@ class Arrivals:
         return before == count - 1
 
     def act(self, warp):
-        """Do the warp's next action. A warp that has no other action is removed from ``actions``."""
+        """Do the warp's next action, and remove the warp from ``actions`` after its last action."""
         name, part = warp
         rows, group = self.sums[name], self.group
         parts, first = len(rows), part // group * group
@@ -310,7 +313,7 @@ class Arrivals:
 
 
 def test_arrivals_in_every_order():
-    """Windows and groups are small; runs are all pairs and some triples."""
+    """The models have small windows and groups, all pairs of run lengths up to 7, and a few longer layouts."""
     layouts = [(counts, 2) for counts in itertools.product(range(8), repeat=2)]
     layouts += [(counts, 3) for counts in [(3, 0, 3), (5, 3, 3), (3, 5, 4), (8, 6), (6, 8)]]
     states = 0
@@ -349,7 +352,7 @@ def test_arrivals_of_any_layout(counts, window, group, batch, length, generator)
 
 
 def test_arrivals_detect_a_shared_counter():
-    """If a counter belongs to a window, the second run's first group counts where a group of the first run does."""
+    """If each window had one counter, a group of the second run would share a counter with a group of the first run."""
     sums = rows_of_partials((4100, 200), 1, 0, cuda_constant("kWindow"), cuda_constant("kBatchPiece"))
     with pytest.raises(AssertionError, match="shares a counter"):
         Arrivals(sums, cuda_constant("kGroup"), counter_of=lambda row: row // 2).run(random.Random(0))
@@ -378,7 +381,7 @@ def test_special_and_extreme_values(dtype, device):
 
 @all_dtypes
 def test_adding_to_a_gradient(dtype, device):
-    """The gradient may have any layout. The op is deterministic and has no derivative."""
+    """The gradient tensor may have any layout. The op is deterministic and has no derivative."""
     dout, there = randn(3, 5, 7, dtype=dtype, device=device), randn(20, 7, dtype=dtype, device=device)
     tokens = torch.randint(15, (3, 5), device=device)
     dwte, dwpe = ops.encoder_backward(dout, tokens, 20, 6)
@@ -402,7 +405,7 @@ def test_adding_to_a_gradient(dtype, device):
 
 
 def test_padding_of_the_vocabulary(device):
-    """With vocab_size, the gradient has a row of zeros for each row of padding, and nothing else changes."""
+    """With vocab_size, the gradient's rows of padding are zero, and all other results stay the same."""
     tokens, wte, wpe = inputs(3, 4, 8, torch.float32, device, vocabulary=10)
     wte = torch.cat([wte, torch.ones(6, 8, device=device)])
     dout = randn(3, 4, 8, dtype=torch.float32, device=device)
@@ -452,7 +455,7 @@ def test_tokens_outside_the_vocabulary(index, device, on_cpu):
     for value in (-1, 13, torch.iinfo(index).max, torch.iinfo(index).min):
         bad = tokens.clone()
         bad[2, 17] = value
-        bad[40, 3] = -7  # a later token, which another thread may find first
+        bad[40, 3] = -7  # a second wrong token, which another thread may find before the first
         refused(ops.encoder, (bad, wte, wpe), "", rf"token {value} at position \(2, 17\)", "vocabulary of 13")
         with raises("encoder_backward: ", rf"token {value} at position \(2, 17\)", "vocabulary of 13"):
             ops.encoder_backward(dout, bad, 13, 52)
@@ -461,7 +464,7 @@ def test_tokens_outside_the_vocabulary(index, device, on_cpu):
     with raises("vocabulary of 0"):
         ops.embedding(tokens, wte[:0])
     tokens = tokens % 11
-    tokens[2, 17] = 11  # a row of padding, where the vocabulary is 11 of 13
+    tokens[2, 17] = 11  # a row of padding, because vocab_size is 11 and the table has 13 rows
     refused(ops.encoder, (tokens, wte, wpe, 11), "", r"token 11 at position \(2, 17\)", "vocabulary of 11")
     refused(ops.embedding, (tokens, wte, 11), "", "token 11 at position 117 ", "vocabulary of 11")
     assert torch.equal(ops.encoder(tokens, wte, wpe, 12), ops.encoder(tokens, wte, wpe))
@@ -479,7 +482,7 @@ def test_tokens_outside_the_vocabulary(index, device, on_cpu):
     ],
 )
 def test_tokens_outside_the_vocabulary_on_cuda(name, arguments, on_cuda):
-    """A device-side assertion fails, after which a process cannot use the device."""
+    """The test runs in another process, because a process cannot use the device after a device-side assertion fails."""
     done = run_python(f"""
 import torch, gptkernels
 ops = torch.ops.gptkernels

@@ -1,4 +1,4 @@
-"""float8: quantization bit by bit, matmuls against float64, layers and models."""
+"""Tests of float8: bitwise comparisons of quantized values, matmuls against float64, layers and models."""
 
 import copy
 import math
@@ -35,12 +35,12 @@ def expected_scale(amax, fp8):
 
 
 def assert_same_bytes(a, b):
-    """Assert that float8 bytes are equal, except that NaN may have any sign."""
+    """Assert that float8 bytes are equal. NaN may have either sign."""
     assert ((a == b) | ((a & 127 == 127) & (b & 127 == 127))).all()
 
 
 def check_quantized(x, history, fp8, amax):
-    """Check all three outputs of a call whose scale follows from amax."""
+    """Check the three outputs of a call whose scale is determined by ``amax``."""
     q, q_t, scale = ops.fp8_quantize(x, history, fp8, True)
     assert q.dtype == q_t.dtype == fp8
     assert q.shape == x.shape
@@ -105,7 +105,7 @@ def test_quantized_special_values(dtype, fp8, device):
 
 @both_formats
 def test_scale_is_that_of_the_last_16_calls(fp8, device):
-    """The first call's scale follows from its own amax; larger values saturate."""
+    """The first call's scale follows from its own amax. In later calls, values too large for the scale saturate."""
     torch.manual_seed(0)
     history = new_history(device)
     sizes = [3.0, 0.5, 1000.0, *(torch.rand(40) * 10).tolist(), 1e-3, 1e6, 7.0]
@@ -121,7 +121,7 @@ def test_scale_is_that_of_the_last_16_calls(fp8, device):
 
 
 def test_history_of_zeros_counts_as_empty(device):
-    """A gradient that is 0 at first must not fix the scale."""
+    """If a gradient is 0 in the first calls, these calls must not determine the scale of the next call."""
     history = new_history(device)
     ops.fp8_quantize(torch.zeros(5, 16, device=device), history, E5M2)
     check_quantized(torch.full((5, 16), 3e-8, device=device), history, E5M2, torch.tensor(3e-8).item())
@@ -159,7 +159,7 @@ NORM_SHAPES = [(1, 16), (3, 24), (17, 40), (2, 33, 768), (100, 776), (40, 1280),
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
 def test_norm_has_the_bits_of_its_parts(shape, residual, dtype, device):
-    """The histories are equal, too. The first call's is empty, and in the last call values saturate."""
+    """Outputs and amax histories are bitwise identical. The first history is empty, and the last call saturates."""
     if device.type == "cpu" and len(shape) == 2 and shape[0] > 1000:
         pytest.skip("takes seconds on a CPU")
     ours, parts = new_history(device), new_history(device)
@@ -185,7 +185,7 @@ def test_norm_without_the_transposed_copy(device):
 
 
 def test_norm_with_nan(device):
-    """A row with NaN becomes NaN and does not affect the scale."""
+    """A row that contains NaN becomes NaN and does not affect the scale."""
     x, stream, weight, bias, x_bias = norm_inputs((40, 64), torch.bfloat16, device, True)
     x[3, 5] = math.nan
     ours, parts = new_history(device), new_history(device)
@@ -228,7 +228,7 @@ def sums_error(inner, fast, device):
     """Return a bound on the error of a sum, relative to the sum of its terms' magnitudes.
 
     A tensor core's instruction adds 32 terms to a sum of 14 bits. Without fast accumulation, at most four instructions
-    add to the same such sum.
+    add to one such sum.
     """
     if device.type == "cpu":
         return inner * 2.0**-24
@@ -294,7 +294,7 @@ def test_linear_and_gradients(rows, inner, width, dtype, device):
 
 
 def composed_mlp(x, fc, fc_bias, proj, proj_bias, history=None, hidden=None, dhidden=None, dout=None):
-    """Compute fp8_mlp by the operators that it stands for."""
+    """Compute the result of fp8_mlp by single operators."""
     pre = functional.fp8_linear(x, fc, fc_bias, history, dhidden)
     return functional.fp8_linear(functional.gelu(pre, approximate="tanh"), proj, proj_bias, hidden, dout)
 
@@ -325,9 +325,9 @@ SHAPES = [
 @low_dtypes
 @pytest.mark.parametrize(("rows", "inner", "hidden"), SHAPES)
 def test_matmul_and_gelu_in_one_kernel(rows, inner, hidden, dtype, device, monkeypatch):
-    """The results have the bits of the parts, because sums of a few small whole numbers are exact in any order.
+    """The results are bitwise identical to single operators, because sums of a few small whole numbers are exact.
 
-    The first call has no history, and in the third call values saturate.
+    The first call has no history, and values saturate in the third call.
     """
     if device.type == "cpu" and rows > 2000:
         pytest.skip("takes seconds on a CPU")
@@ -347,7 +347,7 @@ def test_matmul_and_gelu_in_one_kernel(rows, inner, hidden, dtype, device, monke
             with_gradients(function, args, dout, *scales)
             for function, scales in zip((functional.fp8_mlp, composed_mlp), histories, strict=True)
         )
-        torch.testing.assert_close(found.pop(3), expected.pop(3))  # dfc_bias, which is summed in another order
+        torch.testing.assert_close(found.pop(3), expected.pop(3))  # dfc_bias is summed in another order
         assert_equal(found, expected)
         assert_equal(*histories)
 
@@ -412,7 +412,7 @@ def small_model(device, dtype=torch.float32, **options):
 
 
 def batches(count, device, size=8):
-    """Yield sequences whose tokens mostly follow from the last one, so that a model can learn them."""
+    """Yield sequences whose next token mostly follows from the last token, so that a model can learn to predict it."""
     generator = torch.Generator().manual_seed(5)
     for _ in range(count):
         tokens = torch.randint(64, (size, 33), generator=generator)
@@ -479,7 +479,7 @@ def test_state_dict_carries_the_scales(device):
         m(tokens, targets, return_logits=False)[1].backward()
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
-    # A model without scales loads the state, and its own state clears the scales.
+    # A model without scales can load the state. Loading the state of such a model clears the scales.
     plain = small_model(device)
     plain.load_state_dict(state)
     other.load_state_dict(plain.state_dict())
@@ -512,7 +512,7 @@ def test_files_keep_the_parameters_alone(options, device, tmp_path):
 @two_dtypes
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.1}, {"activation": "gelu"}], ids=["node", "dropout", "parts"])
 def test_recomputed_layers_have_the_scales_of_the_first_time(options, dtype, device):
-    """Parameters and histories are those without recomputation."""
+    """With and without recomputation, the parameters and histories after training are the same."""
     states = []
     for recompute in (False, True):
         model = small_model(device, dtype, fp8=True, **options)
@@ -525,7 +525,7 @@ def test_recomputed_layers_have_the_scales_of_the_first_time(options, dtype, dev
 def diverging(model, device):
     """Train with steps so large that scales change from call to call, and return the state.
 
-    A step has two forwards and two backward passes of their sum.
+    Each step calls the forward twice, and the backward of the sum of both losses twice.
     """
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for tokens, targets in batches(4, device):
@@ -586,7 +586,7 @@ def test_linear_has_no_second_and_no_forward_derivative(device):
 
 @pytest.mark.parametrize("options", [{"fp8": True}, {"fp8": True, "fp8_head": True}], ids=str)
 def test_graphed_steps_are_eager_steps(options, device, on_cuda):
-    """Losses, and the parameters and histories afterwards, have the same bits."""
+    """With and without a CUDA graph, the losses, parameters and histories are bitwise identical."""
     runs = []
     for capture in (False, True):
         model = small_model(device, torch.bfloat16, **options)

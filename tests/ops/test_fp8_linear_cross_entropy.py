@@ -1,4 +1,4 @@
-"""fp8_linear_cross_entropy: the loss bit by bit, the gradients against float64. Training is in test_fp8.py."""
+"""Tests of fp8_linear_cross_entropy: its loss is bitwise correct, and its gradients are compared with float64."""
 
 import math
 
@@ -29,7 +29,7 @@ def problem(rows, inner, width, vocab_size, dtype, device):
 
 
 def gradients(function, x, weight, targets, dloss=1.0, **options):
-    """Return the loss, and its gradients multiplied by dloss."""
+    """Return the loss, and the gradients of dloss * loss."""
     leaves = [t.detach().clone().requires_grad_() for t in (x, weight)]
     loss = function(*leaves, targets, **options)
     return loss.detach(), *torch.autograd.grad(loss, leaves, torch.full_like(loss, dloss))
@@ -44,13 +44,13 @@ def dlogits_of(x, weight, targets, vocab_size):
 
 
 def dequantized(x):
-    """Return x rounded to E4M3 with the scale of its amax."""
+    """Return x after rounding to E4M3 with the scale that follows from its amax."""
     q, _, scale = ops.fp8_quantize(x, None, E4M3)
     return q.double() * scale
 
 
 def round_dlogits(dlogits):
-    """Return the gradients rounded to E5M2, and how far apart nearly equal float32 values may be after rounding."""
+    """Return the gradients rounded to E5M2, and by how much a float32 error of 2^-18 can change the rounded values."""
 
     def read(d):
         return rounded(d.cpu() * DLOGIT, E5M2).view(E5M2).double().to(d.device) / DLOGIT
@@ -80,12 +80,12 @@ SHAPES = [  # N, C, Vp, V, chunk_size
 @both_reductions
 @pytest.mark.parametrize(("rows", "inner", "width", "vocab_size", "chunk_size"), SHAPES)
 def test_loss_and_gradients(rows, inner, width, vocab_size, chunk_size, reduction, dtype, device):
-    """The loss is that of linear_cross_entropy, and the gradients are matmuls of the rounded operands."""
+    """The loss equals that of linear_cross_entropy. The gradients are matmuls of the rounded operands."""
     x, weight, targets = problem(rows, inner, width, vocab_size, dtype, device)
     options = {"vocab_size": vocab_size, "ignore_index": IGNORED, "reduction": reduction, "chunk_size": chunk_size}
     loss, dx, dweight = gradients(functional.fp8_linear_cross_entropy, x, weight, targets, **options)
     plain, plain_dx, plain_dweight = gradients(functional.linear_cross_entropy, x, weight, targets, **options)
-    # Another number of rows may have another algorithm.
+    # With other numbers of rows, the two functions may use different matmul algorithms.
     aligned = chunk_size is None or chunk_size % 16 == 0
     torch.testing.assert_close(loss, plain, rtol=0 if aligned else 1e-6, atol=0)
 
@@ -109,7 +109,10 @@ def test_loss_and_gradients(rows, inner, width, vocab_size, chunk_size, reductio
 @both_reductions
 @pytest.mark.parametrize(("rows", "inner", "width", "vocab_size", "chunk_size"), SHAPES)
 def test_float8_logits(rows, inner, width, vocab_size, chunk_size, reduction, dtype, device):
-    """Loss and gradients are those of the rounded operands; without gradients the loss is linear_cross_entropy's."""
+    """Loss and gradients equal those of operands rounded to float8.
+
+    If no gradient is needed, the loss equals that of linear_cross_entropy.
+    """
     x, _, targets = problem(rows, inner, width, vocab_size, dtype, device)
     weight = (torch.randint(-40, 41, (width, inner)).to(dtype) / 8).to(device)  # sums in float32 are exact
     options = {"vocab_size": vocab_size, "ignore_index": IGNORED, "reduction": reduction, "chunk_size": chunk_size}
@@ -164,7 +167,7 @@ def test_no_rows(dtype, reduction, device):
 
 @every_dtype
 def test_nan_and_infinity_stay_in_their_row(dtype, device):
-    """NaN and infinity do not affect the scales."""
+    """NaN and infinity do not affect the scales, so that the results of other rows are unchanged."""
     x, weight, targets = problem(40, 32, 64, 50, dtype, device)
     targets[3] = 7
     options = {"vocab_size": 50, "ignore_index": IGNORED, "chunk_size": 16}
@@ -180,7 +183,7 @@ def test_nan_and_infinity_stay_in_their_row(dtype, device):
 
 
 def test_float16_gradients_do_not_underflow(device):
-    """Gradients that underflow in float16 before the multiplication by dloss are multiplied first and rounded once."""
+    """Gradients are multiplied by dloss before they are rounded to float16, because they would underflow otherwise."""
     x, weight, targets = (
         t.half() if t.is_floating_point() else t for t in problem(2000, 32, 1008, 1000, torch.float32, device)
     )
@@ -259,7 +262,7 @@ def test_bad_input(device):
 @pytest.mark.parametrize("fp8", [False, True])
 @every_dtype
 def test_model_in_training(fp8, dtype, device):
-    """The loss is the same as with an LM head in 16 bits, and the gradients are nearly equal."""
+    """With float8 and 16-bit LM heads, the losses are equal and the gradients are nearly equal."""
     models = [small_model(device, dtype, fp8=fp8, fp8_head=head) for head in (False, True)]
     (tokens, targets), (others, _) = batches(2, device)
     targets = targets.clone()
@@ -267,7 +270,7 @@ def test_model_in_training(fp8, dtype, device):
     for model in models:
         model(others, targets, return_logits=False, ignore_index=IGNORED)[
             1
-        ].backward()  # so that histories are not empty
+        ].backward()  # The histories must not be empty.
         model.zero_grad()
     losses = [m(tokens, targets, return_logits=False, ignore_index=IGNORED)[1] for m in models]
     assert torch.equal(*losses)
@@ -282,7 +285,7 @@ def test_model_in_training(fp8, dtype, device):
 
 @every_dtype
 def test_fp8_head_has_no_effect_outside_training(dtype, device):
-    """Evaluation, calls without gradients, and calls that return logits have the results of a 16-bit LM head."""
+    """In evaluation, without gradients, or if logits are returned, the results are those of a 16-bit LM head."""
     models = [small_model(device, dtype, fp8_head=head) for head in (False, True)]
     tokens, targets = next(batches(1, device))
     with torch.no_grad():
@@ -296,9 +299,10 @@ def test_fp8_head_has_no_effect_outside_training(dtype, device):
 
 
 def test_tied_weights(device):
-    """The embedding's gradient is added to the LM head's, also if the two are computed apart."""
+    """The tied weight's gradient is the same if the embedding and the LM head are computed as separate modules."""
     tied, apart = (small_model(device, fp8_head=True) for _ in range(2))
-    apart.transformer.wte.register_forward_hook(lambda *_: None)  # a hooked module is called by itself
+    # The hook makes the model call this module separately.
+    apart.transformer.wte.register_forward_hook(lambda *_: None)
     tokens, targets = next(batches(1, device))
     for model in (tied, apart):
         model(tokens, targets, return_logits=False)[1].backward()
@@ -306,7 +310,7 @@ def test_tied_weights(device):
 
 
 def test_model_with_float8_logits(device):
-    """The loss in training is near that with 16-bit logits; in evaluation it is the same."""
+    """With 8-bit and 16-bit logits, the losses are nearly equal in training, and equal in evaluation."""
     models = [small_model(device, fp8_head=True, fp8_logits=logits) for logits in (False, True)]
     batch = next(batches(1, device))
     plain, eight = (m(*batch, return_logits=False)[1] for m in models)

@@ -27,7 +27,7 @@ IGNORED = -100
 
 
 def torchs(logits, targets, vocab_size=-1, ignore_index=IGNORED):
-    """Compute the losses by torch in the losses' dtype, because torch's errors are larger in 16 bits."""
+    """Compute the losses by torch in float32 (float64 for float64), because torch's errors are larger in 16 bits."""
     used = logits.to(wide(logits.dtype))[..., : vocab_size if vocab_size != -1 else None].flatten(0, -2)
     losses = F.cross_entropy(used, targets.flatten().long(), reduction="none", ignore_index=ignore_index)
     return losses.view(targets.shape)
@@ -59,7 +59,7 @@ def ours(logits, targets, *options):
 
 
 def in_place(logits, targets, *options):
-    """Return losses and dlogits of the op that writes in place, to a copy with the same strides and alignment."""
+    """Call the in-place op on a copy with equal strides and alignment; return losses and dlogits."""
     storage = torch.empty_like(
         torch.as_strided(logits, (logits.untyped_storage().nbytes() // logits.itemsize,), (1,), 0)
     )
@@ -69,7 +69,10 @@ def in_place(logits, targets, *options):
 
 
 def check(logits, targets, dlosses, *options):
-    """Compare the losses and all forms of the gradient with float64 and torch, and the in-place op bit by bit."""
+    """Compare losses and gradients with float64 and torch.
+
+    Check that the in-place op gives bitwise identical results.
+    """
     losses, dlogits = ops.fused_classifier(logits, targets, *options)
     assert_as_exact_as_torch(
         losses, torchs(logits, targets, *options), exact(double(logits), targets, *options), "losses"
@@ -117,7 +120,7 @@ def test_padded_columns_are_not_read(vocab_size, width, dtype, device):
 @pytest.mark.parametrize("width", [1000, 2000, 4096, 12288, 32768, 50304, 65536, 131072, 262144, 600000])
 @two_dtypes
 def test_rows_in_each_kind_of_memory(width, dtype, device):
-    """CUDA keeps a row in registers, in shared memory (of a thread block or of a cluster), or not at all."""
+    """CUDA kernels keep a row in registers or shared memory (of a thread block or a cluster), or read it repeatedly."""
     if device.type == "cpu" and width > 131072:
         pytest.skip("the CPU keeps no row")
     check(*inputs(9, width, dtype, device))
@@ -127,7 +130,7 @@ def test_rows_in_each_kind_of_memory(width, dtype, device):
 @pytest.mark.parametrize("width", [1001, 50257])
 @two_dtypes
 def test_more_rows_than_the_device_keeps(width, dtype, device):
-    """Buffers in shared memory are used for several rows, and rows that are ignored are not loaded."""
+    """Shared memory cannot hold all rows at once, so that its buffers are reused. Ignored rows are not loaded."""
     logits, targets, _ = inputs(1200 if device.type == "cuda" else 50, width, dtype, device)
     targets[3::5] = IGNORED
     losses, dlogits = ops.fused_classifier(logits, targets)
@@ -166,7 +169,7 @@ def test_all_rows_ignored(dtype, device):
     logits, targets, dlosses = inputs(5, 33, dtype, device)
     targets[:] = IGNORED
     check(logits, targets, dlosses)
-    # A mean over no rows has an infinite gradient. The logits' gradient is 0, as it is in torch.
+    # A mean over no rows has an infinite gradient. The logits' gradient is 0, as in torch.
     infinite = torch.full_like(dlosses, float("inf"))
     assert (gradient(ours, logits, targets, infinite) == 0).all()
     assert (ops.fused_classifier(logits, targets, -1, IGNORED, infinite)[1] == 0).all()
@@ -222,7 +225,7 @@ def test_leading_shapes_of_dlosses(device):
 
 @all_dtypes
 def test_large_logits(dtype, device):
-    """A large offset common to all logits loses only the digits that the logits' dtype does not have."""
+    """An offset of 1000 on all logits causes no error beyond the rounding of the logits to their dtype."""
     logits, targets, dlosses = inputs(5, 768, torch.float64, device, scale=4)
     check((logits + 1000).to(dtype), targets, dlosses.to(wide(dtype)))
 
@@ -254,13 +257,13 @@ def test_denormal_and_large_logits(dtype, device):
 @pytest.mark.parametrize("width", [33, 9000, 131072])
 @all_dtypes
 def test_masked_logits_have_probability_zero(width, dtype, device):
-    """Nearly all logits are -inf, so that a thread or a thread block may see no other value."""
+    """Nearly all logits are -inf, so that all logits of a thread or a thread block may be -inf."""
     logits, targets, dlosses = inputs(5, width, dtype, device)
     logits[:, : width - 10] = float("-inf")
     targets[:] = width - 1
     check(logits, targets, dlosses)
     assert (ops.fused_classifier(logits, targets)[1][:, : width - 10] == 0).all()
-    targets[2] = 0  # masked, so that the loss is infinite
+    targets[2] = 0  # This target is masked, so that the loss is infinite.
     check(logits, targets, dlosses)
     assert ops.fused_classifier(logits, targets)[0][2] == float("inf")
 
@@ -273,7 +276,7 @@ def test_infinities_and_nan_stay_in_their_row(value, width, dtype, device):
     clean = ops.fused_classifier(logits, targets)
     logits[2, 7] = value
     if value == float("-inf"):
-        logits[2] = value  # a row of -inf alone has no softmax
+        logits[2] = value  # The softmax of a row of -inf is undefined.
     losses, dlogits = ops.fused_classifier(logits, targets)
     assert losses[2].isnan()
     assert dlogits[2].isnan().all()
@@ -291,7 +294,7 @@ def test_deterministic_with_dlosses(dtype, device):
 
 
 def write_view_in_place(logits, targets, vocab_size):
-    """Return the losses and the written logits, after a view of the logits was written."""
+    """Call the in-place op on a view of a new tensor; return the losses, that tensor, and its square."""
     made = logits * 1
     losses = ops.fused_classifier_(made.view(-1, made.shape[-1]), targets, vocab_size)
     return losses, made, made.square()
@@ -406,7 +409,7 @@ def test_target_outside_the_vocabulary(op, bad, device, on_cpu):
 
 @pytest.mark.parametrize("width", [9, 50304, 131072])
 def test_target_outside_the_vocabulary_on_cuda(width, on_cuda):
-    """A device-side assertion fails, after which a process cannot use the device."""
+    """The test runs in another process, because a process cannot use the device after a device-side assertion fails."""
     done = run_python(f"""
 import torch, gptkernels
 targets = torch.tensor([0, {width - 1}, 2], device="cuda")
@@ -448,7 +451,7 @@ def test_more_than_2_31_elements(device):
 @pytest.mark.parametrize("dloss", [1.0, 0.25, float("nan"), "rows"])
 @all_dtypes
 def test_backward_in_place(dloss, dtype, device):
-    """The in-place backward has the bits of the other backward, supports any layout, and changes the version."""
+    """The in-place backward gives bitwise identical results, supports any layout, and changes the tensor's version."""
     dlogits = randn(7, 33, dtype=dtype, device=device)
     options = {"dtype": wide(dtype), "device": device}
     dlosses = randn(7, **options) if dloss == "rows" else torch.tensor(dloss, **options)

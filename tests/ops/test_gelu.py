@@ -52,7 +52,7 @@ def test_tanh_is_the_default(device):
 
 @all_forms
 def test_relative_error_where_gelu_is_nearly_0(approximate, device):
-    """In float32, 1 + tanh(u) and 1 + erf(u) are 0 for x below -5.6."""
+    """A kernel that computes 1 + tanh(u) or 1 + erf(u) in float32 gets 0 for x below -5.6."""
     x = torch.linspace(-9, -1, 10001, device=device)
     expected = exact(x.double(), approximate)
     worst = ((ours(x, approximate) - expected) / expected).abs().max()
@@ -63,9 +63,9 @@ def test_relative_error_where_gelu_is_nearly_0(approximate, device):
 @all_forms
 @all_dtypes
 def test_infinities_and_nan(approximate, dtype, device):
-    """torch's vectorized kernels may return other values at infinities, which differ between processors."""
+    """torch's vectorized kernels may return other values at infinities, depending on the processor."""
     x = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1.0], dtype=dtype, device=device)
-    for values in (x, x.repeat(11), x[:1]):  # in whole vectors and in the remainder
+    for values in (x, x.repeat(11), x[:1]):  # whole SIMD vectors, and the elements that remain
         out = ours(values, approximate)
         assert out[0] == math.inf
         assert torch.equal(out[:6].isnan(), torch.tensor([0, 1, 1, 0, 0, 0], device=device).bool()[: len(out)])
@@ -75,7 +75,7 @@ def test_infinities_and_nan(approximate, dtype, device):
 @all_forms
 @all_dtypes
 def test_huge_and_tiny_values(approximate, dtype, device):
-    """torch's derivative overflows to NaN for x beyond 1e19 in float32; ours is 1 or 0 there."""
+    """For float32 x beyond 1e19, torch's derivative overflows to NaN, while our derivative is 1 or 0."""
     info = torch.finfo(dtype)
     huge = torch.tensor([40.0, 1e4, info.max / 4, info.max], dtype=dtype, device=device)
     assert torch.equal(ours(huge, approximate), huge)

@@ -1,4 +1,4 @@
-"""The rule of exactness refuses wrong results and accepts right ones."""
+"""Tests that the rule of exactness refuses wrong results and accepts correct results."""
 
 import math
 
@@ -48,11 +48,11 @@ def test_result_must_overflow_where_the_formula_does(dtype):
     for sign in (1, -1):
         compare([sign * math.inf], [sign * math.inf], [sign * 2 * largest], dtype)
         compare([sign * math.inf], [0.0], [sign * 2 * largest], dtype)
-        refused([sign * largest], [sign * math.inf], [sign * 2 * largest], dtype)  # saturated
+        refused([sign * largest], [sign * math.inf], [sign * 2 * largest], dtype)  # a saturated result
         refused(
             [sign * largest], [sign * largest], [sign * 2 * largest], dtype
         )  # torch's saturated result does not matter
-        refused([sign * math.inf], [sign * math.inf], [sign * largest * 0.9], dtype)  # overflows too soon
+        refused([sign * math.inf], [sign * math.inf], [sign * largest * 0.9], dtype)  # a result that overflows too soon
         refused([-sign * math.inf], [sign * math.inf], [sign * 2 * largest], dtype)
         refused([math.nan], [math.nan], [sign * 2 * largest], dtype)
 
@@ -90,7 +90,7 @@ def test_denormals(dtype):
     smallest = info.smallest_normal * info.eps
     compare([smallest, 0.0], [0.0, 0.0], [smallest, 0.0], dtype)
     compare([0.0], [smallest], [smallest], dtype)  # one rounding
-    if dtype != torch.float64:  # where 1e-13 is allowed
+    if dtype != torch.float64:  # for float64, an error of 1e-13 is allowed
         refused([0.0], [4 * smallest], [4 * smallest], dtype)
 
 
@@ -143,6 +143,6 @@ def test_missing_terms_are_found(terms, missing, dtype):
     assert_norm_as_exact_as_torch(right, right, exact)
     if dtype != torch.float64 and (
         dtype != torch.bfloat16 or missing / terms > 1e-4
-    ):  # they exceed the rounding errors
+    ):  # These differences exceed the rounding errors.
         with pytest.raises(AssertionError, match="root mean square"):
             assert_norm_as_exact_as_torch(wrong, right, exact)

@@ -1,4 +1,4 @@
-"""``layer`` and ``fp8_layer``. tests/models/test_fused_block.py compares them in a model, also with float8 matmuls."""
+"""Tests of ``layer`` and ``fp8_layer``. tests/models/test_fused_block.py tests these operators in a model."""
 
 import pytest
 import torch
@@ -18,7 +18,7 @@ both_forms = pytest.mark.parametrize("approximate", ["tanh", "none"])
 
 
 def arguments(wide, low, device, values=True, biases=True, transposed=False):
-    """Return the arguments of the forward without the options."""
+    """Return the forward's arguments except for its options."""
 
     def vector(size, dtype=wide, given=biases):
         return randn(size, dtype=dtype, device=device) if given else None
@@ -50,7 +50,7 @@ def options(approximate="tanh"):
 
 
 def dropouts(device, *probabilities):
-    """Return the arguments of the dropouts of values, attention and the second addition."""
+    """Return the dropout arguments of the values, of attention, and of the second residual addition."""
     numbers = torch.randint(2**40, (len(probabilities), 2), generator=torch.Generator().manual_seed(6)).to(device)
     return [x for p, pair in zip(probabilities, numbers, strict=True) for x in (p, *(pair if p else (None, None)))]
 
@@ -59,7 +59,7 @@ NONE = dropouts("cpu", 0.0, 0.0, 0.0)
 
 
 def by_operators(args, approximate="tanh", dropped=NONE):
-    """Compute the outputs of the forward by single operators, which autograd differentiates."""
+    """Compute the forward's outputs by single operators, so that autograd can differentiate them."""
     stream, values, values_bias, *parameters = args
     p, (_, _, eps_1, eps_2) = BlockParameters(*parameters), FP8_OPTIONS
     if values is None:
@@ -109,14 +109,14 @@ def assert_same_bits_and_strides(found, expected):
 
 
 def compare(args, approximate="tanh", dropped=NONE, **which):
-    """Compare the bits of all outputs and gradients with those of single operators."""
+    """Assert that all outputs and gradients are bitwise identical to the results of single operators."""
     outputs = ops.layer(*args, *options(approximate), *dropped)
     leaves = [t if t is None else t.detach().requires_grad_() for t in args]
     expected = by_operators(leaves, approximate, dropped)
     assert_same_bits_and_strides(outputs, expected)
     given = backward_arguments(args, outputs, EVERY, approximate)
     dstream, dvalues, *gradients = ops.layer_backward(*given, *dropped, **which)
-    if args[1] is None:  # autograd adds the gradients of both uses of the stream
+    if args[1] is None:  # autograd adds the gradients of the stream's two uses
         dstream = dstream + dvalues
     found = [dstream, dvalues if dvalues.numel() else dstream, *gradients]
     results = expected[0], expected[1 + LayerSaved._fields.index("residual_2")]
@@ -182,7 +182,7 @@ def test_dropout(wide, low, probabilities, device):
 @both_forms
 @pytest.mark.parametrize(("wide", "low"), [SAME, MIXED], ids=str)
 def test_recomputed_gelu(wide, low, approximate, device):
-    """All other outputs keep their bits, and the gradients are those of a forward with a GELU computed by ops.gelu."""
+    """The other outputs are unchanged. The gradients are as if the forward had computed GELU by ops.gelu."""
     args = arguments(wide, low, device)
     *outputs, post = ops.layer(*args, *options(approximate), keep_post_gelu=False)
     assert post.shape == (0,)
@@ -197,7 +197,7 @@ def test_recomputed_gelu(wide, low, approximate, device):
 
 @pytest.mark.parametrize(("wide", "low"), [SAME, MIXED], ids=str)
 def test_output_mask(wide, low, device):
-    """An unwanted gradient has no elements, and the others keep their bits."""
+    """A gradient that is not wanted has no elements. The other gradients are unchanged."""
     args = arguments(wide, low, device)
     dout, _, *given, _ = backward_arguments(args, ops.layer(*args, *options()), None)
     every = ops.layer_backward(dout, None, *given, EVERY)
@@ -240,7 +240,7 @@ def test_opcheck_with_float8_matmuls_and_without_values(device):
     args = *arguments(torch.bfloat16, torch.bfloat16, device, values=False), *histories(device)
     torch.library.opcheck(ops.fp8_layer, (*args, *FP8_OPTIONS))
     outputs = ops.fp8_layer(*args, *FP8_OPTIONS)
-    # torch cannot multiply float8 tensors, as opcheck's test of the schema does.
+    # opcheck's test of the schema is omitted, because it multiplies tensors, and torch cannot multiply float8 tensors.
     tests = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
     for adds_past in (True, False):
         given = fp8_backward_arguments(args, outputs, adds_past)

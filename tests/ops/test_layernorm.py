@@ -31,8 +31,9 @@ def torchs(x, weight, bias):
 )
 @two_dtypes
 def test_rows_in_each_kind_of_memory(rows, width, dtype, device):
-    """A row is kept in the registers of one warp or of several, in shared memory, or not at all."""
-    rows = min(rows, 1100) if device.type == "cpu" else rows  # still every group of rows, some with one row more
+    """The CUDA kernels keep a row in the registers of one or several warps, in shared memory, or read it repeatedly."""
+    # 1100 rows still use every group of rows, and some groups have one row more than others
+    rows = min(rows, 1100) if device.type == "cpu" else rows
     check(dtype, device, {"x.rows": rows, "width": width})
 
 

@@ -22,7 +22,7 @@ torchs = F.linear
 
 
 def exact(x, weight, bias=None):
-    """Compute the formula by pairwise sums, whose errors are smaller than a BLAS's if the sums are long."""
+    """Compute the formula by pairwise sums. Long pairwise sums have smaller errors than the sums of a BLAS."""
     out = (x.unsqueeze(-2) * weight).sum(-1)
     return out if bias is None else out + bias
 
@@ -43,7 +43,7 @@ def check(args, dout):
 @all_dtypes
 @all_rows
 def test_no_columns(rows, dtype, device):
-    """With K == 0 out is the bias; with M == 0 dx is zero."""
+    """If K is 0, out is the bias. If M is 0, dx is zero."""
     for inner, width in [(0, 5), (5, 0), (0, 0)]:
         for bias in (True, False):
             check(inputs(rows, inner, width, dtype, device, bias), randn(rows, width, dtype=dtype, device=device))
@@ -127,7 +127,10 @@ def test_more_than_2_31_elements(device):
 @all_dtypes
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_transposed_weight_and_its_gradient_are_not_copied(rows, dtype, device):
-    """A view of a weight (in, out), which Hugging Face's Conv1D has, has a gradient with the view's strides."""
+    """The weight is the transpose of a tensor (in, out), as in Hugging Face's Conv1D.
+
+    Its gradient has the same strides.
+    """
     x = randn(rows, 24, dtype=dtype, device=device)
     weight = randn(24, 40, dtype=dtype, device=device, scale=0.2)
     bias, dout = randn(40, dtype=dtype, device=device), randn(rows, 40, dtype=dtype, device=device)
@@ -147,7 +150,7 @@ def test_transposed_weight_and_its_gradient_are_not_copied(rows, dtype, device):
 @pytest.mark.parametrize("inner", [7, 33, 48, 79, 1000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_memory_between_rows_has_no_effect(inner, dtype, device):
-    """oneDNN on CPUs with AMX multiplies what follows a row in memory by 0, which a NaN survives."""
+    """On CPUs with AMX, oneDNN multiplies the elements after a row by 0. If one of them is NaN, the product is NaN."""
     torch.manual_seed(0)
     wide = torch.full((47, inner + 32), float("nan"), dtype=dtype, device=device)
     x, weight = wide[:, :inner], torch.randn(16, inner, device=device).to(dtype)

@@ -58,7 +58,7 @@ def test_defaults(device):
 
 
 def test_keeps_small_float16_gradients(device):
-    """1/count times a probability underflows in float16, so that dloss must be multiplied before the rounding."""
+    """The quotient probability / count underflows in float16. It must be multiplied by dloss before it is rounded."""
     x, weight = randn(512, 8, dtype=torch.float16, device=device), randn(999, 8, dtype=torch.float16, device=device)
     x = (x * 0.01).requires_grad_()
     targets = torch.randint(999, (512,), device=device)
@@ -150,7 +150,7 @@ def test_weight_gradient_is_not_rounded_after_each_chunk(dtype, chunk_size, devi
 @pytest.mark.parametrize("chunk_size", [-1, 1, 13, 14, 100])
 @all_dtypes
 def test_with_logits(dtype, chunk_size, scale, device):
-    """Compare the logits, the loss and both gradients with float64; dweight has the loss's dtype."""
+    """Compare the logits, the loss and both gradients with float64. The loss and dweight have the same dtype."""
     x, weight, targets = problem(2, 20, dtype=dtype, device=device)
     targets %= 10
     targets[0, 2:5] = 9
@@ -176,7 +176,7 @@ def test_with_logits(dtype, chunk_size, scale, device):
 
 @with_dtypes(torch.float32, torch.float64)
 def test_mean_over_many_rows(dtype, device):
-    """There are more rows than a thread block of the reduction's kernel reads in one iteration."""
+    """The number of rows is larger than what a thread block of the reduction's kernel reads in one iteration."""
     rows = 3 * 8 * 1024 + 77
     x, weight = randn(rows, 2, dtype=dtype, device=device), randn(3, 2, dtype=dtype, device=device)
     targets = torch.randint(3, (rows,), device=device)
@@ -279,7 +279,7 @@ def aligned_problem(rows, dtype=torch.float32, device="cpu"):
 @pytest.mark.parametrize("dloss", [1.0, -0.5])
 @functions_and_dtypes
 def test_backward_twice(function, dtype, dloss, device):
-    """A backward that keeps the graph copies the saved gradients. The last one returns them."""
+    """Backwards with retain_graph return copies of the saved gradients. The last backward returns the saved tensors."""
     x, weight, targets = aligned_problem(20, dtype, device)
     loss = function(x, weight, targets, vocab_size=50)
     seed = torch.full_like(loss, dloss)
@@ -339,7 +339,7 @@ def test_compiles_once_for_all_numbers_of_rows(function, options, device):
 
 @both_functions
 def test_targets_outside_the_vocabulary(function, device, on_cpu):
-    """test_fused_classifier.py tests the assertion on CUDA, which ends the process."""
+    """The test runs on the CPU. test_fused_classifier.py tests the device-side assertion in another process."""
     x, weight, targets = aligned_problem(40)
     targets[20] = 50
     with raises(rf"{function.__name__}\w*: target 50 at row 20 is outside the vocabulary of 50"):
@@ -389,7 +389,7 @@ def test_bad_input_of_the_other_ops(device):
 
 @pytest.fixture
 def exponentials(sm_90a, monkeypatch):
-    """Compute the LM head by our kernel at all sizes that it supports."""
+    """Compute the LM head by our kernel at all sizes that the kernel supports."""
     monkeypatch.setenv("GPTKERNELS_MATMUL", "own")
 
 
@@ -402,7 +402,10 @@ def head(rows, width, vocabulary, device, scale=0.3):
 
 
 def check_head(x, weight, targets, chunk_size=None, **options):
-    """Compare the loss and both gradients with float64 and torch. The loss computed alone must have the same bits."""
+    """Compare the loss and both gradients with float64 and torch.
+
+    A call that needs no gradients must return a bitwise identical loss.
+    """
 
     def found(function, *tensors, **more):
         leaves = [t.detach().requires_grad_() for t in tensors]
@@ -462,7 +465,10 @@ def test_exponentials_of_rows_with_gaps(exponentials, device):
 
 @pytest.mark.parametrize("logit", [4, 16, 64])
 def test_exponentials_of_confident_rows(logit, exponentials, device):
-    """Small losses and gradients are exact, because nothing is subtracted from 1. The logits are exact, too."""
+    """The kernel does not subtract from 1, so that small losses and gradients keep their digits.
+
+    The logits are exact.
+    """
     torch.manual_seed(0)
     weight = -torch.randint(2, (128, 128), device=device).bfloat16()
     weight.fill_diagonal_(1)
@@ -480,7 +486,7 @@ def test_exponentials_of_confident_rows(logit, exponentials, device):
 
 @pytest.mark.parametrize("redone", [slice(7, 8), slice(250, 270), slice(None)], ids=["one", "some", "all"])
 def test_exponentials_that_overflow(redone, exponentials, device):
-    """Rows with a loss of more than 69 are computed again from their logits; other rows are not."""
+    """Only rows with a loss of more than 69 are computed again from their logits."""
     x, weight, targets = head(600, 768, 1000, device)
     before = ops.linear_cross_entropy(x, weight, targets, -1, -100, "none", -1)
     x[redone] *= 50
@@ -494,7 +500,7 @@ def test_exponentials_that_overflow(redone, exponentials, device):
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e30])
 def test_exponentials_of_special_values(value, exponentials, device):
-    """Infinities and NaN stay in their row, and have no effect in a row without a loss."""
+    """Infinities and NaN affect only their own row. They have no effect in an ignored row."""
     x, weight, targets = head(300, 128, 264, device)
     arguments = (-1, -100, "sum", -1, [True, True])
     _, clean, _ = ops.linear_cross_entropy_with_gradients(x, weight, targets, *arguments)
@@ -521,7 +527,7 @@ def test_exponentials_of_ignored_rows(exponentials, device):
 
 
 def test_exponentials_in_a_cuda_graph(exponentials, device):
-    """In the replay other rows overflow than in the capture."""
+    """The rows that overflow in the replay are not the rows that overflowed in the capture."""
     x, weight, targets = head(600, 128, 1000, device)
     x.requires_grad_()
     weight.requires_grad_()

@@ -60,7 +60,7 @@ OWN_SIZES = [
 
 
 def with_weights(args, transposed):
-    """Return the arguments with both weights in the layout of ``torch.nn.Linear`` or, if transposed, of Conv1D."""
+    """Return the arguments with weights in the layout of ``torch.nn.Linear``, or of Conv1D if ``transposed``."""
     x, fc_weight, fc_bias, proj_weight, proj_bias = args
     if transposed:
         fc_weight, proj_weight = fc_weight.t().contiguous().t(), proj_weight.t().contiguous().t()
@@ -95,7 +95,10 @@ def test_post_gelu_is_gelu_of_the_rounded_pre_gelu(dtype, product, device):
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e30])
 def test_special_values_stay_in_their_row(value, product, device):
-    """Special values stay in their row of dx, too. Rows of a tile beyond the last row are not added to sums."""
+    """Special values affect only their own row of out and dx.
+
+    A tile's rows beyond the last row do not affect dfc_bias.
+    """
     dtype = torch.bfloat16
     args = inputs(130, 520, 200, dtype, device)
     x, fc_weight, _, proj_weight, _ = args
@@ -156,7 +159,7 @@ def test_pre_gelu_and_post_gelu_are_differentiable(hidden, dtype, device):
 
 @all_dtypes
 def test_denormal_and_large_values(dtype, device):
-    """GELU is exactly x or 0 for large values, and x / 2 for denormals."""
+    """GELU(x) is exactly x or 0 if x is large, and x / 2 if x is denormal."""
     tiny, huge = torch.finfo(dtype).smallest_normal / 4, torch.finfo(dtype).max / 256
     eye = torch.eye(64, dtype=dtype, device=device)
     for scale in (tiny, huge, 12.0):
@@ -168,7 +171,7 @@ def test_denormal_and_large_values(dtype, device):
 @pytest.mark.parametrize("hidden", [17, 256])
 @all_dtypes
 def test_recomputed_gelu(hidden, dtype, device):
-    """The graph keeps one tensor of post_gelu's size, and the result has the same bits."""
+    """The graph keeps only one tensor of post_gelu's size. The result is bitwise identical."""
     args, dout = inputs(70, 64, hidden, dtype, device), randn(70, 64, dtype=dtype, device=device)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -221,7 +224,10 @@ def test_more_than_2_31_elements(device):
 
 @all_dtypes
 def test_transposed_weights_and_their_gradients_are_not_copied(dtype, device):
-    """The gradient of a weight that is a transposed view, as of Hugging Face's Conv1D, has the strides of the view."""
+    """Weights are transposes of tensors (in, out), as in Hugging Face's Conv1D.
+
+    Their gradients have the same strides.
+    """
     x, fc, fc_bias, proj, proj_bias = inputs(9, 24, 40, dtype, device)
     args = x, fc.t().contiguous(), fc_bias, proj.t().contiguous(), proj_bias
     dout = randn(9, 24, dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""The OpenMP threads of `gptkernels train` wait passively, unless the user chose another policy."""
+"""Tests that the OpenMP threads of `gptkernels train` wait passively unless the user chose another policy."""
 
 import os
 import subprocess

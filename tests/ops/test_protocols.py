@@ -1,4 +1,4 @@
-"""Models of the protocols by which warps, thread blocks and clusters synchronize (docs/protocols.md) have no faults."""
+"""Checks models of the synchronization between warps, thread blocks and clusters for faults (docs/protocols.md)."""
 
 import itertools
 import re
@@ -19,23 +19,23 @@ RUNS = [
     ("x......x", "xxxxxxxx"),
     ("xx.....x", "xxxxxxxx"),
     ("xxx", "..."),
-]  # more hidden blocks than the ring has buffers
+]  # There are more hidden blocks than the ring has buffers.
 TILES_128 = [(3, (0, 1)), (1, (0, 0)), (2, (1, 0))]
 
-# The least number of states, and scenarios with the constants of the kernels.
+# For each model: the least number of states that its check must visit, and scenarios with the kernels' constants.
 MODELS = {
     "forward, four warpgroups": (
         10_000,
         [
             partial(four_warpgroups, tiles)
             for tiles in [
-                [(11, 1), (11, 11), (11, 1), (11, 11)],  # 700 tokens: the last tile of a head has an empty group
+                [(11, 1), (11, 11), (11, 1), (11, 11)],  # 700 tokens, where the last tile of a head has an empty group
                 [(9, 1)] * 3,
                 [(1, 9), (9, 1), (2, 12)],
                 [(1, 1)] * 5,
             ]
         ]
-        + [partial(four_warpgroups, [(1, 1)] * 3, loaded=[4] * 3)],  # causal, with more keys than queries
+        + [partial(four_warpgroups, [(1, 1)] * 3, loaded=[4] * 3)],  # causal attention with more keys than queries
     ),
     "forward, two warpgroups": (
         10_000,
@@ -88,7 +88,7 @@ MODELS = {
 }
 
 
-# These scenarios are explored once, but not without each of their waits and arrivals.
+# These scenarios are too large to be explored again without each of their waits and arrivals.
 LARGE = {
     "forward, four warpgroups": [partial(four_warpgroups, [(9, 9, 9, 1), (9, 8, 8, 9)], warpgroups=4)],
     "backward_head": [
@@ -100,7 +100,7 @@ LARGE = {
 
 # Waits that a kernel does not need, because another wait implies them.
 REDUNDANT = {
-    # The storing thread arrives at tile_empty after it has read the last dq from dout.
+    # The storing thread arrives at tile_empty after reading the last dq from dout.
     "backward_128's dquery": {("taking thread", "wait", "dout_empty")},
     # It suffices that the loading thread of each thread block waits.
     "matmul": {(f"block *'s {role} *", "wait", "cluster_barrier") for role in ("product", "finish")},
@@ -153,7 +153,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_choice(name):
-    """All choices that data of small sizes can make are explored."""
+    """The test explores all tiles and visible blocks that are possible at small sizes."""
     states = [choice().explore() for choice in CHOICES[name]]
     print(f"{name}: {sum(states)} states of {len(states)} choices")
     assert len(states) > 20
@@ -161,7 +161,7 @@ def test_every_choice(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_wait_and_arrival_is_needed(name):
-    """A model without one of its waits or arrivals, or with the other parity, must have a fault."""
+    """If a wait or an arrival is removed, or a wait has the wrong parity, the checker must find a fault."""
 
     def is_found(place, change):
         for scenario in MODELS[name][1]:
@@ -183,7 +183,7 @@ def test_every_wait_and_arrival_is_needed(name):
 @pytest.mark.parametrize(
     ("model", "fault"),
     [
-        # This forward hung: a group without queries skipped all blocks but one.
+        # An earlier forward hung here, because a group without queries skipped all blocks except one.
         (partial(four_warpgroups, [(8, 8), (8, 1)], most_skipped=8), Deadlock),
         (partial(four_warpgroups, [(11, 11), (11, 1)], most_skipped=MOST_SKIPPED + 1), Deadlock),
         (partial(two_warpgroups, [2, 2], stages=1), Deadlock),
@@ -220,7 +220,7 @@ def test_too_few_buffers(model, fault):
     }.items(),
 )
 def test_models_match_the_kernels(file, calls):
-    """If a kernel's number of waits or arrivals changes, change its model and this number."""
+    """The kernel has as many waits and arrivals as when its model was written. If it changes, change the model, too."""
     code = re.sub(r"//.*", "", (CUDA / file).read_text())
     names = r"m?barrier_(wait|arrive\w*|expect)|\w+_barrier|cluster_(arrive|wait)|bar\.(sync|arrive)"
     assert len(re.findall(rf"\b({names})\b", code)) == calls
@@ -238,7 +238,7 @@ def test_tile_order_assigns_each_tile_once(blocks, tiles):
             if not working:
                 assert sorted(tile for own in lists for tile in own[:-1]) == list(range(tiles))
             for block in working:
-                index = blocks + taken  # TileOrder::take
+                index = blocks + taken  # as TileOrder::take computes it
                 following.add((taken + 1, *lists[:block], (*lists[block], index), *lists[block + 1 :]))
         level = following
     assert states >= tiles

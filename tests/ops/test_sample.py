@@ -1,4 +1,4 @@
-"""sample_: the next token beside torch's formula with the same noise, its distribution, and errors."""
+"""Tests of sample_: compares its tokens with torch's formula for the same noise, and checks distribution and errors."""
 
 import pytest
 import torch
@@ -39,7 +39,10 @@ def test_matches_the_formula(options, vocabulary, dtype, device):
 @pytest.mark.parametrize("top_k", [1, 2, 47, 48, 49, 200, 256, 257, 3000])
 @pytest.mark.parametrize("vocabulary", [300, 8192, 50257, 70000])
 def test_top_k_of_clustered_and_equal_logits(vocabulary, top_k, device):
-    """The largest logits of a row are neighbours, or more logits are equal to the largest than there are candidates."""
+    """A row's largest logits are neighbours in row 1.
+
+    In row 2 more logits equal the largest than there are candidates.
+    """
     logits, noise = draws(3, vocabulary, torch.bfloat16, device)
     logits[1] = torch.linspace(-5, 5, vocabulary).to(logits)
     logits[2].clamp_(max=0.5)

@@ -15,7 +15,7 @@ all_cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def cases_with_dtypes(cases):
-    """Parametrize by each of the cases in each of its dtypes."""
+    """Parametrize a test by all (case, dtype) for the dtypes that a case supports."""
     pairs = [(case, dtype) for case in cases for dtype in case.operator.dtypes]
     return pytest.mark.parametrize(
         ("case", "dtype"), pairs, ids=[f"{case.name}-{name_of(dtype)}" for case, dtype in pairs]
@@ -45,7 +45,7 @@ def test_matches_float64_at_edge_sizes(operator, choices, dtype, device):
 @all_views
 @cases_with_dtypes(CASES)
 def test_views(case, dtype, view, device):
-    """The arguments and the gradients of the results are not contiguous."""
+    """Neither the arguments nor the gradients of the results are contiguous."""
     checks.hold_to_the_rule(case.call(ODD, dtype, device, view=view), view)
 
 
@@ -79,7 +79,7 @@ def test_gradient_of_one_argument(case, device):
 
 
 def rows_of(case):
-    """Return the name of the choice of the leading dimensions; None if the operator has no such choice."""
+    """Return the name of the choice that sets the leading dimensions, or None if the operator has no such choice."""
     return next((name for name in case.operator.sizes if name.endswith(".rows")), None)
 
 
@@ -99,7 +99,7 @@ IN_ROWS = (
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @cases_with_dtypes([case for case in CASES if case.operator.name in IN_ROWS])
 def test_infinities_and_nan_stay_in_their_row(case, dtype, value, device):
-    """The row of such a value is the formula's, and all other rows keep their bits."""
+    """The row that contains the value agrees with the formula, and all other rows are unchanged."""
     call = case.call(ODD, dtype, device, **{rows_of(case): 5})
     first, *others = call.args.values()
     clean, first = checks.outputs(call.ours(first, *others)), first.clone()
@@ -121,7 +121,7 @@ def results(call):
 
 @cases_with_dtypes(CASES)
 def test_deterministic(case, dtype, device):
-    """Repeated calls give the same bits, also with other numbers of threads unless torch's BLAS computes a part."""
+    """Repeated calls are bitwise identical, with any number of threads unless torch's BLAS computes a part."""
     rows = rows_of(case)
     many = {rows: 20 if rows == "lead.rows" else 1000} if rows else {}
     call = case.call(ORDINARY, dtype, device, **many)
@@ -131,7 +131,7 @@ def test_deterministic(case, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=name_of)
 @all_cases
 def test_opcheck(case, dtype, device):
-    """``gptkernels check`` runs opcheck in float32. A registration distinguishes only whether sums are float64."""
+    """opcheck in float32 (``gptkernels check``) suffices: registrations only distinguish whether sums are float64."""
     if dtype not in case.operator.dtypes:
         pytest.skip("the op does not support the dtype")
     if dtype == torch.float64 and case.variant != next(iter(case.operator.variants)):
@@ -141,7 +141,7 @@ def test_opcheck(case, dtype, device):
 
 @all_cases
 def test_output_masks(case, device):
-    """An op with a mask of outputs or gradients has the same outputs under a FakeTensorMode for every mask."""
+    """If an op has an output mask, its fake outputs match its real outputs for two complementary masks."""
     for op, args, kwargs in case.call(SMALL, case.opcheck_dtype(), device).invocations():
         for i, mask in enumerate(args):
             if not isinstance(mask, list) or not all(isinstance(wanted, bool) for wanted in mask):
@@ -171,14 +171,14 @@ def test_compile(case, device):
         torch.testing.assert_close(a, b)
 
 
-# Under autocast these operators return the dtypes of torch's functions.
+# Under autocast these operators return the same dtypes as torch's functions.
 FOLLOWS_TORCH = ("gelu", "softmax", "causal_softmax", "linear", "mlp")
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
 @all_cases
 def test_autocast(case, low, device):
-    """Autocast gives the bits of a call with arguments in the dtype that its rule demands.
+    """Autocast gives the same results as a call with arguments in the dtype that the operator's autocast rule demands.
 
     Gradients have the dtypes of the arguments.
     """
@@ -203,13 +203,13 @@ def test_autocast(case, low, device):
             assert gradient.dtype == dtype
 
 
-# Arguments with any number of rows or columns, or with any shape.
+# Arguments that may have any number of rows or columns, or any shape.
 ANY_ROWS = [
     *("attn_mask", "weight", "proj_weight", "mlp_proj_weight", "head", "wpe"),
     *("saved", "x_t", "weight_t", "fc_weight_t"),
 ]
 ANY_COLUMNS, ANY_SHAPE = ("dlogits",), ("tensors", "steps")
-# With another shape, these would have an index outside of their memory or of another tensor's.
+# With another shape, an index would be outside of these tensors' memory or of another tensor's memory.
 INDICES = ("tokens", "targets", "sequences", "lengths", "wte", "dwte")
 OF_PARTS = ("layer", "layer_backward", "fp8_layer", "fp8_layer_backward")  # errors may name other ops' arguments
 
@@ -234,7 +234,10 @@ def wrong_tensors(t, name):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name != "embedding"], ids=lambda case: case.name)
 def test_wrong_dtypes_shapes_and_devices_are_refused(case, device):
-    """Each tensor is replaced in turn. An op's first tensor may have another shape or device; the others must fit."""
+    """Each tensor is replaced in turn.
+
+    An op's first tensor determines the shapes and the device, so that only its dtype can be wrong.
+    """
     for op, args, kwargs in case.call(SMALL, case.opcheck_dtype(), device).invocations():
         leaves, structure = tree_flatten(args)
         names = [op._schema.arguments[i].name for i, arg in enumerate(args) for _ in tree_leaves(arg)]

@@ -1,4 +1,4 @@
-"""AdamW with `rounding_seed`, which rounds bfloat16 parameters and moments up or down at random."""
+"""Tests of AdamW with `rounding_seed`, which rounds bfloat16 parameters and moments up or down at random."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ STATES = pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float32],
 
 
 def step(tensors, number=1, seed=7, **options):
-    """Make a step on copies of the lists (params, grads, exp_avgs, exp_avg_sqs), and return them."""
+    """Make a step on copies of the lists (params, grads, exp_avgs, exp_avg_sqs), and return the copies."""
     lists = [[t.clone() for t in part] for part in tensors]
     steps = [torch.full((), float(number), device=p.device) for p in lists[0]]
     ops.adamw_(*lists, steps, lr=torch.tensor(1e-3, dtype=torch.float64), **{**OPTIONS, **options}, rounding_seed=seed)
@@ -21,7 +21,7 @@ def step(tensors, number=1, seed=7, **options):
 
 
 def made(sizes, device, state_dtype=torch.bfloat16):
-    """Return parameters, gradients and moments as in the middle of a run."""
+    """Return random parameters, gradients and moments."""
     params, grads, first, second = (
         [randn(*shape, dtype=torch.bfloat16, device=device) for shape in sizes] for _ in range(4)
     )
@@ -29,7 +29,7 @@ def made(sizes, device, state_dtype=torch.bfloat16):
 
 
 def in_float32(tensors):
-    """Return the results of the same step before they are rounded to bfloat16."""
+    """Return the results that the step has before they are rounded to bfloat16."""
     lists = [[t.float() for t in part] for part in tensors]
     steps = [torch.ones((), device=p.device) for p in lists[0]]
     ops.adamw_(*lists, steps, lr=torch.tensor(1e-3, dtype=torch.float64), **OPTIONS)
@@ -37,7 +37,7 @@ def in_float32(tensors):
 
 
 def expected_bits(exact, seed, number, tensor, array):
-    """Return bfloat16 bits: the 16 bits that are cut off are the probability of rounding away from 0."""
+    """Return bfloat16 bits: the upper half of a float32 value's bits after adding 16 random bits."""
     values = exact.flatten().cpu().numpy().view(np.uint32)
     groups = -(-len(values) // 8)
     counters = np.zeros((groups, 4), np.uint64)
@@ -49,7 +49,7 @@ def expected_bits(exact, seed, number, tensor, array):
 
 @STATES
 def test_rounding_adds_philoxs_bits(state_dtype, device):
-    """CUDA uses approximate divisions and roots for 16-bit results, so that a few elements are rounded differently."""
+    """CUDA's divisions and roots are approximate for 16-bit results, so that a few elements are rounded differently."""
     tensors = made([*SHAPES, (100_003,)], device, state_dtype)
     seed = 0x123456789ABC
     found, exact = step(tensors, seed=seed), in_float32(tensors)
@@ -67,7 +67,10 @@ def test_rounding_adds_philoxs_bits(state_dtype, device):
 
 @STATES
 def test_mean_is_exact(state_dtype, device):
-    """All new values of 2^20 equal elements are between the same two bfloat16 numbers."""
+    """Each of 2^20 equal elements is rounded to one of two neighbouring bfloat16 numbers.
+
+    Their mean is nearly exact.
+    """
     n = 2**20
     low = torch.bfloat16
     tensors = [
@@ -105,7 +108,7 @@ def test_seeds_steps_and_tensors_have_different_bits(device):
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("size", [1, 7, 8, 511, 2049, 32769])
 def test_bits_do_not_depend_on_alignment(size, offset, state_dtype, device):
-    """Aligned tensors are updated in packs, other tensors one element at a time."""
+    """Aligned tensors are updated in packs, and other tensors one element at a time."""
     tensors = made([(size,)], device, state_dtype)
     moved = tuple([torch.cat([t.new_zeros(offset), t])[offset:] for t in part] for part in tensors)
     lists = [[part[0].as_strided((size,), (1,), part[0].storage_offset())] for part in moved]
@@ -147,7 +150,7 @@ def test_bad_input(device):
 
 
 def trained(steps, device, **options):
-    """Train 2^14 parameters from 1 by steps that are smaller than half of bfloat16's spacing there."""
+    """Train 2^14 parameters that start at 1. The steps are smaller than half of bfloat16's spacing at 1."""
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.ones(2**14, dtype=torch.bfloat16, device=device))
     optimizer = AdamW([parameter], lr=2e-4, weight_decay=0.0, **options)
@@ -158,7 +161,7 @@ def trained(steps, device, **options):
 
 
 def test_small_updates_are_not_lost(device):
-    """A step is lr = 0.0002, and bfloat16's spacing below 1 is 0.0039."""
+    """A step changes a parameter by lr = 0.0002, while bfloat16's spacing below 1 is 0.0039."""
     nearest, _ = trained(100, device)
     assert nearest.eq(1).all()
     rounded, optimizer = trained(100, device, rounding_seed=3)

@@ -1,7 +1,8 @@
-"""Matmuls and column sums add all terms of a sum, for every number of terms.
+"""Tests that matmuls and column sums add all terms of a sum, for every number of terms.
 
-Some of cuBLASLt's algorithms omit the last terms (examples/cublas_tail), also in torch's matmuls. Results are therefore
-not compared with torch: a sum of these operands is exact in every dtype, and a missing term changes it.
+Some of cuBLASLt's algorithms omit the last terms (examples/cublas_tail), even in torch's matmuls. Results are therefore
+not compared with torch. Instead the operands are such that a sum is exact in every dtype, and changes if a term is
+missing.
 """
 
 import pytest
@@ -16,14 +17,14 @@ ops = torch.ops.gptkernels
 # After the last multiple of 64, these have fewer terms than the number of parts into which cuBLASLt may split the sum.
 SHORT, LONG = [9, 65, 519, 1027], [2057, 4097, 8200, 16385, 24645, 57123, 65537, 131071]
 FLOAT8 = [16, 80, 528], [2064, 16400, 20 * 128 * 3 + 16, 33 * 128 * 7 + 16, 48 * 128 * 5 + 32, 131088]
-# (rows, columns) of a result: fewer tiles than SMs, sizes that are timed or not, and an odd leading dimension.
+# (rows, columns) of a result: few tiles, sizes at which cuBLASLt is timed or not, and an odd leading dimension.
 SIZES = [(104, 1600), (3072, 64), (64, 64), (17, 40)]
 all_sizes = pytest.mark.parametrize(("rows", "columns"), SIZES)
 
 
 @pytest.fixture(params=[*SHORT, *LONG])
 def terms(request, device):
-    """The number of terms of a sum."""
+    """Return each number of terms of a sum."""
     if device.type == "cpu" and request.param in LONG:
         pytest.skip("long sums are for CUDA")
     return request.param
@@ -31,7 +32,7 @@ def terms(request, device):
 
 @pytest.fixture(params=[*DTYPES, "tf32"], ids=lambda d: str(d).removeprefix("torch."))
 def dtype(request, device):
-    """Each dtype, and float32 with TF32 matmuls."""
+    """Yield each dtype, and float32 again while TF32 matmuls are allowed."""
     if request.param == "tf32" and device.type == "cpu":
         pytest.skip("TF32 is CUDA's")
     with tf32(request.param == "tf32"):
@@ -39,7 +40,10 @@ def dtype(request, device):
 
 
 def windows(rows, terms, dtype, device):
-    """Return (rows, terms): 1, 2, ... 128 in 8 neighbouring terms, at an end in half of the rows, and 0 elsewhere."""
+    """Return (rows, terms). Each row has 1, 2, 4, ... 128 in 8 neighbouring places, and 0 elsewhere; its sum is 255.
+
+    In half of the rows these places are the first or the last.
+    """
     first = torch.arange(rows, device=device) * 7919 % (terms - 7)
     first[::4] = terms - 8
     first[1::4] = 0
@@ -48,7 +52,7 @@ def windows(rows, terms, dtype, device):
 
 
 def assert_complete(*sums):
-    """Assert that sums have all terms of ``windows``, each multiplied by 1."""
+    """Assert that each sum is 255, so that it contains all terms of a row of ``windows``."""
     for found in sums:
         wrong = found != 255
         assert not wrong.any(), f"{wrong.sum()} of {wrong.numel()} sums: {found[wrong][:4].tolist()} instead of 255"
@@ -56,7 +60,7 @@ def assert_complete(*sums):
 
 @all_sizes
 def test_linear(rows, columns, terms, dtype, product, device):
-    """dweight sums over the rows, the result over x's columns, dx over the result's columns."""
+    """dweight sums over the rows of x, the result over the columns of x, and dx over the columns of dout."""
 
     def ones(*shape):
         return torch.ones(shape, dtype=dtype, device=device)
@@ -80,7 +84,7 @@ def test_second_derivative_of_linear(terms, dtype, device):
 
 
 def test_mlp(terms, dtype, product, device):
-    """GELU is the identity here, as is each half of the projection."""
+    """GELU is the identity for these values, and each half of the projection's weight is an identity matrix."""
     width, hidden = 64, 128
     dout = windows(width, terms, dtype, device).T.contiguous()
     x, post = (torch.ones(terms, n, dtype=dtype, device=device) for n in (width, hidden))
@@ -92,7 +96,7 @@ def test_mlp(terms, dtype, product, device):
 
 @pytest.mark.parametrize("width", [64, 200])
 def test_linear_cross_entropy(width, terms, dtype, product, device):
-    """Each row's softmax is 1 at class 0. Class 0 is the target of all rows but three groups of 8."""
+    """Each row's softmax is 1 at class 0. All rows have target 0 except for up to three groups of 8 rows."""
     x = torch.ones(terms, width, dtype=dtype, device=device)
     weight = torch.zeros(72, width, dtype=dtype, device=device)
     weight[0] = 100
@@ -137,7 +141,7 @@ def test_attention_probabilities(terms, dtype, device):
 @pytest.mark.parametrize("terms", [*FLOAT8[0], 5280, 8496])
 @pytest.mark.parametrize("fast", [False, True])
 def test_nan_reaches_every_float8_sum(fast, terms, device):
-    """NaN is the first, the last or another term, and is multiplied by 0."""
+    """The NaN is the first, a middle or the last term of a sum, and is multiplied by 0."""
     one = torch.ones((), device=device)
     zeros = torch.zeros(16, terms, device=device)
     for at in (0, terms // 2, terms - 1):

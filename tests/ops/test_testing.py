@@ -1,4 +1,4 @@
-"""``gptkernels.testing.gradcheck_ops`` and ``gptkernels check`` check every operator and find wrong ones."""
+"""Tests that ``gptkernels.testing.gradcheck_ops`` and ``gptkernels check`` check every operator and find faults."""
 
 import dataclasses
 import json
@@ -57,7 +57,7 @@ def test_progress_and_choice(device):
     assert report.results == [result for results in shown for result in results]
 
 
-# Each function is a gelu with one fault, which the checks must find.
+# Each of these functions is a GELU with one fault that the checks must find.
 def slightly_off(x):
     return ops.gelu(x) * (1 + 3e-2)
 
@@ -155,5 +155,5 @@ def test_exactness_rule_is_public():
 def test_odd_sizes_are_no_multiples_of_8():
     for case in CASES:
         args = case.call(ODD, torch.bfloat16).args.values()
-        dim = 0 if case.name.startswith("fp8") else -1  # features of float8 layers are multiples of 16
+        dim = 0 if case.name.startswith("fp8") else -1  # the feature sizes of float8 layers are always multiples of 16
         assert any(t.shape[dim] % 8 for t in args if t is not None and t.dim()), case.name

@@ -1,8 +1,8 @@
 """Models of the two kernels of attention/sm90/backward.cu, which use backward_loader.cuh and backward_mask.cuh.
 
 A tile has a string for each of its halves, with a letter for each block: "x" if the half's queries (or keys) see a key
-(or query) of the block, "." if a mask or causality hides all of them. Without ``masked`` at most the first block is
-hidden.
+(or query) of the block, "." if a mask or causality hides the whole block. Without ``masked``, only the first block may
+be hidden.
 """
 
 from .checker import Buffers, Model, Staging, add_warps, find_constant, find_ring_size, load_tiles
@@ -26,7 +26,7 @@ def backward(tiles, dkey, masked=True, group=1, stages=None, most_passed=None, w
         seen = ""
 
         def find_own():
-            """Wait for the next block that the warpgroup computes; return False after the last."""
+            """Wait for the next block that the warpgroup computes; return False if there is no other block."""
             nonlocal ring, block, passed
             before, passed = passed, 0
             while block < len(seen):
@@ -46,10 +46,10 @@ def backward(tiles, dkey, masked=True, group=1, stages=None, most_passed=None, w
             while more:
                 now = ring
                 ring, block = ring + 1, block + 1
-                more = find_own()  # the next block's scores
+                more = find_own()  # computes the next block's scores
                 p.read(blocks(now), *[tile_at(at)] * dkey)
                 if freed is not None:
-                    blocks.free(p, freed)  # the previous block's products are complete
+                    blocks.free(p, freed)  # the previous block's matmuls are complete
                 freed = now
             if freed is not None:
                 blocks.free(p, freed)

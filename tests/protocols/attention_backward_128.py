@@ -1,7 +1,7 @@
 """Models of the two kernels of attention/sm90/backward_128.cu.
 
-A tile is (blocks, passed): its number of key (or query) blocks, and how many of the first of them each half skips, at
-most one.
+A tile is (blocks, passed). ``blocks`` is its number of key (or query) blocks. ``passed`` has, for each half of the
+tile, the number of blocks that the half skips at the beginning, which is 0 or 1.
 """
 
 from .checker import Buffers, Model, Ring, add_warps, find_constant, find_ring_size
@@ -12,10 +12,10 @@ FILE = "attention/sm90/backward_128.cu"
 def dquery_128(tiles, keys=None, values=None, warps=1):
     douts, ahead, end = find_ring_size(FILE, "dout"), find_constant(FILE, "kAhead"), len(tiles)
     model = Model(dquery_full=2 * warps)
-    next_tile = Buffers(model, "tile", 1, 2 * warps + 1)  # includes its query and out
+    next_tile = Buffers(model, "tile", 1, 2 * warps + 1)  # a tile's buffer includes its query and out
     loaded_tile, tile_taken, tile_wanted = map(Ring, ("loaded tile", "tile_taken", "tile_wanted"))
     dout_empty, dquery_full = Ring("dout_empty", douts), Ring("dquery_full", douts)
-    dout_at = [[Ring(("dout", i, j), douts, writes=2) for j in range(warps)] for i in range(2)]  # rows of each warp
+    dout_at = [[Ring(("dout", i, j), douts, writes=2) for j in range(warps)] for i in range(2)]  # each warp's rows
     all_douts = [rows for half in dout_at for rows in half]
     key_at = Buffers(model, "key", keys or find_ring_size(FILE, "key"), 2 * warps)
     value_at = Buffers(model, "value", values or find_ring_size(FILE, "value"), 2 * warps)
@@ -82,14 +82,14 @@ def dquery_128(tiles, keys=None, values=None, warps=1):
         while more:
             key_now, tile_dout, last = key, tile, block == 0
             value_at.get(p, value)
-            p.read(*[rows(tile_dout) for rows in own_douts])  # dp
+            p.read(*[rows(tile_dout) for rows in own_douts])  # reads dout to compute dp
             key += 1
             block -= 1
             if last:
                 tile += 1
                 more = begin_tile()
             if more:
-                key_at.get(p, key)  # the next scores
+                key_at.get(p, key)  # computes the next scores
             p.read(*[rows(tile_dout) for rows in own_douts])
             value_at.free(p, value)
             value += 1

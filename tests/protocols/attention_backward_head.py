@@ -1,4 +1,4 @@
-"""A model of attention/sm90/backward_one_pass.cu. Lengths are numbers of blocks of 64."""
+"""A model of attention/sm90/backward_one_pass.cu. Its lengths are numbers of blocks of 64 queries or keys."""
 
 from .checker import Buffers, Model, Ring, Staging, find_constant, find_ring_size
 
@@ -9,7 +9,8 @@ def backward_head(heads, queries, keys, causal=True, query_offset=0, stages=None
     tile_buffers, head_buffers, helpers = (find_constant(FILE, name) for name in ("kTiles", "kHeads", "kHelpers"))
     model, tiles = Model(), (keys + 1) // 2
     key_at = Buffers(model, "tile", tile_buffers, 2 + dquery_warps)
-    value_at = [Ring(("values", half), tile_buffers, writes=2) for half in range(2)]  # dv is stored through this memory
+    # dv is stored to global memory through these buffers
+    value_at = [Ring(("values", half), tile_buffers, writes=2) for half in range(2)]
     blocks = Buffers(model, "block", stages or find_ring_size(FILE, "ring"), 2)
     parts = [Buffers(model, ("part", warpgroup), find_constant(FILE, "kParts"), dquery_warps) for warpgroup in range(2)]
     statistics_empty = Ring("statistics_empty", head_buffers)
@@ -28,13 +29,13 @@ def backward_head(heads, queries, keys, causal=True, query_offset=0, stages=None
     def walk(begin, tile):
         return list(range(begin, queries))[:: -1 if tile % 2 else 1]
 
-    p = model.process("loader")  # load_tiles
+    p = model.process("loader")  # the kernel's load_tiles()
     for head_tile in range(heads * tiles):
         key_at.fill(p, *[rows(head_tile) for rows in value_at])
         for _ in walk(first_block(2 * (head_tile % tiles)), 0):
             blocks.fill(p)
 
-    for helper in range(helpers):  # compute_statistics
+    for helper in range(helpers):  # the kernel's compute_statistics()
         p = model.process(f"helper {helper}")
         rows_at = Buffers(model, ("out and dout", helper), 1, 1)
         p.load(rows_at.full(0), rows_at(0))
@@ -78,7 +79,7 @@ def backward_head(heads, queries, keys, causal=True, query_offset=0, stages=None
         def release():
             nonlocal held
             if held:
-                p.read(held[0](held[1], 1))  # the store has read it
+                p.read(held[0](held[1], 1))  # the store has read the buffer
                 p.arrive(key_at.empty(held[1]))
             held = None
 
@@ -119,7 +120,7 @@ def backward_head(heads, queries, keys, causal=True, query_offset=0, stages=None
                 pass_over()
             release()
             if at > 0:
-                p.read(out(at - 1))  # the store has read it
+                p.read(out(at - 1))  # the store has read the buffer
             p.write(values(at, 1), out(at))
             held = values, at
             if tile == tiles - 1:

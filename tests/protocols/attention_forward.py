@@ -16,15 +16,17 @@ MOST_SKIPPED = find_constant(FORWARD, "kMostSkipped", kStages=find_stages("FourW
 
 
 def four_warpgroups(tiles, stages=None, most_skipped=None, warpgroups=2, loaded=None):
-    """A tile is the number of key tiles that each group of its queries sees, 1 for a group beyond the last query.
+    """Model the kernel with four warpgroups.
 
-    ``loaded`` is the number of key tiles that are loaded for each tile; by default, those that a group sees.
+    ``tiles`` has, for each tile of queries, the number of key tiles that each group of the queries sees. The number is
+    1 for a group beyond the last query. ``loaded`` has the number of key tiles that are loaded for each tile of
+    queries. The default is the largest number that a group sees.
     """
     stages = stages or find_stages("FourWarpgroups")
     most_skipped = find_constant(FORWARD, "kMostSkipped", kStages=stages) if most_skipped is None else most_skipped
     model = Model()
     queries = Buffers(model, "query", find_ring_size(FORWARD, "query"), warpgroups)
-    keys = Buffers(model, "stage", stages, warpgroups)  # keys and values
+    keys = Buffers(model, "stage", stages, warpgroups)  # each stage has keys and values
     loaded = loaded or [*map(max, tiles)]
     load_tiles(model.process("loader"), queries, loaded, keys)
 
@@ -55,12 +57,12 @@ def four_warpgroups(tiles, stages=None, most_skipped=None, warpgroups=2, loaded=
                 if more:
                     block = open_tile()
             if more:
-                keys.get(p, stage)  # scores
+                keys.get(p, stage)  # computes scores
                 p.read(queries(query))
-                keys.free(p, slot)  # out
+                keys.free(p, slot)  # computes out
             if last:
                 if more:
-                    queries.free(p, of_slot)  # store_out
+                    queries.free(p, of_slot)  # the kernel's store_out()
                 else:
                     p.read(keys(slot))
 
@@ -68,7 +70,7 @@ def four_warpgroups(tiles, stages=None, most_skipped=None, warpgroups=2, loaded=
 
 
 def two_warpgroups(tiles, turns_at_exponentials=True, stages=None, warpgroups=2, warps=1):
-    """A tile is its number of key tiles. Both warpgroups compute all of them."""
+    """Model the kernel with two warpgroups. ``tiles`` has the number of key tiles that both warpgroups compute."""
     stages = stages or find_stages("TwoWarpgroups")
     model = Model(turn=2 * warps)
     queries = Buffers(model, "query", find_ring_size(FORWARD, "query"), warpgroups * warps)
@@ -108,7 +110,7 @@ def two_warpgroups(tiles, turns_at_exponentials=True, stages=None, warpgroups=2,
                 queries.get(p, query)
                 more = query < len(tiles)
             if more:
-                keys.get(p, key)  # the next scores
+                keys.get(p, key)  # computes the next scores
                 p.read(queries(query))
             if not turns_at_exponentials and value is not None:
                 turn_to_other()
@@ -116,7 +118,7 @@ def two_warpgroups(tiles, turns_at_exponentials=True, stages=None, warpgroups=2,
                 wait_for_turn()
                 if more or warpgroup == 0:
                     turn_to_other()
-            p.read(queries(query_now))  # compute_scores_again
+            p.read(queries(query_now))  # the kernel's compute_scores_again()
             keys.free(p, key_now)
             if last:
                 queries.free(p, query_now)

@@ -1,11 +1,12 @@
 """A model checker of synchronization protocols, which explores every interleaving of a few processes.
 
-A process is a list of operations, which a function with the structure of the kernel's code records once. The operations
-must not depend on the interleaving, so that each choice by the data (visible blocks, tiles) is a separate model. The
-state of a model is the position of each process. It determines the phases of barriers and the contents of buffers.
+A process is a list of operations. A function with the structure of the kernel's code records this list once. The
+operations must not depend on the interleaving, so that each choice that depends on data (visible blocks, tiles) is a
+separate model. The state of a model is the position of each process. The state determines the phases of barriers and
+the contents of buffers.
 
-A wait, the accesses after it and the arrivals after these are one step, because no other process can observe a state in
-between. A copy by TMA is a separate step of a process that copies in the background.
+A wait, the accesses after it and the arrivals after these accesses are one step, because no other process can observe a
+state in between. A copy by TMA is a separate step of a process that copies in the background.
 """
 
 import itertools
@@ -25,15 +26,15 @@ class Deadlock(Fault):
 
 
 class WrongPhase(Fault):
-    """A process waits for, or arrives in, a phase that is not the barrier's current phase or next to it."""
+    """A process arrives in a phase that is not current, or waits for one that is neither current nor just completed."""
 
 
 class WrongData(Fault):
-    """A buffer is read before it is written or after it is overwritten."""
+    """A buffer is read before it is written, or after it is overwritten."""
 
 
 def find_constant(file, name, **known):
-    """Compute an integer constant from a kernel's source. ``known`` has values of constants that it depends on."""
+    """Compute an integer constant from a kernel's source. ``known`` has the values of constants in its definition."""
     if name in known:
         return known[name]
     source = (CUDA / file).read_text()
@@ -56,8 +57,8 @@ def find_ring_size(file, name):
 class Ring:
     """Barriers or buffers that are used cyclically: use n of the ring is use n // size of item n % size.
 
-    As a barrier's phase, use -1 is complete: the kernels wait for it with parity 1. ``writes`` is the number of writes
-    of a buffer in one use.
+    Use -1 of a barrier is a phase that is complete at the start, as in the kernels, where a first wait with parity 1
+    returns at once. ``writes`` is the number of writes of a buffer in one use.
     """
 
     def __init__(self, name, size=1, writes=1):
@@ -73,7 +74,8 @@ class Buffers(Ring):
     def __init__(self, model, name, size, readers, writes=1):
         super().__init__(name, size, writes)
         self.full, self.empty, self.filled = Ring((name, "full"), size), Ring((name, "empty"), size), 0
-        model.arrivals |= {self.full.name: 2, self.empty.name: readers}  # full: the announcement and the bytes
+        # "full" has two arrivals: the announcement, and the bytes
+        model.arrivals |= {self.full.name: 2, self.empty.name: readers}
 
     def fill(self, p, *others):
         """Wait until the previous contents of the next buffer are released, and load new contents.
@@ -89,7 +91,7 @@ class Buffers(Ring):
         p.read(self(n))
 
     def free(self, p, n):
-        """End the last read of use n."""
+        """Release the buffer of use n after its last read."""
         p.read(self(n))
         p.arrive(self.empty(n))
 
@@ -99,7 +101,10 @@ class Buffers(Ring):
 
 
 class Staging:
-    """A buffer for the results of a warpgroup. Its first warp reads all rows, or every warp does."""
+    """A buffer for the results of a warpgroup.
+
+    All rows are read by the first warp, or by every warp if ``all_read``.
+    """
 
     def __init__(self, model, name, warps, all_read=False):
         self.barrier, self.stored, self.all_read = Ring((name, "barrier")), [0] * warps, all_read
@@ -119,7 +124,7 @@ class Staging:
 
 
 def load_tiles(p, tile, counts, *blocks):
-    """Load tiles that have these numbers of blocks, and then a mark of the end."""
+    """Load tiles that have these numbers of blocks, and then a tile that marks the end."""
     for count in [*counts, 0]:
         tile.fill(p)
         for _ in range(count):
@@ -135,41 +140,44 @@ def add_warps(model, warpgroups, warps, run):
 
 
 class Process:
-    """Records the operations of a thread, or of threads that do the same."""
+    """Records the operations of a thread, or of several threads with the same operations."""
 
     def __init__(self, model, name):
         self.model, self.name, self.operations, self.issued = model, name, [], 0
 
     def wait(self, barrier):
-        """Wait until the barrier's phase is complete, by its parity."""
+        """Wait for the parity of the barrier's phase, until the phase is complete."""
         self.operations.append(("wait", *barrier))
 
     def reach(self, counter):
-        """Wait until a counter, which has no parity, has passed a value."""
+        """Wait until a counter has passed a value. A counter has no parity."""
         self.operations.append(("reach", *counter))
 
     def arrive(self, *barriers):
         self.operations += [("arrive", *barrier) for barrier in barriers]
 
     def sync(self, barrier):
-        """Arrive and wait, as bar.sync or a cluster's barrier does."""
+        """Arrive at a barrier and wait for it, like bar.sync or a cluster's barrier."""
         self.arrive(barrier)
         self.wait(barrier)
 
     def read(self, *buffers):
-        """Read the contents of this write. A read that takes time is recorded at its start and at its end."""
+        """Read the contents of the given writes. A read that takes time is recorded at its start and at its end."""
         self.operations += [("read", *buffer) for buffer in buffers]
 
     def write(self, *buffers):
         self.operations += [("write", *buffer) for buffer in buffers]
 
     def load(self, barrier, *buffers):
-        """Announce bytes to a barrier and start their copy, which arrives at the barrier, too."""
+        """Announce bytes to a barrier and start their copy. The copy also arrives at the barrier."""
         self.arrive(barrier)
         self.copy(barrier, *buffers)
 
     def copy(self, barrier, *buffers):
-        """Start a copy, which arrives at the barrier when it ends. Only copies of the same ring are ordered."""
+        """Start a copy that arrives at the barrier when it ends.
+
+        Only copies for the same ring of barriers are ordered.
+        """
         copies = self.model.process(f"{self.name}'s copies for {barrier[0][0]}")
         issued = (f"{copies.name} issued",)
         self.arrive((issued, copies.issued))
@@ -198,7 +206,10 @@ class Model:
         return self.processes.setdefault(name, Process(self, name))
 
     def places(self):
-        """Return where each role waits and arrives: (role, "wait", "reach" or "arrive", name of the barriers)."""
+        """Return the set of (role, kind, barriers' name) of all waits and arrivals.
+
+        The kind is "wait", "reach" or "arrive".
+        """
         return {
             (re.sub(r"\d+", "*", process.name), kind, strip_numbers(key))
             for process in self.processes.values()
@@ -207,7 +218,10 @@ class Model:
         }
 
     def mutants(self, place, change):
-        """Yield the model with the operations of one process at a place changed, for each process of the role."""
+        """Yield models with changed operations at a place.
+
+        Each model changes the operations of one process that has the place's role.
+        """
         for name, process in self.processes.items():
             if re.sub(r"\d+", "*", name) == place[0]:
                 original, process.operations = process.operations, []
@@ -218,7 +232,7 @@ class Model:
                 process.operations = original
 
     def compile(self):
-        """Join operations to steps, and tabulate arrivals and writes by the position of each process."""
+        """Combine operations into steps, and tabulate each process's arrivals and writes by its position."""
         self.programs, self.totals = [], defaultdict(list)
         for index, process in enumerate(self.processes.values()):
             steps, arrived = [], True
@@ -270,7 +284,7 @@ class Model:
         return list(self.processes)[process]
 
     def explore(self):
-        """Visit all states in the order of the number of steps, and return their number."""
+        """Visit all states in order of their distance from the start, and return the number of states."""
         self.compile()
         programs = [[*steps, None] for steps in self.programs]
         level, states = {(0,) * len(programs)}, 0

@@ -6,7 +6,7 @@ from .checker import CUDA, Model, Ring
 
 
 def layernorm_ring(rows, stages, prior=None):
-    """A thread reads only what it has copied. ``prior`` is the number of copies that a wait leaves in flight."""
+    """Model one thread, because a thread reads only its own copies. A wait leaves ``prior`` copies in flight."""
     source = (CUDA / "norm/ring.cuh").read_text()
     priors = dict(re.findall(r"stages_ == (\d)\)\s+__pipeline_wait_prior\((\d)\)", source))
     prior = prior or int(priors.get(str(stages)) or re.search(r"else\s+__pipeline_wait_prior\((\d)\)", source)[1])
@@ -15,7 +15,7 @@ def layernorm_ring(rows, stages, prior=None):
     for started in range(rows + stages - 1):
         p.copy(copied(started), *[row_at(started)] if started < rows else [])
         row = started + 1 - stages
-        if row >= 0:  # next()
+        if row >= 0:  # the kernel's next()
             p.reach(copied(started - prior))
             p.read(row_at(row))
     return model

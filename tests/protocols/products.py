@@ -13,7 +13,7 @@ class Cluster:
     """The barriers, buffers and loading threads of thread blocks that share an operand."""
 
     def __init__(self, model, stages, blocks, threads, arrivals):
-        """Create a cluster with ``threads`` in all; ``arrivals`` release a stage."""
+        """Create a cluster with ``threads`` threads in total. A stage is released by ``arrivals`` arrivals."""
         self.model, self.blocks, self.stages = model, range(blocks), stages
         self.alive, self.met = Ring("block", blocks, writes=2), Ring("cluster_barrier")
         self.full, self.empty, self.a_at = (
@@ -21,7 +21,8 @@ class Cluster:
         )
         self.b_at = [[Ring(("b", rank, part), stages) for part in self.blocks] for rank in self.blocks]
         model.arrivals[self.met.name] = threads
-        model.arrivals |= {full.name: 1 + blocks for full in self.full}  # the loading thread, and each block's bytes
+        # arrivals: the loading thread, and the bytes of each block
+        model.arrivals |= {full.name: 1 + blocks for full in self.full}
         model.arrivals |= {empty.name: arrivals for empty in self.empty}
 
     def begin(self, name, rank, initialises=False):
@@ -54,7 +55,7 @@ class Cluster:
         self.read(p, rank, ring)
 
     def release(self, p, rank, ring):
-        """Tell the loading threads of all blocks that a stage was read."""
+        """Tell the loading threads of all thread blocks that a stage was read."""
         self.read(p, rank, ring)
         for other in self.blocks:
             p.read(self.alive(other))
@@ -62,7 +63,11 @@ class Cluster:
 
 
 def matmul(tiles, steps, stages=None, blocks=None, pairs=1, sums=2):
-    """Each of ``pairs`` warps computes a matmul. Another warp finishes it, and adds column sums in ``sums`` buffers."""
+    """Model a matmul.
+
+    Each of ``pairs`` warps computes a part of a tile. Another warp finishes this part, and adds its column sums in one
+    of ``sums`` buffers.
+    """
     stages, blocks = stages or find_ring_size(MATMUL, "ring"), blocks or find_constant(MATMUL, "kCluster")
     cluster = Cluster(Model(), stages, blocks, blocks * (1 + 2 * pairs), blocks * pairs)
     for rank in range(blocks):
@@ -71,7 +76,7 @@ def matmul(tiles, steps, stages=None, blocks=None, pairs=1, sums=2):
         cluster.model.arrivals[barrier.name] = pairs
         for pair in range(pairs):
             rounded, taken = (Ring((name, rank, pair)) for name in ("rounded", "taken"))
-            rows_at = Ring(("rounded rows", rank, pair), writes=2)  # half of the columns, then the other
+            rows_at = Ring(("rounded rows", rank, pair), writes=2)  # two writes, each of half of the columns
 
             p = cluster.begin(f"product {pair}", rank)
             ring = 0
@@ -104,7 +109,10 @@ def matmul(tiles, steps, stages=None, blocks=None, pairs=1, sums=2):
 
 
 def fp8_gelu(tiles, steps, stages=None, warps=1, pieces=1):
-    """A pair has ``warps`` of a warpgroup, which transpose ``pieces`` together."""
+    """Model the matmul with GELU.
+
+    A pair has ``warps`` warps of a warpgroup, which transpose ``pieces`` pieces together.
+    """
     pairs = find_constant(GELU, "kPairs")
     model = Model(all=pairs * warps, turn=warps)
     a_at, b_at = Buffers(model, "a", stages or find_ring_size(GELU, "ring"), warps), Buffers(model, "weights", 1, 0)
@@ -121,7 +129,7 @@ def fp8_gelu(tiles, steps, stages=None, warps=1, pieces=1):
         position = pair * steps
         p.wait(b_at.full())
         for own in range(len(range(pair, tiles, pairs))):
-            p.wait(turn[pair](own - 1 + pair))  # the first pair begins
+            p.wait(turn[pair](own - 1 + pair))  # the first pair begins without waiting
             for step in range(steps):
                 a_at.get(p, position)
                 p.read(b_at())
