@@ -11,7 +11,7 @@ namespace gptkernels::cuda {
 template <typename T>
 int64_t attention_forward_workspace(const AttentionForward<T>& p) {
   if constexpr (!std::is_same_v<T, double>)
-    if (attention_forward_split_serves(p)) return attention_forward_split_workspace(p);
+    if (attention_forward_split_supports(p)) return attention_forward_split_workspace(p);
   if constexpr (sizeof(T) == 2)
     if (attention_forward_sm90_supports(p)) return attention_forward_sm90_workspace(p);
   return 0;
@@ -22,18 +22,18 @@ int64_t attention_backward_workspace(const AttentionBackward<T>& p) {
   if constexpr (sizeof(T) == 2)
     if (attention_backward_sm90_supports(p)) return attention_backward_sm90_workspace(p);
   if constexpr (!std::is_same_v<T, double>)
-    if (attention_backward_mma_serves(p)) return attention_backward_mma_workspace<T>(p.sizes);
+    if (attention_backward_mma_supports(p)) return attention_backward_mma_workspace<T>(p.sizes);
   return attention_backward_simple_workspace<T>(p.sizes);
 }
 
 template <typename T>
 Status attention_forward(const AttentionForward<T>& p, Stream stream) {
   if constexpr (!std::is_same_v<T, double>)
-    if (attention_forward_split_serves(p)) return attention_forward_split(p, stream);
+    if (attention_forward_split_supports(p)) return attention_forward_split(p, stream);
   if constexpr (sizeof(T) == 2)
     if (attention_forward_sm90_supports(p)) return attention_forward_sm90(p, stream);
   if constexpr (!std::is_same_v<T, double>)
-    if (attention_forward_mma_serves(p)) return attention_forward_mma(p, stream);
+    if (attention_forward_mma_supports(p)) return attention_forward_mma(p, stream);
   return attention_forward_simple(p, stream);
 }
 
@@ -42,7 +42,7 @@ Status attention_backward(const AttentionBackward<T>& p, Stream stream) {
   if constexpr (sizeof(T) == 2)
     if (attention_backward_sm90_supports(p)) return attention_backward_sm90(p, stream);
   if constexpr (!std::is_same_v<T, double>)
-    if (attention_backward_mma_serves(p)) return attention_backward_mma(p, stream);
+    if (attention_backward_mma_supports(p)) return attention_backward_mma(p, stream);
   return attention_backward_simple(p, stream);
 }
 

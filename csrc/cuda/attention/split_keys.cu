@@ -347,8 +347,8 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
 }  // namespace
 
 template <typename T>
-bool attention_forward_split_serves(const AttentionForward<T>& p) {
-  return p.sizes.queries <= kMaxSplitQueries && p.dropout.probability == 0 && mma_serves<T>(p) &&
+bool attention_forward_split_supports(const AttentionForward<T>& p) {
+  return p.sizes.queries <= kMaxSplitQueries && p.dropout.probability == 0 && mma_supports<T>(p) &&
          built_for_mma<attention_forward_split_kernel<T, 64, false>>();
 }
 
@@ -364,7 +364,7 @@ Status attention_forward_split(const AttentionForward<T>& p, Stream stream) {
 }
 
 #define INSTANTIATE(T)                                                               \
-  template bool attention_forward_split_serves<T>(const AttentionForward<T>&);       \
+  template bool attention_forward_split_supports<T>(const AttentionForward<T>&);     \
   template int64_t attention_forward_split_workspace<T>(const AttentionForward<T>&); \
   template Status attention_forward_split<T>(const AttentionForward<T>&, Stream);
 INSTANTIATE(float)

@@ -29,9 +29,9 @@ Status attention_backward_sm90(const AttentionBackward<T>& p, Stream stream);
 
 // mma/ supports bfloat16, float16 and float32 (with TF32 or exactly) on sm_80 and later, with every mask and dropout.
 template <typename T>
-bool attention_forward_mma_serves(const AttentionForward<T>& p);
+bool attention_forward_mma_supports(const AttentionForward<T>& p);
 template <typename T>
-bool attention_backward_mma_serves(const AttentionBackward<T>& p);
+bool attention_backward_mma_supports(const AttentionBackward<T>& p);
 template <typename T>
 int64_t attention_backward_mma_workspace(const AttentionSizes& sizes);
 template <typename T>
@@ -42,7 +42,7 @@ Status attention_backward_mma(const AttentionBackward<T>& p, Stream stream);
 // split_keys.cu supports the same dtypes and GPUs as mma/, for few queries. It divides the keys of a head among thread
 // blocks.
 template <typename T>
-bool attention_forward_split_serves(const AttentionForward<T>& p);
+bool attention_forward_split_supports(const AttentionForward<T>& p);
 template <typename T>
 int64_t attention_forward_split_workspace(const AttentionForward<T>& p);
 template <typename T>

@@ -424,8 +424,8 @@ Status launch(const AttentionBackward<T>& p, Stream stream) {
 }  // namespace
 
 template <typename T>
-bool attention_backward_mma_serves(const AttentionBackward<T>& p) {
-  return mma_serves<T>(p) && (sizeof(T) == 2 || p.tf32 || p.sizes.queries >= kFewestExact) && suits_chunks(p.dout) &&
+bool attention_backward_mma_supports(const AttentionBackward<T>& p) {
+  return mma_supports<T>(p) && (sizeof(T) == 2 || p.tf32 || p.sizes.queries >= kFewestExact) && suits_chunks(p.dout) &&
          suits_chunks(p.dquery) && suits_chunks(p.dkey) && suits_chunks(p.dvalue) &&
          built_for_mma<attention_backward_dkey_mma_kernel<T, 64, true, false>>();
 }
@@ -442,9 +442,9 @@ Status attention_backward_mma(const AttentionBackward<T>& p, Stream stream) {
   });
 }
 
-#define INSTANTIATE(T)                                                         \
-  template int64_t attention_backward_mma_workspace<T>(const AttentionSizes&); \
-  template bool attention_backward_mma_serves<T>(const AttentionBackward<T>&); \
+#define INSTANTIATE(T)                                                           \
+  template int64_t attention_backward_mma_workspace<T>(const AttentionSizes&);   \
+  template bool attention_backward_mma_supports<T>(const AttentionBackward<T>&); \
   template Status attention_backward_mma<T>(const AttentionBackward<T>&, Stream);
 INSTANTIATE(float)
 INSTANTIATE(bfloat16)

@@ -200,8 +200,8 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
 }  // namespace
 
 template <typename T>
-bool attention_forward_mma_serves(const AttentionForward<T>& p) {
-  return mma_serves<T>(p) && built_for_mma<attention_forward_mma_kernel<T, 64, true, false>>();
+bool attention_forward_mma_supports(const AttentionForward<T>& p) {
+  return mma_supports<T>(p) && built_for_mma<attention_forward_mma_kernel<T, 64, true, false>>();
 }
 
 template <typename T>
@@ -211,8 +211,8 @@ Status attention_forward_mma(const AttentionForward<T>& p, Stream stream) {
   });
 }
 
-#define INSTANTIATE(T)                                                       \
-  template bool attention_forward_mma_serves<T>(const AttentionForward<T>&); \
+#define INSTANTIATE(T)                                                         \
+  template bool attention_forward_mma_supports<T>(const AttentionForward<T>&); \
   template Status attention_forward_mma<T>(const AttentionForward<T>&, Stream);
 INSTANTIATE(float)
 INSTANTIATE(bfloat16)

@@ -568,7 +568,7 @@ constexpr int64_t kFewestExact = 64;
 
 // Head sizes of whole chunks, and numbers of queries and keys that 32 bits index.
 template <typename T, typename Params>
-bool mma_serves(const Params& p) {
+bool mma_supports(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
   const AttentionSizes& s = p.sizes;
   return (sizeof(T) == 2 || p.tf32 || s.keys >= kFewestExact) && s.head_size % 8 == 0 &&
