@@ -145,8 +145,9 @@ std::optional<Matrix> exponentials(const Launcher& launcher, const CrossEntropy&
   classifier.scaled_x = gradients.want_weight ? pointer<bfloat16>(scaled.tensor) : nullptr;
   const Tensor scratch = workspace(exp_classifier_workspace(classifier), x.tensor);
   launcher.check(exp_classifier(classifier, pointer<void>(scratch), launcher.stream()));
-  if (gradients.want_x) {  // the factors are applied before the product is rounded
+  if (gradients.want_x) {
     const Matrix dx = part(matrix(gradients.dx), begin, count);
+    // In float32, so that dx is rounded only once, after the factors are applied.
     const Tensor product = allocate({dx.rows, dx.columns}, ScalarType::Float, dx.tensor);
     matmul(launcher, matrix(product), dlogits, p.weight);
     launcher.check(exp_classifier_dx(pointer<bfloat16>(dx.tensor) + dx.offset, pointer<float>(product),

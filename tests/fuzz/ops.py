@@ -535,7 +535,7 @@ class Worker:
 
     Attributes:
         task: (start, stop, alone) of the calls, or None while the process waits for a task.
-        why: the reason why an earlier process with this task ended, or None.
+        why: the reason for which the previous process with this task ended, or None.
         count: the number of stages that the process had entered at ``since``.
         since: the time at which the process last entered a stage.
     """

@@ -41,7 +41,7 @@ def make(dtype, device, **changes):
 
 
 def references(model):
-    """Return the model in torch's ops, in its own dtype and in float64."""
+    """Return two copies of the model that use only torch's ops: one in the model's dtype, and one in float64."""
     found = []
     for dtype in (model.lm_head.weight.dtype, torch.float64):
         reference = ReferenceGPT2(model.config).to(model.lm_head.weight.device, dtype)

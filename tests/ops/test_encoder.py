@@ -352,7 +352,7 @@ def test_arrivals_of_any_layout(counts, window, group, batch, length, generator)
 
 
 def test_arrivals_detect_a_shared_counter():
-    """If each window had one counter, a group of the second run would share a counter with a group of the first run."""
+    """Arrivals fails if two groups of partial sums use the same counter, as they do with one counter per window."""
     sums = rows_of_partials((4100, 200), 1, 0, cuda_constant("kWindow"), cuda_constant("kBatchPiece"))
     with pytest.raises(AssertionError, match="shares a counter"):
         Arrivals(sums, cuda_constant("kGroup"), counter_of=lambda row: row // 2).run(random.Random(0))

@@ -71,7 +71,7 @@ class RowRing {
         row_step_(step() * width),
         width_(width),
         stages_(stages) {
-    const int row_elements = ((dsum ? 2 : 1) * kWide + 1) * width;  // elements of a row of all arrays
+    const int row_elements = ((dsum ? 2 : 1) * kWide + 1) * width;  // elements of x, dout and dsum for one row
     stage_step_ = static_cast<int>(blockDim.y) * row_elements;
     read_ = write_ = begin_ = static_cast<X*>(shared) + threadIdx.y * row_elements;
 #pragma unroll 1

@@ -98,7 +98,7 @@ constexpr auto kTeamInstances = std::to_array<RowInstance>({{kMinItems, 2}, {kMa
 // more than kMax packs per thread are not compiled.
 template <typename T, typename Team, const auto& kInstances, int kMax, typename Fn>
 void with_instance(const RowShape& shape, const Fn& fn) {
-  // The number of packs per thread that are within the row in every thread.
+  // The number of packs that every thread can load without a bounds check.
   const int within = shape.full ? shape.items : shape.items - 1;
   bool found = false;
   const auto try_instance = [&](auto i) {

@@ -35,7 +35,7 @@ enum MaskClass : int {
 // A row has a shift if none of its values is above kLowValue: -2^100 in bfloat16, -2^10 in float16.
 template <typename T>
 constexpr float kLowValue = std::is_same_v<T, bfloat16> ? -1.2676506002282294e30f : -1024;
-// -2^120. In bfloat16, and in a row without a shift, a value at or below kHidingValue hides its key.
+// -2^120. In a bfloat16 mask, a value at or below kHidingValue hides its key if the row has no shift.
 constexpr float kHidingValue = -1.3292279957849159e36f;
 
 // A row's shift (0 if the row has none), and log2 of the number of keys whose value is the shift.

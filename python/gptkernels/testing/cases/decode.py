@@ -1,4 +1,4 @@
-"""Generation: the logits of the next token, and sampling."""
+"""The operators of generation: decode computes the logits of the next token, and sample_ draws it."""
 
 import math
 

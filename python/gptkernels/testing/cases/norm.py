@@ -55,7 +55,7 @@ def norm_arguments(draw, inputs):
 
 
 def flat(exact, dims):
-    """Return a function that flattens the last ``dims`` dimensions for the formula over one dimension."""
+    """Return a function that flattens the last ``dims`` dimensions and calls ``exact``, which normalises over one."""
 
     def function(*args):
         found = exact(*(None if t is None else t.flatten(-dims) for t in args[:-1]), args[-1])
