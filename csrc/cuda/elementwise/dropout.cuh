@@ -35,6 +35,15 @@ struct DropoutDraw {
   __device__ bool keeps_upper(uint32_t word) const { return word >= threshold << 16; }
 };
 
+// Return a * b. The compiler cannot fuse the product with a following addition, which it would do in some kernels only:
+// all kernels must round dropout in the same way.
+__device__ inline float rounded_product(float a, float b) {
+  return __fmul_rn(a, b);
+}
+__device__ inline double rounded_product(double a, double b) {
+  return __dmul_rn(a, b);
+}
+
 template <typename A, bool kOptional>
 class DenseDropoutDraw;
 
@@ -88,7 +97,7 @@ class DenseDropoutDraw {
 #pragma unroll
     for (int k = 0; k < N; ++k) {
       const uint32_t bits = k % 2 == 0 ? word[k / 2] << 16 : word[k / 2];  // element k's bits are in the upper half
-      x[k] *= bits >= threshold_ ? keep_scale_ : A(0);
+      x[k] = rounded_product(x[k], bits >= threshold_ ? keep_scale_ : A(0));
     }
   }
 
