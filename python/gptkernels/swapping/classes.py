@@ -44,8 +44,9 @@ def derive(original: type, name: str, *options: Any) -> type:
     own: Any = original.forward  # type: ignore[attr-defined]
     replaced = namespace["forward"]
     if not hasattr(replaced, "__wrapped__"):  # the forward of "attention calls" may be the user's own code
-        known = inspect.signature(replaced).parameters
-        takes_all = any(one.kind is one.VAR_POSITIONAL for one in known.values())
+        parameters = inspect.signature(replaced).parameters
+        known = tuple(parameters)  # torch.compile cannot trace the mapping before torch 2.12
+        takes_all = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
 
         @functools.wraps(own)  # for inspect.signature
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
