@@ -163,30 +163,18 @@ bool adds_all_terms(const cublasLtMatmulAlgo_t& algorithm, const ProductKey& key
   return splits <= 1 || key.inner % splits == 0 || key.inner / splits % terms_per_step(key.type) != 0;
 }
 
-std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKey& key, cublasLtHandle_t handle,
-                                              int most, uint32_t reduction_schemes) {
-  cublasLtMatmulPreferenceOpaque_t preference;
-  const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
-    problem.check(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof(value)));
+// Returns the algorithm without split-K if cuBLASLt supports it.
+std::optional<LtAlgorithm> without_split_k(LtProblem problem, cublasLtMatmulAlgo_t algorithm, cublasLtHandle_t handle) {
+  const auto set = [&](cublasLtMatmulAlgoConfigAttributes_t attribute, auto value) {
+    problem.check(cublasLtMatmulAlgoConfigSetAttribute(&algorithm, attribute, &value, sizeof(value)));
   };
-  problem.check(cublasLtMatmulPreferenceInit(&preference));
-  set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kAutotuneWorkspace});
-  set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, reduction_schemes);
-  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, key.b_alignment);
-  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, key.a_alignment);
-  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, key.out_alignment);
-  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, key.out_alignment);
-  std::array<cublasLtMatmulHeuristicResult_t, kMaxAlgorithms> found;
-  int count = 0;
-  problem.check(cublasLtMatmulAlgoGetHeuristic(handle, &problem.operation, &problem.a, &problem.b, &problem.out,
-                                               &problem.out, &preference, std::min(most, kMaxAlgorithms), found.data(),
-                                               &count));
-  std::vector<LtAlgorithm> algorithms;
-  if (problem.status != CUBLAS_STATUS_SUCCESS) return algorithms;
-  for (int i = 0; i < count; ++i)
-    if (found[i].state == CUBLAS_STATUS_SUCCESS && adds_all_terms(found[i].algo, key))
-      algorithms.push_back({found[i].algo, static_cast<int64_t>(found[i].workspaceSize)});
-  return algorithms;
+  set(CUBLASLT_ALGO_CONFIG_SPLITK_NUM, int32_t{1});
+  set(CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, uint32_t{CUBLASLT_REDUCTION_SCHEME_NONE});
+  cublasLtMatmulHeuristicResult_t result = {};
+  problem.check(cublasLtMatmulAlgoCheck(handle, &problem.operation, &problem.a, &problem.b, &problem.out, &problem.out,
+                                        &algorithm, &result));
+  if (problem.status != CUBLAS_STATUS_SUCCESS) return std::nullopt;
+  return LtAlgorithm{algorithm, static_cast<int64_t>(result.workspaceSize)};
 }
 
 }  // namespace
@@ -201,11 +189,32 @@ int64_t terms_per_step(cudaDataType_t type) {
   }
 }
 
-std::vector<LtAlgorithm> heuristic_algorithms(const LtProblem& problem, const ProductKey& key, cublasLtHandle_t handle,
+std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKey& key, cublasLtHandle_t handle,
                                               int most) {
+  cublasLtMatmulPreferenceOpaque_t preference;
+  const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
+    problem.check(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof(value)));
+  };
+  problem.check(cublasLtMatmulPreferenceInit(&preference));
+  set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kAutotuneWorkspace});
   // The partial sums of split-K are in the compute type.
-  auto algorithms = heuristic_algorithms(problem, key, handle, most, CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE);
-  if (algorithms.empty()) algorithms = heuristic_algorithms(problem, key, handle, most, CUBLASLT_REDUCTION_SCHEME_NONE);
+  set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, key.b_alignment);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, key.a_alignment);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, key.out_alignment);
+  set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, key.out_alignment);
+  std::array<cublasLtMatmulHeuristicResult_t, kMaxAlgorithms> found;
+  int count = 0;
+  problem.check(cublasLtMatmulAlgoGetHeuristic(handle, &problem.operation, &problem.a, &problem.b, &problem.out,
+                                               &problem.out, &preference, std::min(most, kMaxAlgorithms), found.data(),
+                                               &count));
+  std::vector<LtAlgorithm> algorithms;
+  if (problem.status != CUBLAS_STATUS_SUCCESS) return algorithms;
+  for (int i = 0; i < count; ++i)
+    if (found[i].state == CUBLAS_STATUS_SUCCESS && adds_all_terms(found[i].algo, key))
+      algorithms.push_back({found[i].algo, static_cast<int64_t>(found[i].workspaceSize)});
+  for (int i = 0; algorithms.empty() && i < count; ++i)
+    if (const auto unsplit = without_split_k(problem, found[i].algo, handle)) algorithms.push_back(*unsplit);
   return algorithms;
 }
 
