@@ -183,7 +183,7 @@ def test_errors_of_several_trials():
     one = torch.tensor([1.0])
     errors = fuzzer.Errors()
     errors.add(one, one, one.double())
-    assert errors.worst_of_torchs() == 0
+    assert errors.worst_of_torchs() == errors.rounding > 0  # torch's order of summation suits the numbers
     errors.add(one * 4, one * 4, one.double() * 4 + 1e-6)  # the result is four times as large
     assert errors.worst_of_torchs() == pytest.approx(0.25e-6, rel=1e-5)
     errors.add(one, one, one.double() - 1e-6)

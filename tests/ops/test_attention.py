@@ -456,7 +456,8 @@ def test_padding_changes_no_bit(rows, causal, dtype, device):
     begin = torch.tensor([0, 130, 0, 64, 250, 299], dtype=torch.int32, device=device)
     end = torch.tensor([300, 300, 17, 201, 240, 300], dtype=torch.int32, device=device)
     bounds = {"begin": begin, "end": end, "causal": causal}
-    check(q, k, v, dout, **bounds)
+    # The queries of the last sequence see one key, so that torch's gradient of its scores is exactly 0. Show more keys.
+    check(q, k, v, dout, **bounds | {"begin": begin.clamp(max=280)})
     hidden = ~visible(q, k, begin=begin, end=end)[:, :2, 0, :, None]
     poisoned = [t.masked_fill(hidden, math.nan) for t in (k, v)]
     for dropout in ((0.0, None, None), (0.3, *numbers(device))):

@@ -103,7 +103,7 @@ def hold_to_the_rule(call: Call, view: str = "contiguous", unused: Sequence[int]
     raise failure
 
 
-def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any]) -> Tensor | None:
+def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any], linear: bool = False) -> Tensor | None:
     """Return an argument with other numbers, but the same zeros, equal elements, infinities, magnitudes and strides.
 
     In even trials a floating argument's rows and columns are permuted, and all elements are multiplied by a random
@@ -114,13 +114,16 @@ def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any]) -> Tenso
         t: the argument; an integer tensor or None is returned unchanged.
         trial: the trial's index.
         source: arguments of torch's random functions.
+        linear: whether the results are proportional to ``t``. Then all elements are multiplied by a random factor in
+            odd trials as well.
     """
     if t is None or not t.is_floating_point():
         return t
     random = torch.rand((), dtype=torch.float64, **source).item()
     if trial % 2:
         change = max(NEAR, 4 * torch.finfo(t.dtype).eps) * (t.double() * (1e3 + 1e3 * random)).sin()
-        values = (t.double() * (1 + change.nan_to_num(0))).to(t.dtype)
+        values = t.double() * (1 + change.nan_to_num(0))
+        values = (values * (1 - random / 8) if linear else values).to(t.dtype)
     else:
         values = t
         for dim, size in enumerate(t.shape):

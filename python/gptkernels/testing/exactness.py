@@ -152,7 +152,8 @@ def assert_product(
         b: the right operand.
         bias: (N), or None.
         name: the name of the matmul in an error message.
-        accumulation: the relative error of sums that have fewer bits than float32.
+        accumulation: the relative error of sums of random terms that have fewer bits than float32. If all terms are
+            equal, each of them loses as much, and the error is ``1 + K / 256`` times as large.
 
     Raises:
         AssertionError: if the error is too large.
@@ -174,7 +175,8 @@ def assert_product(
     if not math.isfinite(error + size + random_sum):
         return
     count = 4 + math.sqrt(terms) * (1 + size / 4 / random_sum if random_sum else 1) + terms / 16
-    unit = wide_info.eps / 2 * count + accumulation
+    equal = math.sqrt(terms) * size / random_sum if random_sum else 0.0  # K if all terms are equal
+    unit = wide_info.eps / 2 * count + accumulation * (1 + equal / 256)
     # Denormal operands may be read as 0, and denormal results rounded to 0.
     underflow = size_b * math.sqrt(a.numel()) + size_a * math.sqrt(b.numel()) + math.sqrt(out.numel())
     underflow = wide_info.smallest_normal * underflow + info.smallest_normal * info.eps * math.sqrt(out.numel())
@@ -194,6 +196,9 @@ class Errors:
     A result that is no larger than torch's error consists only of the rounding errors of terms that cancel. These
     rounding errors depend on the order of the sum. Torch's error is then multiplied by four, and is at least ``noise``.
 
+    If torch's error is 0 in all trials, its order of summation suits the numbers: 64 equal terms, for example, have no
+    rounding error if they are added in pairs. Torch's error then counts as one rounding of the output.
+
     Args:
         noise: the error that sums of cancelling terms may have in this call.
         luck: the factor of torch's error if the terms do not cancel.
@@ -201,12 +206,14 @@ class Errors:
     Attributes:
         ours: our error in each trial.
         torchs: torch's error in each trial, with these factors.
+        norms: torch's root mean square error in each trial.
     """
 
     def __init__(self, noise: float = 0.0, luck: float = 1.0) -> None:
         self.noise, self.luck = noise, luck
         self.ours: list[float] = []
         self.torchs: list[float] = []
+        self.norms: list[float] = []
 
     def add(self, ours: Tensor, torchs: Tensor, exact: Tensor) -> None:
         error, scale = error_of(torchs, exact), largest(exact)
@@ -216,19 +223,30 @@ class Errors:
         cancelled = error > scale * (2**-5 if ours.dtype == torch.float64 else 2**24)
         factor = 1.0 if cancelled or not scale else min(1.0, self.scale / scale)
         self.ours.append(error_of(ours, exact) * factor)
-        self.torchs.append(max(4 * error * factor, self.noise) if error >= scale else self.luck * error * factor)
+        norm = root_mean_square_error(torchs, exact)
+        if error >= scale:
+            self.torchs.append(max(4 * error * factor, self.noise))
+            self.norms.append(max(norm, self.noise))
+        else:
+            self.torchs.append(self.luck * error * factor)
+            self.norms.append(norm)
 
     def worst_of_torchs(self) -> float:
         """Return the largest of torch's errors."""
-        return max(self.torchs)
+        return max(self.torchs) or self.rounding
+
+    def worst_norm(self) -> float:
+        """Return the largest of torch's root mean square errors."""
+        return max(self.norms) or self.rounding / 4
 
     def share(self) -> float:
         """Return our error in the first trial, divided by the allowed error."""
-        return self.ours[0] / (2 * max(self.torchs) + self.rounding)
+        return self.ours[0] / (2 * self.worst_of_torchs() + self.rounding)
 
     def hold_on_the_whole(self, name: str) -> None:
         """Check that all trials together satisfy the rule; raise an AssertionError otherwise."""
         ours, torchs = (math.sqrt(sum(e * e for e in es) / len(es)) for es in (self.ours, self.torchs))
+        torchs = torchs or self.rounding
         _demand(
             ours <= 2 * torchs + self.rounding,
             f"{name}: in {len(self.ours)} trials the root mean square of our errors is {ours:.3e}, "

@@ -28,12 +28,14 @@ def attention_formula(q, k, v, scale=None, product=torch.matmul, seen=None, adde
 
 
 def attention_noise(args, douts, dtype, scale):
-    """Return the error of the gradient of a query that sees one key; torch's result is exactly 0.
+    """Return the error of a query's gradient that is 0, because the query sees one key or all values are equal.
 
-    The error comes from the matmuls with dout.
+    ``args`` are q, k and v, or one tensor that contains them. In float32 the error comes from the matmuls with dout. In
+    16-bit dtypes it comes from the rounding of out: if all values are equal, torch's out may be exact, but ours may
+    differ by one rounding.
     """
-    eps = torch.finfo(torch.promote_types(dtype, torch.float32)).eps
-    return 8 * eps * largest_of(douts) * largest_of(args) ** 2 * abs(scale or 1)
+    size = largest_of(douts) * largest_of(args[-1:]) * largest_of(args[:2]) * abs(scale or 1)
+    return (8 if dtype.itemsize > 2 else 1) * torch.finfo(dtype).eps * size
 
 
 def causal(q):

@@ -429,6 +429,7 @@ def fp8_linear_cross_entropy(draw):
     chunk_size = draw.choose("chunk_size", (-1, 1, 16, 40))
     if chunk_size != -1:
         chunk_size = max(chunk_size, math.prod(rows) // 30)
+    rows_of_chunk = math.ceil(chunk_size / 16) * 16 if chunk_size > 0 else -1  # as the operator rounds it
     fp8_logits = draw.chance("fp8_logits", 0.5)
     options = vocab_size, ignore_index, reduction, chunk_size
     x = draw.tensor("x", (*rows, inner), dtype, special="nan", denormal=False)
@@ -448,7 +449,7 @@ def fp8_linear_cross_entropy(draw):
         """Compute loss, dx and dweight. dlogits are multiplied by ``nudge`` before they are rounded to float8."""
         x, weight = x.to(dtype), weight.to(dtype)
         flat, classes = x.reshape(-1, inner), targets.reshape(-1)
-        chunk = max(len(flat), 1) if chunk_size == -1 else math.ceil(chunk_size / 16) * 16
+        chunk = max(len(flat), 1) if rows_of_chunk == -1 else rows_of_chunk
         losses, dlogits = zip(
             *(
                 ops.fused_classifier(logits.float(), of_some, vocab_size, ignore_index)
@@ -461,8 +462,11 @@ def fp8_linear_cross_entropy(draw):
         factor = 2.0**-15 * (1.0 if reduction == "sum" else torch.where(count == 0, 0.0, 1 / count))
         w_t, x_t = (ops.fp8_quantize(t.contiguous(), None, E4M3, True)[1:] for t in (weight, flat))
         dx = multiply((d, factor), w_t, False).view(x.shape)
-        dweight = multiply(fp8_transposed((d, factor)), x_t, False)
-        loss = ops.linear_cross_entropy(x, weight, targets, *options)
+        dweight = sum(
+            multiply(fp8_transposed((some, factor)), (some_x, x_t[1]), False)
+            for some, some_x in zip(d.split(chunk), x_t[0].split(math.ceil(chunk / 16) * 16, 1), strict=True)
+        )
+        loss = ops.linear_cross_entropy(x, weight, targets, vocab_size, ignore_index, reduction, rows_of_chunk)
         if fp8_logits:
             total = torch.cat(losses).double().sum()
             loss = (total if reduction == "sum" else total / count).float()
