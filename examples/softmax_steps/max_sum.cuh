@@ -47,23 +47,31 @@ struct alignas(16) Pack {
   bfloat16 v[kVec];
 };
 
+// Sets the elements of the padded columns to -inf. Only the packs at the end of a row have such columns, so that the
+// other packs have one comparison instead of eight.
+__device__ inline void hide_padding(Pack& pack, int column) {
+  if (column + kVec <= kVocab) return;
+  for (int k = 0; k < kVec; ++k)
+    if (column + k >= kVocab) pack.v[k] = __float2bfloat16(-INFINITY);
+}
+
 // Adds a pack that starts at `column`. The maximum of the pack comes first, so that the sum is rescaled once a pack.
-__device__ inline void add_pack(MaxSum& m, const Pack& pack, int column) {
+__device__ inline void add_pack(MaxSum& m, Pack pack, int column) {
+  hide_padding(pack, column);
   float max = m.max, sum = 0;
-  for (int k = 0; k < kVec; ++k)
-    if (column + k < kVocab) max = fmaxf(max, float(pack.v[k]));
-  for (int k = 0; k < kVec; ++k)
-    if (column + k < kVocab) sum += __expf(float(pack.v[k]) - max);
+  for (int k = 0; k < kVec; ++k) max = fmaxf(max, float(pack.v[k]));
+  for (int k = 0; k < kVec; ++k) sum += __expf(float(pack.v[k]) - max);
   m = {max, m.sum * __expf(m.max - max) + sum};
 }
 
 // Returns the gradients of a pack that starts at `column`.
-__device__ inline Pack gradients(const Pack& pack, int column, int target, MaxSum row) {
+__device__ inline Pack gradients(Pack pack, int column, int target, MaxSum row) {
+  hide_padding(pack, column);
   const float scale = 1 / row.sum;
-  Pack d;
-  for (int k = 0; k < kVec; ++k) {
-    const float p = __expf(float(pack.v[k]) - row.max) * scale;
-    d.v[k] = __float2bfloat16(column + k < kVocab ? p - (column + k == target) : 0.f);
-  }
-  return d;
+  float p[kVec];
+  for (int k = 0; k < kVec; ++k) p[k] = __expf(float(pack.v[k]) - row.max) * scale;
+  if (column <= target && target < column + kVec)
+    for (int k = 0; k < kVec; ++k) p[k] -= column + k == target;
+  for (int k = 0; k < kVec; ++k) pack.v[k] = __float2bfloat16(p[k]);
+  return pack;
 }

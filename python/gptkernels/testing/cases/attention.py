@@ -130,14 +130,17 @@ def power_of_two_origin(scores, dtype):
 
     A kernel subtracts the largest score of the keys so far, which for 16-bit dtypes may be lower than the row's largest
     score. If the row's largest score were subtracted, the largest probability would be 1, which has no rounding error.
-    This function therefore uses the largest score in some of the columns, including the first column.
+    This function therefore uses the largest score in some of the columns, including the first column, but subtracts at
+    most 10 less than the largest score. This limit differs from row to row, because the rounding error of the largest
+    probability depends on it.
     """
     largest = scores.amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -math.inf, 0)
     if dtype.itemsize > 2:
         return largest
     others = torch.arange(scores.shape[-1], device=scores.device) % 32 >= 8
-    return torch.maximum(scores.masked_fill(others, -math.inf).amax(-1, keepdim=True), largest - 10)
+    limit = torch.arange(scores.shape[-2], device=scores.device).unsqueeze(-1) * 0.618 % 1 * 10
+    return torch.maximum(scores.masked_fill(others, -math.inf).amax(-1, keepdim=True), largest - limit)
 
 
 def multiply_subtract(a, b, c):
