@@ -107,7 +107,7 @@ AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, doub
   return aoti_torch_cpu_baddbmm_out(o.get(), o.get(), x.get(), y.get(), beta, alpha);
 }
 
-// Computes a float32 output of 16-bit operands. The product is rounded to the operands' dtype, then converted to
+// Computes a float32 output from 16-bit operands. The product is rounded to the operands' dtype, then converted to
 // float32 and written to `out`, or added to it.
 void wide_product(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, double alpha,
                   bool accumulate) {

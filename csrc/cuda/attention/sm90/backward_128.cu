@@ -179,8 +179,8 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
   float scores_a[32], scores_b[32], dp[32], dquery[64], bias[2], delta[2];
   uint32_t q[32], ds[16];
   RowStatistics<T, Mask> statistics;
-  RingPosition<kKeys> key;      // the keys of the scores that were started last
-  RingPosition<kValues> value;  // the values of the dp that is computed next
+  RingPosition<kKeys> key;      // the slot of K for the scores that were started last
+  RingPosition<kValues> value;  // the slot of V for the next dp = dout * V^T
   RingPosition<kDouts> dout;
   unsigned phase = 0;  // phase of tile_full
   int row, head, block;
