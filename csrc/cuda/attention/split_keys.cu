@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
     copy_async_wait<kStages - 2>();
     round_rows<T, HS, kExact, 2 * kKeys, kThreads>(shared_bytes + kSplitRows * Shape::kBytes +
                                                    stage * 2 * Shape::kStageBytes);
-    __syncthreads();  // this stage has arrived, and all are done with the one before
+    __syncthreads();  // this stage has arrived, and all warps have read the previous stage
     const int ahead = block + (kStages - 1) * kKeys;
     if (ahead < end) copy_stage(ahead, stage == 0 ? kStages - 1 : stage - 1);
     copy_async_commit();
@@ -183,13 +183,13 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 
-  // The warps' sums, relative to the block's maximum, by way of shared memory.
+  // Add the warps' sums, relative to the thread block's maximum, through shared memory.
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     sum[r] = warp_reduce<Sum, 4>(sum[r]);
     if (lane % 4 == 0) warp_statistics[warp][8 * r + lane / 4] = {maximum[r], sum[r]};
   }
-  __syncthreads();  // all are done with the stages as well
+  __syncthreads();  // also, all warps have read the stages, whose memory `sums` uses
   float* sums = reinterpret_cast<float*>(shared_bytes + kSplitRows * Shape::kBytes);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {

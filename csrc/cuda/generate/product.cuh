@@ -234,7 +234,7 @@ struct DecodeVector {
   }
 };
 
-// The norm's weight and bias in registers, distributed like DecodeVector, in the dtype of the memory.
+// The norm's weight and bias in registers, distributed like DecodeVector. They are not converted to float32.
 template <typename T, int kPacks>
 struct DecodeNorm {
   static constexpr int kVec = kPack<T>;

@@ -81,7 +81,7 @@ CUtensorMap matrix_map(const void* data, int64_t rows, int64_t columns, int64_t 
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// Prefetches the map itself.
+// Prefetches the tensor map (not the data).
 __device__ inline void tma_prefetch(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }

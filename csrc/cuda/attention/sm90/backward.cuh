@@ -50,7 +50,7 @@ struct Sm90Backward {
   Sm90Mask mask;
 
 #ifdef __CUDACC__
-  // `head` is the number of a query head among the heads of all batches.
+  // `head` is the index of a query head, counted over all batches.
   __device__ int mask_head(int head) const { return mask.blocks.mask_head(head / problem.heads, head % problem.heads); }
 #endif
 };
