@@ -1,4 +1,4 @@
-// Products of float8 matrices by cuBLASLt. Host code may include this header.
+// Float8 matmuls by cuBLASLt. Host code may include this header.
 #pragma once
 
 #include "../../fp8.h"

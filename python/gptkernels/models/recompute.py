@@ -27,8 +27,8 @@ def uses_dropout(layer: torch.nn.Module, kind: type[torch.nn.Module], *others: t
     """Return whether a layer may draw random numbers: a dropout is active, or a submodule is of an unknown class.
 
     Args:
-        layer: the layer. Its answer may change between calls, with an adapter, a probability or the mode.
-        kind: the layer's expected class, whose ``forward`` itself draws nothing.
+        layer: the layer. The result may change between calls, if an adapter, a probability or the mode changes.
+        kind: the layer's expected class, whose own code draws no random numbers.
         others: modules that run with the layer.
     """
     if not is_unmodified(layer, kind):

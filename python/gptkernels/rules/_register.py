@@ -107,7 +107,7 @@ def saved(ctx: Any) -> list[Any]:
 
 
 def autograd_by_formula(name: str, formula: Callable[..., Any], *, inputs: int) -> None:
-    """Register an op's derivatives, usually those of a ``_backward`` op, from its formula in torch ops.
+    """Register the derivatives of an op, usually of a ``_backward`` op, from its formula in torch ops.
 
     Args:
         name: the op's name.

@@ -118,7 +118,7 @@ def is_other_file(log_file: str, folder: Path) -> bool:
 
 
 def find_run(folder: str | None) -> Path:
-    """Return the folder of a run to resume: the named folder, or the one in runs/ with the newest checkpoint."""
+    """Return the folder of a run to resume: the named folder, or the folder in runs/ with the newest checkpoint."""
     if folder is None:
         checkpoints = sorted(RUNS.glob(f"*/{CHECKPOINT}"), key=lambda path: path.stat().st_mtime)
         if not checkpoints:

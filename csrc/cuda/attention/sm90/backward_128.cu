@@ -360,7 +360,7 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
     multiply<T, 128>(scores, panel_descriptor(shared.tile[at.slot][0] + half()), shared.block[ring.slot][0]);
     multiply<T, 128>(dp, panel_descriptor(shared.tile[at.slot][1] + half()), shared.block[ring.slot][1]);
   };
-  // Replaces the scores by P' while dk of the previous block is computed. Then starts dv.
+  // Replaces the scores by P' while dk of the previous block is computed, and then starts dv.
   const auto start_dvalue = [&] {
     const int now = ring.slot;
     hide_queries<Mask>(scores, p, own, Mask::kAdds ? shared.tiles[at.slot].head * p.problem.group + own.member : 0, row,
