@@ -69,8 +69,8 @@ constexpr int kMaxAlgorithms = 24;
 int64_t terms_per_step(cudaDataType_t type);
 
 // Returns the algorithms that cuBLASLt's heuristic proposes, the best first: at most `most`, and at most
-// kMaxAlgorithms. Algorithms that drop terms of a sum are left out. If there are no others, they are returned without
-// split-K.
+// kMaxAlgorithms. Algorithms that drop terms of a sum are left out. If all proposed algorithms drop terms, they are
+// returned without split-K.
 std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKey& key, cublasLtHandle_t handle,
                                               int most);
 

@@ -43,7 +43,7 @@ class NanoGPT(torch.nn.Module):
         """
         config = self.config
         length = config.block_size if length is None else length
-        embeddings = config.block_size * config.n_embd  # wpe only: wte is also the head's matrix
+        embeddings = config.block_size * config.n_embd  # wpe only: wte is also the LM head's matrix
         return 6 * (self.num_parameters() - embeddings) + 12 * config.n_layer * config.n_embd * length
 
     def configure_optimizers(

@@ -48,7 +48,7 @@ def checkpointed(run: Callable[..., Any], layer: torch.nn.Module, *args: Any, dr
     """Compute ``run(layer, *args)``, and save only the arguments for the backward, which computes it again.
 
     ``torch.compile`` does not support ``context_fn``. In compiled code the recomputation therefore quantises to float8
-    with the current scales, not with those of the first forward.
+    with the current scales, not with the scales of the first forward.
     """
     options: Any = {} if torch.compiler.is_compiling() else {"context_fn": partial(_contexts, layer)}
     return checkpoint(run, layer, *args, use_reentrant=False, preserve_rng_state=draws, **options)

@@ -146,7 +146,7 @@ def torch_layer(module: torch.nn.Module) -> tuple[Any, ...] | str | None:
 
 
 def _without(**defaults: Any) -> Any:
-    """Return a function that returns the reason why no kernel supports a module: an option without its default."""
+    """Return a function that checks a module's options: None if all have these defaults, otherwise a reason."""
 
     def unless(module: Any) -> str | None:
         for name, default in defaults.items():

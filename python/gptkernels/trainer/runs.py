@@ -60,7 +60,7 @@ def _check_own(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder while the body runs. The lock also ends with the process, in any way.
+    """Lock a folder while the body runs. The lock is also released if the process is killed.
 
     If another process has the lock, a ValueError gives its process id. On a file system without locks nothing is
     locked.

@@ -30,7 +30,7 @@ struct BackwardShape {
 
 struct alignas(16) BackwardTile {
   int row;     // first row; -1 after the last tile
-  int head;    // number of the query head (for dk and dv, of the key head) among the heads of all batches
+  int head;    // index of the query head (for dk and dv, of the key head), counted over all batches
   int first;   // index of the first block
   int blocks;  // number of blocks: of one query head, or, with a block mask, of all query heads that share the keys
 };
