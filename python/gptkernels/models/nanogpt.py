@@ -21,7 +21,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 
 
 class NanoGPT(torch.nn.Module):
-    """The methods of :class:`GPT2` for its size and its optimizer, with nanoGPT's names."""
+    """The methods of :class:`GPT2` that count parameters and flops, make an optimizer, or shorten ``block_size``."""
 
     config: GPT2Config
     transformer: Transformer
