@@ -1,8 +1,8 @@
 """Builds the two native libraries with CMake, as part of the package.
 
 Environment variables: GPTKERNELS_CUDA=0 builds no CUDA library, and 1 makes its absence an error. TORCH_CUDA_ARCH_LIST
-names the CUDA architectures (default: that of the GPU; without a GPU 8.0, 9.0a and 10.0a with PTX). MAX_JOBS is the
-largest number of compiler processes.
+names the CUDA architectures (default: the GPU's architecture; without a GPU 8.0, 9.0a and 10.0a with PTX). MAX_JOBS is
+the largest number of compiler processes.
 """
 
 import importlib.util

@@ -1,4 +1,4 @@
-"""``python -m benchmarks`` measures, shows, plots, saves and compares. docs/benchmarks.md describes it."""
+"""``python -m benchmarks`` measures ops, and shows, plots, saves and compares the times (docs/benchmarks.md)."""
 
 import argparse
 import sys

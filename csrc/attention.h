@@ -68,7 +68,7 @@ struct AttentionForward {
   double scale;
   AttentionMask<T> mask;
   DropoutArguments dropout;   // applied to the probabilities
-  bool tf32 = false;          // allows TF32 for float32 products (CUDA)
+  bool tf32 = false;          // allows TF32 for float32 matmuls (CUDA)
   void* workspace = nullptr;  // attention_forward_workspace bytes
 };
 

@@ -6,7 +6,7 @@
 // over the rows, takes none either.
 //
 // T is the dtype of the residual stream and of the parameters; X is the dtype of x, out and their gradients. X is T, or
-// a 16-bit type with a float32 residual stream, for models whose matrix products are 16-bit. Then `out` is rounded to
+// a 16-bit type with a float32 residual stream, for models whose matmuls are 16-bit. Then `out` is rounded to
 // X, and the sum stays float32.
 #pragma once
 

@@ -29,7 +29,7 @@ Fp8Source source_of(const QuantizeOptions& options) {
   return options.dgelu_at ? Fp8Source::kGeluGradient : Fp8Source::kValues;
 }
 
-// Returns the bias, or an aligned copy if the bias is not 16-byte aligned, because cuBLASLt's float8 products load the
+// Returns the bias, or an aligned copy if the bias is not 16-byte aligned, because cuBLASLt's float8 matmuls load the
 // bias in packs of 16 bytes.
 OptionalTensor aligned(const OptionalTensor& bias) {
   if (!bias || reinterpret_cast<uintptr_t>(pointer<void>(bias)) % kFp8Alignment == 0) return bias;
@@ -65,7 +65,7 @@ Fp8Matmul<T> product_of(const Matrix& out, const Fp8Operand& a, const Fp8Operand
           .alpha = options.alpha};
 }
 
-// Times the algorithms for a product, and returns the plan with the fastest algorithm. A product that accumulates is
+// Times the algorithms for a matmul, and returns the plan with the fastest algorithm. A matmul that accumulates is
 // timed with another output.
 template <typename T>
 Fp8Plan autotuned_plan(const Launcher& launcher, const Tensor& like, Fp8Matmul<T> p, const Fp8Plan& plan,

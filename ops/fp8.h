@@ -1,4 +1,4 @@
-// Quantisation to float8, and products of float8 matrices. See docs/fp8.md.
+// Quantisation to float8, and float8 matmuls. See docs/fp8.md.
 #pragma once
 
 #include "../csrc/fp8.h"
@@ -28,7 +28,7 @@ void check_fp8(const char* op, const char* name, const Tensor& t);
 void check_history(const char* op, const char* name, const OptionalTensor& history, const char* like_name,
                    const Tensor& like);
 
-// Checks that the number of features of a float8 product is a multiple of 16, as the tensor cores require.
+// Checks that the number of features of a float8 matmul is a multiple of 16, as the tensor cores require.
 void check_features(const char* op, const char* name, int64_t features);
 
 // Allocates the outputs of quantising a tensor like x.

@@ -48,7 +48,7 @@ struct LayernormInputs {
   OptionalTensor x_bias;
   double eps;
 
-  // Returns the tensor whose dtype is that of the residual stream and of the parameters.
+  // Returns a tensor that has the dtype of the residual stream and of the parameters.
   const Tensor& stream() const { return residual ? *residual : x; }
 };
 

@@ -226,7 +226,7 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   // The op `layer` with float8 matmuls and GELU's tanh form. `histories` and `dout_histories` contain one amax history
   // for each of the matmuls with qkv_weight, attn_proj_weight, fc_weight and mlp_proj_weight: `histories` of the
   // matmul's input, and `dout_histories` of the gradient of its output, for the backward. `saved` contains the outputs
-  // of fp8_layer from mean_1 on. adds_past may be false only without values.
+  // of fp8_layer from mean_1 on. adds_past may be false only if the layer has no values.
   m.def(
       "fp8_layer(Tensor stream, Tensor? values, Tensor? values_bias, Tensor? norm_1_weight, Tensor? norm_1_bias, "
       "Tensor qkv_weight, Tensor? qkv_bias, Tensor attn_proj_weight, Tensor? attn_proj_bias, Tensor? norm_2_weight, "

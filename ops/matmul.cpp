@@ -19,7 +19,7 @@ namespace {
 #ifdef GPTKERNELS_CUDA
 
 // Returns torch's handle for the current device and stream. The handle has a workspace, and the math mode of
-// torch.backends.cuda.matmul, which says whether float32 products may use TF32. (The stable ABI has no other way to
+// torch.backends.cuda.matmul, which says whether float32 matmuls may use TF32. (The stable ABI has no other way to
 // read that flag.) torch sets stream, workspace and math mode at each call, which takes host time.
 cublasHandle_t cublas() {
   void* handle;
@@ -27,8 +27,8 @@ cublasHandle_t cublas() {
   return static_cast<cublasHandle_t>(handle);
 }
 
-// Returns torch's handle for products that cuBLASLt computes. cuBLASLt receives the stream and the workspace with each
-// product, and reads no math mode. torch has one handle for each thread and device, and never destroys it.
+// Returns torch's handle for matmuls that cuBLASLt computes. cuBLASLt receives the stream and the workspace with each
+// matmul, and reads no math mode. torch has one handle for each thread and device, and never destroys it.
 cublasHandle_t cublas_lt(const Tensor& like) {
   constexpr size_t kMaxDevices = 64;
   thread_local std::array<cublasHandle_t, kMaxDevices> known = {};
@@ -55,7 +55,7 @@ int64_t leading_dimension(const Matrix& m) {
   return is_transposed(m) ? std::max(m.column_stride, m.rows) : std::max(m.row_stride, m.columns);
 }
 
-// Times the algorithms for a product, and returns the plan with the fastest algorithm. A product that accumulates is
+// Times the algorithms for a matmul, and returns the plan with the fastest algorithm. A matmul that accumulates is
 // timed with another output.
 template <typename T>
 MatmulPlan autotuned_plan(const Launcher& launcher, const Matrix& out, const Matmul<T>& p, const MatmulPlan& plan,
@@ -77,7 +77,7 @@ Tensor strided(const Matrix& m) {
   return Tensor(handle);
 }
 
-// Returns `a` as the first operand of torch's product. On processors with AMX, oneDNN loads 32 16-bit elements of a row
+// Returns `a` as the first operand of torch's matmul. On processors with AMX, oneDNN loads 32 16-bit elements of a row
 // at a time. If `columns` is no multiple of 32, oneDNN multiplies the elements that follow a row in memory by 0, so a
 // NaN or an infinity there, which mostly belongs to the next row, makes this row's results NaN. Such rows are copied,
 // and zeros follow each copy.
@@ -107,7 +107,7 @@ AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, doub
   return aoti_torch_cpu_baddbmm_out(o.get(), o.get(), x.get(), y.get(), beta, alpha);
 }
 
-// Computes a float32 output of 16-bit operands. The product is rounded to the operands' dtype, then converted to
+// Computes a float32 output from 16-bit operands. The product is rounded to the operands' dtype, then converted to
 // float32 and written to `out`, or added to it.
 void wide_product(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, double alpha,
                   bool accumulate) {
@@ -186,7 +186,7 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
                          .wide_out = wide ? start<accumulate_t<T>>(out) : nullptr,
                          .accumulate = epilogue.accumulate,
                          .column_sums = pointer<T>(epilogue.column_sums)};
-    constexpr bool k16Bits = sizeof(T) == 2;  // 16-bit products do not depend on the math mode
+    constexpr bool k16Bits = sizeof(T) == 2;  // 16-bit matmuls do not depend on the math mode
     cublasHandle_t handle = k16Bits ? cublas_lt(out.tensor) : cublas();
     MatmulPlan plan = matmul_plan(p, handle);
     if (plan.needs_autotune) plan = autotuned_plan(launcher, out, p, plan, handle);
@@ -206,7 +206,7 @@ bool tf32_allowed() {
   return false;
 }
 
-// Returns the product as an argument of our own kernels, without out.
+// Returns the matmul as an argument of our own kernels, without out.
 Matmul own_product(const Matrix& a, const Matrix& b) {
   const auto strided = [](const Matrix& m) {
     return Strided{pointer<float>(m.tensor) + m.offset, m.row_stride, m.column_stride};
@@ -214,7 +214,7 @@ Matmul own_product(const Matrix& a, const Matrix& b) {
   return {.a = strided(a), .b = strided(b), .rows = a.rows, .columns = b.columns, .inner = a.columns};
 }
 
-// Returns whether our own kernels compute the product.
+// Returns whether our own kernels compute the matmul.
 bool uses_own_kernels(const Matrix& a, const Matrix& b, double alpha = 1) {
   return a.tensor.scalar_type() == ScalarType::Float && a.batches == 1 && b.batches == 1 && alpha == 1 &&
          matmul_supports(own_product(a, b));

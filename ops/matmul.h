@@ -1,6 +1,6 @@
-// Matmuls with an epilogue: a bias, GELU, and their gradients. The products are computed by torch's BLAS on the CPU, by
-// cuBLAS on CUDA, or by our own kernels. The epilogue is fused with the product, or computed by our kernels after the
-// product.
+// Matmuls with an epilogue: a bias, GELU, and their gradients. The matmuls are computed by torch's BLAS on the CPU, by
+// cuBLAS on CUDA, or by our own kernels. The epilogue is fused with the matmul, or computed by our kernels after the
+// matmul.
 #pragma once
 
 #include <algorithm>
@@ -63,13 +63,13 @@ struct Epilogue {
 // The matmul that writes the output must not have a bias or GELU in its epilogue.
 Matrix allocate_intermediate(const Matrix& a, const Matrix& b);
 
-// Returns whether torch allows float32 products on this device to use TF32 (torch.backends.cuda.matmul).
+// Returns whether torch allows float32 matmuls on this device to use TF32 (torch.backends.cuda.matmul).
 bool tf32_allowed();
 
 // Computes out = alpha * a @ b and the epilogue, for which out's rows must be contiguous. For bfloat16 and float16
-// operands, a dense out without bias and GELU may be float32. On CUDA such a product is not rounded to 16 bits. On the
-// CPU the product is rounded, once per call, because torch's BLAS has no product of 16-bit operands with a float32
-// output.
+// operands, a dense out without bias and GELU may be float32. On CUDA the result of such a matmul is not rounded to 16
+// bits. On the CPU the result is rounded, once per call, because torch's BLAS has no matmul of 16-bit operands with a
+// float32 output.
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b,
             const Epilogue& epilogue = {});
 

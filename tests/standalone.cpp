@@ -1,4 +1,4 @@
-// csrc lifted into a program of its own: no torch, no Python, a pool of std::thread instead of torch's.
+// A program that uses csrc without torch and Python. A pool of std::thread replaces torch's thread pool.
 #include <cmath>
 #include <cstdio>
 #include <thread>

@@ -1,4 +1,4 @@
-"""The forward and the backward case of an operator."""
+"""Makes the forward case and the backward case of an operator."""
 
 from benchmarks.harness import exact
 from benchmarks.harness.case import Case

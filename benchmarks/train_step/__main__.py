@@ -119,7 +119,7 @@ def _profile(variant, config, weights, batch, precision, device):
     count = sum(t.numel() for t in weights.values()) - weights["lm_head.weight"].numel()  # tied to wte
     step = make(variant, precision, config, weights, device)
     (b,) = batches(config, batch, config.block_size, 1, device)
-    for _ in range(3 + 1280 // batch):  # seconds of work, so that the clock rate is that of a long run
+    for _ in range(3 + 1280 // batch):  # seconds of work, so that the clock rate is the same as in a long run
         step(*b)
     launched = timeline.launches(lambda: step(*b))
     logits = fp8_options(variant)["fp8_logits"]

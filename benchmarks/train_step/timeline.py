@@ -196,7 +196,7 @@ def least(op, what, shapes, sizes) -> tuple[int, int]:
 
 
 def matmul_flops(op, what, shapes) -> int:
-    """Return the flops of one matmul of an op, whose first argument has a row for each token."""
+    """Return the flops of one matmul of an op. The op's first argument has a row for each token."""
     columns = shapes[0][-1]
     if op == "fp8_linear_backward":  # the arguments are dout and x transposed
         weight = columns, shapes[1][0]

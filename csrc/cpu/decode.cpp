@@ -1,4 +1,4 @@
-// A decoding step on the CPU, layer by layer. Each matrix product is one parallel loop over the rows of the weight.
+// A decoding step on the CPU, layer by layer. Each matmul is one parallel loop over the rows of the weight.
 #include "../decode.h"
 
 #include <algorithm>

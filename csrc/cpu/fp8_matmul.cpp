@@ -1,4 +1,4 @@
-// Conversions before and after a float8 matrix product on the CPU.
+// Conversions before and after a float8 matmul on the CPU.
 #include "fp8_matmul.h"
 
 #include <array>

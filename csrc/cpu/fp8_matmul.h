@@ -1,4 +1,4 @@
-// Helpers for float8 matrix products on the CPU: the operands are widened to float32, a BLAS multiplies them, and
+// Helpers for float8 matmuls on the CPU: the operands are widened to float32, a BLAS multiplies them, and
 // fp8_epilogue applies the scales and the bias.
 #pragma once
 

@@ -1,4 +1,4 @@
-// Float32 matrix products by this package's kernels, and conversions for 16-bit products that torch's BLAS computes in
+// Float32 matmuls by this package's kernels, and conversions for 16-bit matmuls that torch's BLAS computes in
 // float32.
 #pragma once
 
@@ -32,13 +32,13 @@ struct Matmul {
   void* workspace = nullptr;        // matmul_workspace bytes
 };
 
-// Returns whether matmul supports this product and, by its sizes and strides, should be faster than torch's BLAS. The
-// environment variable GPTKERNELS_MATMUL, read at each call, selects matmul for every supported product (`own`) or for
+// Returns whether matmul supports this matmul and, by its sizes and strides, should be faster than torch's BLAS. The
+// environment variable GPTKERNELS_MATMUL, read at each call, selects matmul for every supported matmul (`own`) or for
 // none (`blas`).
 bool matmul_supports(const Matmul& p);
 
-// Returns the best row stride for an output that later products read. Padding avoids cache conflicts, which slow down
-// products that sum over the rows by up to 6 %.
+// Returns the best row stride for an output that later matmuls read. Padding avoids cache conflicts, which slow down
+// matmuls that sum over the rows by up to 6 %.
 int64_t matmul_ld(int64_t columns);
 
 // Returns the size of the workspace in bytes. The workspace holds partial sums for column_sums.

@@ -1,4 +1,4 @@
-// Float32 matrix products. The columns of b are divided into panels as wide as the accumulators of product()
+// Float32 matmuls. The columns of b are divided into panels as wide as the accumulators of product()
 // (vector.h). A panel is packed if its rows are not contiguous, if its rows are far apart, or if the panel is
 // incomplete. The file has no include guard, because each_instruction_set.h includes it once for each instruction set.
 //

@@ -1,5 +1,5 @@
-// Step 3: tensor cores. The two products are mma.sync on tiles of 16-bit numbers: a warp has 16 queries and computes
-// their scores of 64 keys, the softmax on the accumulators, and the products of the weights with 64 values (mma.cuh).
+// Step 3: tensor cores. The two matmuls use mma.sync on tiles of 16-bit numbers (mma.cuh). A warp has 16 queries. It
+// multiplies the queries by 64 keys, computes the softmax on the accumulators, and multiplies the weights by 64 values.
 #include "mma.cuh"
 
 const char* const kStep = "3 tensor cores (mma.sync)";

@@ -1,4 +1,4 @@
-"""A GPT-2 as people write it after nanoGPT: nothing in this file knows of gptkernels."""
+"""GPT-2 in the style of nanoGPT. This file does not use gptkernels."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ class Config:
 
 
 class CausalSelfAttention(nn.Module):
-    """All heads in one product."""
+    """Causal self-attention. One matmul computes queries, keys and values of all heads."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class CausalSelfAttention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Four times as wide inside."""
+    """Two linear layers with a GELU between them. The hidden width is 4 C."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """A layer."""
+    """A transformer block."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (B, T) -> logits, and their loss where there are targets."""
+    """Computes logits from tokens (B, T), and the loss if targets are given."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=std)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Logits (B, T, V) and the mean cross-entropy."""
+        """Return the logits (B, T, V) and the mean cross-entropy."""
         positions = torch.arange(idx.shape[1], device=idx.device)
         x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions))
         for block in self.transformer.h:

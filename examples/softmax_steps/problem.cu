@@ -12,7 +12,7 @@ constexpr int kRowsBetweenChecks = 61;
 double row_error(const Classifier& p, int64_t row, const std::vector<bfloat16>& x) {
   const auto dlogits = host_copy(p.logits + row * p.width, p.width);
   const int target = host_copy(p.targets + row, 1)[0];
-  double sum = 0, error = 0;  // the logits are small, so that their exponentials need no maximum
+  double sum = 0, error = 0;  // the logits are small, so the maximum need not be subtracted
   for (int i = 0; i < p.vocab; ++i) sum += std::exp(double(float(x[i])));
   for (int i = 0; i < p.vocab; ++i) {
     const double exact = std::exp(double(float(x[i]))) / sum - (i == target);

@@ -1,4 +1,4 @@
-"""``gptkernels.info()``."""
+"""``gptkernels.info()``, which reports the versions, the libraries and the kernels in use."""
 
 import os
 import platform

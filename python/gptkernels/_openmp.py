@@ -1,4 +1,4 @@
-"""The wait policy of OpenMP's threads in `gptkernels train`, which is set before torch is imported and reads it.
+"""Sets the wait policy of OpenMP's threads in `gptkernels train`, before the import of torch, which reads the policy.
 
 The threads of GNU's OpenMP, which torch's CPU wheels contain, spin at every barrier unless there are more threads than
 processors. If other programs use the processors, a spinning thread delays the threads that the barrier waits for. With

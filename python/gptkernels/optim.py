@@ -26,8 +26,8 @@ class AdamW(torch.optim.AdamW):
     equal its rounded copy, other code has changed it (a loaded state dict, another optimizer), and the update starts
     from the parameter.
 
-    Parameters may have any dense layout, for example channels_last. For DTensors, such as those of FSDP2's
-    ``fully_shard``, each process updates its own part, and the state consists of DTensors that are split alike.
+    Parameters may have any dense layout, for example channels_last. For DTensors, which FSDP2's
+    ``fully_shard`` makes, each process updates its own part, and the state consists of DTensors that are split alike.
 
     With :class:`torch.amp.GradScaler` the kernel itself divides the gradients by the scale, without writing them back,
     and skips the step if a gradient is not finite. With ``max_grad_norm`` the kernel also clips the gradients while it

@@ -208,7 +208,7 @@ def test_errors_of_several_trials():
 
 
 def test_trials_keep_what_is_special_about_arguments(device):
-    """Other trials keep constants, zeros, equal rows, infinities and integers."""
+    """Trials with other numbers have constants, zeros, equal rows, infinities and integers where the first has them."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(7, generator=generator)
     args = {

@@ -286,7 +286,7 @@ def test_wide_heads(shape, dtype, device):
 
 @low_dtypes
 def test_wide_heads_in_strided_views(dtype, device):
-    """The stride of rows is larger than their length. The dimension of heads is after that of tokens or before it."""
+    """The stride of rows is larger than their length. The heads' dimension is after or before the tokens' dimension."""
     size = 128
     q = randn(2, 150, 4, size + 16, dtype=dtype, device=device)[..., 8:-8].transpose(1, 2)
     kv = randn(2, 2, 2, 160, size, dtype=dtype, device=device)
@@ -407,7 +407,7 @@ def test_many_heads_in_a_cuda_graph(device, on_cuda):
 
 
 def masks(b, heads, rows, columns, device):
-    """Yield bool masks of several forms, e.g. those of Hugging Face's models. Some masks hide all keys from a query."""
+    """Yield bool masks of several forms, e.g. as in Hugging Face's models. Some masks hide all keys from a query."""
     lengths = torch.randint(0, columns + 1, (b,), device=device)
     lengths[0] = 0
     right = (torch.arange(columns, device=device) < lengths.view(-1, 1)).view(b, 1, 1, columns)

@@ -232,10 +232,10 @@ def rows_of_partials(counts, batch, length, window, batch_piece):
 
 
 class Arrivals:
-    """A model of add_parts in csrc/cuda/embedding/sums.cuh: all parts of all sums, one action of one warp at a time.
+    """Simulates add_parts (csrc/cuda/embedding/sums.cuh) for all parts of all sums. One warp acts at a time.
 
-    An action is everything that a warp does up to and including its next count. Other warps do not see these changes
-    before the count. A partial sum is represented by the set of its parts.
+    An action is everything that a warp does until it has incremented a counter. Before the increment, no other warp
+    sees what the warp has written. A partial sum is represented by the set of its parts.
     """
 
     def __init__(self, sums, group, counter_of=lambda row: row):
@@ -352,7 +352,7 @@ def test_arrivals_of_any_layout(counts, window, group, batch, length, generator)
 
 
 def test_arrivals_detect_a_shared_counter():
-    """Arrivals fails if two groups of partial sums use the same counter, as they do with one counter per window."""
+    """Arrivals fails if two groups of partial sums use the same counter, as they would with one counter per window."""
     sums = rows_of_partials((4100, 200), 1, 0, cuda_constant("kWindow"), cuda_constant("kBatchPiece"))
     with pytest.raises(AssertionError, match="shares a counter"):
         Arrivals(sums, cuda_constant("kGroup"), counter_of=lambda row: row // 2).run(random.Random(0))

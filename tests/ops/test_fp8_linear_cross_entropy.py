@@ -80,7 +80,7 @@ SHAPES = [  # N, C, Vp, V, chunk_size
 @both_reductions
 @pytest.mark.parametrize(("rows", "inner", "width", "vocab_size", "chunk_size"), SHAPES)
 def test_loss_and_gradients(rows, inner, width, vocab_size, chunk_size, reduction, dtype, device):
-    """The loss equals that of linear_cross_entropy. The gradients are matmuls of the rounded operands."""
+    """The loss equals linear_cross_entropy's loss. The gradients are matmuls of the rounded operands."""
     x, weight, targets = problem(rows, inner, width, vocab_size, dtype, device)
     options = {"vocab_size": vocab_size, "ignore_index": IGNORED, "reduction": reduction, "chunk_size": chunk_size}
     loss, dx, dweight = gradients(functional.fp8_linear_cross_entropy, x, weight, targets, **options)
@@ -109,9 +109,9 @@ def test_loss_and_gradients(rows, inner, width, vocab_size, chunk_size, reductio
 @both_reductions
 @pytest.mark.parametrize(("rows", "inner", "width", "vocab_size", "chunk_size"), SHAPES)
 def test_float8_logits(rows, inner, width, vocab_size, chunk_size, reduction, dtype, device):
-    """Loss and gradients equal those of operands rounded to float8.
+    """Loss and gradients are computed from operands rounded to float8.
 
-    If no gradient is needed, the loss equals that of linear_cross_entropy.
+    If no gradient is needed, the loss equals linear_cross_entropy's loss.
     """
     x, _, targets = problem(rows, inner, width, vocab_size, dtype, device)
     weight = (torch.randint(-40, 41, (width, inner)).to(dtype) / 8).to(device)  # sums in float32 are exact
@@ -285,7 +285,7 @@ def test_model_in_training(fp8, dtype, device):
 
 @every_dtype
 def test_fp8_head_has_no_effect_outside_training(dtype, device):
-    """In evaluation, without gradients, or if logits are returned, the results are those of a 16-bit LM head."""
+    """In evaluation, without gradients, or if logits are returned, the results are the same as without fp8_head."""
     models = [small_model(device, dtype, fp8_head=head) for head in (False, True)]
     tokens, targets = next(batches(1, device))
     with torch.no_grad():

@@ -215,7 +215,7 @@ def test_mixed_op_rounds_the_float32_norm(dtype, p, device):
 
 @dropouts
 def test_mixed_second_derivatives(p, device):
-    """The second derivatives differ from those of float32 arguments only by rounding to 16 bits."""
+    """The second derivatives differ from second derivatives with float32 arguments only by rounding to 16 bits."""
     args, drop = mixed_inputs(5, 33, torch.bfloat16, device), dropout(p, device)
     found = []
     for first in (args[0], args[0].float()):

@@ -328,7 +328,7 @@ def hf_mlp_property_by_length():
 
 @edit(hf, "GPT2LMHeadModel")
 def hf_deep_supervision(self, forward, input_ids=None, labels=None, **kwargs):
-    """The logits are averaged with those of the second-to-last layer, which `output_hidden_states` returns."""
+    """The logits are averaged with logits of the second-to-last layer, which `output_hidden_states` returns."""
     out = forward(input_ids, output_hidden_states=True, **kwargs)
     out.logits = 0.5 * (out.logits + self.lm_head(self.transformer.ln_f(out.hidden_states[-2])))
     out.loss = self.loss_function(out.logits, labels, vocab_size=self.config.vocab_size)

@@ -83,7 +83,7 @@ def test_meta_tensors(family):
         model = gptkernels.swap(model).to(device)
         model.config.pad_token_id = None  # otherwise transformers searches the tokens for this token
         found[device.type] = {name: (t.shape, t.dtype) for name, t in results(model, call, device).items()}
-    assert found["cpu"].items() <= found["meta"].items()  # the move to meta unties the head
+    assert found["cpu"].items() <= found["meta"].items()  # the move to meta unties the LM head
 
 
 @pytest.mark.parametrize("family", ["nanoGPT", "llm.c", pytest.param("GPT2LMHeadModel", marks=needs_transformers)])

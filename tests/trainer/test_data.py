@@ -254,7 +254,7 @@ def test_permute_is_a_bijection(n, seed, epoch):
 
 @pytest.mark.parametrize("n", [2**20, 10**6 + 3, 2**33 + 1, 2**62])
 def test_permute_mixes(n):
-    """Neighbouring indices are mapped to values whose distances and order are like those of random numbers."""
+    """Neighbouring indices are mapped to values with the distances and the order of random numbers."""
     indices = np.arange(5000) + n // 2
     images = permute(indices[indices < n], n, (3, 4)).astype(float) / n
     assert abs(images.mean() - 1 / 2) < 0.03

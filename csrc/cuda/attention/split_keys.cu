@@ -1,6 +1,7 @@
-// Attention's forward for few queries, as in decoding: the keys of a head are split among blocks, so that all
-// multiprocessors read, and each block's part of the result goes to the workspace, where a second kernel combines the
-// parts in their order. The query heads that share a key head are rows of the same tile of 16: keys are read once.
+// Attention's forward for few queries, as in decoding. The keys of a head are divided among thread blocks, so that all
+// SMs read keys. Each thread block writes its part of the result to the workspace, and a second kernel combines the
+// parts in a fixed order. The queries of all heads that share a key head are rows of the same tiles, which have 16
+// rows. With up to 16 such rows, each key is read once.
 #include "cuda/attention/mma/tiles.cuh"
 #include "variants.h"
 
@@ -12,15 +13,16 @@ constexpr int kSplitRows = 16;
 constexpr int kMaxSplits = 256;
 constexpr int kCombineThreads = 128;
 
-// Each warp has 16 of kKeys keys, kStages of which are in shared memory: the others arrive meanwhile.
+// A stage in shared memory holds kKeys keys and their values. Each warp processes 16 keys of a stage, while the next
+// stages are loaded.
 template <typename T, int HS>
 struct SplitShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kWarps = kBytes <= 256 ? 4 : 2;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kKeys = 16 * kWarps;
-  static constexpr int kStageBytes = kKeys * kBytes;  // of keys or of values
-  static constexpr int kPitch = HS + 8;               // floats of a row of a warp's sums
+  static constexpr int kStageBytes = kKeys * kBytes;  // bytes of a stage's keys, and of its values
+  static constexpr int kPitch = HS + 8;               // floats between the rows of a warp's sums
   static constexpr int kStages = kBytes <= 128 ? 3 : 2;
   static constexpr int kStagesBytes = 2 * kStages * kStageBytes;
   static constexpr int kSumsBytes = kWarps * kSplitRows * kPitch * static_cast<int>(sizeof(float));
@@ -28,17 +30,17 @@ struct SplitShape {
   static_assert(kSharedBytes <= 99 << 10);
 };
 
-// How the work is laid over blocks, and where partial results are: sums (rows, splits, HS), and each one's maximum, in
-// units of log2, and sum (rows, splits, 2). Rows are those of (B, NH, Tq).
+// The number of parts into which the keys are split, and the arrays of partial results. A row is a query of a head:
+// there are B * NH * Tq rows.
 struct SplitPlan {
   int splits;
-  float* sums;
-  float2* statistics;
+  float* sums;         // (rows, splits, HS): the values, weighted with exponentials relative to the part's maximum
+  float2* statistics;  // (rows, splits): the part's largest score in units of log2, and its sum of exponentials
 };
 
-// The rows of a tile: row i of all that share a key head is query i % Tq of its head i / Tq.
+// The head and query of a row. Row i of the rows that share a key head is query i % Tq of head first_head + i / Tq.
 struct SplitRow {
-  int64_t head;  // of one batch
+  int64_t head;  // index among the heads of a sequence
   int query;
   __device__ SplitRow(int row, int64_t first_head, int queries)
       : head(first_head + row / queries), query(row % queries) {}
@@ -51,7 +53,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   using Shape = SplitShape<T, HS>;
   constexpr int kKeys = Shape::kKeys, kThreads = Shape::kThreads, kStages = Shape::kStages;
   constexpr int kN = 2, kOut = HS / 8;
-  let_next_kernel_start();  // the one that combines the parts: it waits for this one to end
+  let_next_kernel_start();  // the next kernel combines the parts; it waits for the end of this kernel
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   __shared__ float2 warp_statistics[Shape::kWarps][kSplitRows];
   const uint32_t query_tile = shared_window(shared_bytes);
@@ -61,7 +63,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   const int queries = static_cast<int>(s.queries), keys = static_cast<int>(s.keys);
   const int head_size = static_cast<int>(s.head_size), offset = static_cast<int>(p.mask.query_offset);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int rows = static_cast<int>(s.heads / s.key_heads) * queries;  // that share a key head
+  const int rows = static_cast<int>(s.heads / s.key_heads) * queries;  // the rows that share a key head
   const int tiles = (rows + kSplitRows - 1) / kSplitRows;
   const int split = blockIdx.x % static_cast<unsigned>(plan.splits);
   const int row = static_cast<int>(blockIdx.x / static_cast<unsigned>(plan.splits) % tiles) * kSplitRows;
@@ -71,7 +73,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   const T* key = p.key.data + b * p.key.batch + key_head * p.key.head;
   const T* value = p.value.data + b * p.value.batch + key_head * p.value.head;
 
-  // This block's part of the keys that any query sees.
+  // The thread block's part of the keys that any query sees: [first, end).
   const KeyBounds<true> bounds(p.mask, s, b);
   const int last = p.mask.causal ? min(bounds.end, queries + offset) : bounds.end;
   const int begin = bounds.begin / kKeys;
@@ -122,7 +124,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
     high[0][r] = p.mask.causal ? min(bounds.end, own.query + offset + 1) : bounds.end;
     mask_row[r] = b * p.mask.batch + own.head * p.mask.head + own.query * p.mask.query;
   }
-  // Where the window of the first query ends.
+  // The end of the keys that the first query sees.
   const int narrow_end = p.mask.causal ? min(bounds.end, offset + 1) : bounds.end;
 
   const float scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
@@ -132,7 +134,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
     copy_async_wait<kStages - 2>();
     round_rows<T, HS, kExact, 2 * kKeys, kThreads>(shared_bytes + kSplitRows * Shape::kBytes +
                                                    stage * 2 * Shape::kStageBytes);
-    __syncthreads();  // this stage has arrived, and all are done with the one before
+    __syncthreads();  // this stage has arrived, and all warps have read the previous stage
     const int ahead = block + (kStages - 1) * kKeys;
     if (ahead < end) copy_stage(ahead, stage == 0 ? kStages - 1 : stage - 1);
     copy_async_commit();
@@ -183,13 +185,13 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 
-  // The warps' sums, relative to the block's maximum, by way of shared memory.
+  // Add the warps' sums, relative to the thread block's maximum, through shared memory.
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     sum[r] = warp_reduce<Sum, 4>(sum[r]);
     if (lane % 4 == 0) warp_statistics[warp][8 * r + lane / 4] = {maximum[r], sum[r]};
   }
-  __syncthreads();  // all are done with the stages as well
+  __syncthreads();  // also, all warps have read the stages, whose memory `sums` uses
   float* sums = reinterpret_cast<float*>(shared_bytes + kSplitRows * Shape::kBytes);
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -233,13 +235,14 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   }
 }
 
-// A block for each row: a thread adds up four columns of every (threads / quads)th part, then the threads' sums are
-// added in their order. So all parts are on their way at once.
+// Combines the parts of each row. There is one thread block per row. A thread group has one thread for every four
+// columns. Group g adds parts g, g + groups, g + 2 * groups, ..., so that the loads of all parts are in flight at the
+// same time. Then the sums of the groups are added in order.
 template <typename T>
 __global__ void __launch_bounds__(kCombineThreads)
     attention_forward_combine_kernel(const __grid_constant__ AttentionForward<T> p,
                                      const __grid_constant__ SplitPlan plan) {
-  constexpr int kAhead = 8;  // parts that a thread loads before it needs the first
+  constexpr int kAhead = 8;  // parts that a thread loads before it uses the first part
   __shared__ float maxima[kCombineThreads / 32];
   __shared__ float4 thread_sums[kCombineThreads];
   __shared__ float thread_totals[kCombineThreads];
@@ -304,13 +307,14 @@ __global__ void __launch_bounds__(kCombineThreads)
   if (column == 0) p.logsumexp[row] = total == 0 ? -INFINITY : logsumexp_of(largest, total, p.mask.bias);
 }
 
-// Blocks that do not split: each has the rows of a tile.
+// Returns the number of tiles of rows, which is the number of thread blocks if the keys are not split.
 int64_t split_tiles(const AttentionSizes& s) {
   return s.batches * s.key_heads * ceil_div(s.heads / s.key_heads * s.queries, kSplitRows);
 }
 
-// As many splits as it takes to have two blocks for each multiprocessor, none of them shorter than 128 keys; more where
-// there are so many tiles that not all are resident, or the last ones would be alone for long.
+// Returns the number of parts into which the keys are split. There are two thread blocks per SM, unless parts would
+// have fewer than 128 keys. With 4 or more tiles per SM there are 12 thread blocks per SM, because not all tiles run at
+// the same time, and the last tiles would run for long while other SMs are idle.
 template <typename T>
 int splits_of(const AttentionForward<T>& p) {
   constexpr int kFewestKeys = 128;

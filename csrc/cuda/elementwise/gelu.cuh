@@ -102,7 +102,7 @@ __device__ Tail<float> tail(float x) {
   const float t = reciprocal_approximately(1.0f + 0.25f * x);
   float mass = e * t * TailFit<T>::polynomial(t);
   // For x < 1, 1/2 - x R(x^2) is more accurate, because it is rounded fewer times and the subtraction does not cancel.
-  // The coefficients of R are fitted as those of P are (TailFit), with a largest error of 3e-8.
+  // R is fitted in the same way as TailFit's polynomial, with a largest error of 3e-8.
   if constexpr (!kSixteenBits<T>)
     if (x < 1.0f)
       mass = 0.5f -

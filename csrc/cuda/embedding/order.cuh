@@ -1,31 +1,41 @@
-// The first half of the encoder's backward: it sorts the positions by token, with two stable counting sorts.
+// The first half of the encoder's backward. It sorts the positions (b, t) by their token, with two stable counting
+// sorts.
 //
-//   encoder_backward_tiles_kernel   one block per tile of the positions (there are at most 128): sorts the tile
-//                                   into bins, by the low bits of the tokens
-//   encoder_backward_bins_kernel    one block per bin: collects the bin from all tiles and sorts it by the high bits
+//   encoder_backward_tiles_kernel   one thread block per tile of the positions (at most 128 tiles): sorts the tile by
+//                                   the low bits of the tokens
+//   encoder_backward_bins_kernel    one thread block per bin, which has the positions with the same low bits: collects
+//                                   the bin from all tiles, and sorts it by the high bits
 //
-// There are about sqrt(V) bins, and as many values of the high bits (digits). The low bits select the bin, so that
-// frequent tokens, which have small numbers in most vocabularies, are spread over the bins. The only atomics are
+// There are about sqrt(V) bins, and about sqrt(V) values of the high bits (digits). The low bits select the bin, so
+// that frequent tokens, which have small numbers in most vocabularies, are spread over the bins. The only atomics are
 // integer counts, so the order depends on the tokens alone. Both kernels read and write only a few times 4 * B * T
 // bytes, all in the L2 cache, so latency determines their time. Each kernel of the backward is launched while the
 // previous kernel still runs (launch.cuh). Only after wait_for_previous_kernel() may a kernel write what the previous
 // kernel reads, or read what the previous kernel writes.
 //
-// The result is a list of items. The tokens of the vocabulary are sorted in the same way; a token's slot is its index
-// in that order. In the list, every slot begins with a head, which is the complement of its token. The head is followed
-// by the slot's entries: the positions of the token in ascending order. The head of a slot without a token is kNoHead.
-// A slot with more than kWindow entries is a long run: its head is kNoHead too, its entries are marked with
-// kLongRunMark, and long_runs contains the range of the entries.
+// The result is the array `items`. If the vocabulary is sorted by the tokens' low bits and then by their high bits, a
+// token's slot is its index in this order (token_of). For each slot in turn, `items` contains one head, followed by the
+// slot's run. A run consists of the positions of one token in ascending order, and is long if it has more than kWindow
+// positions. An item has one of these values:
 //
-//   items    ~a 5 9 | ~b | ~c 0 2 7 | -- 1*3*4*6*8* ... *  | ~e | ...          -- kNoHead, * marked
-//            a: 2      b: 0  c: 3       d: a long run         e: 0   entries
+//   ~token                    the head of a short or empty run
+//   kNoHead                   the head of a long run, the head of a slot without a token, or padding at the end
+//   position                  an entry of a short run
+//   position | kLongRunMark   an entry of a long run
 //
-//   window          0          |          1          |          2          |     kWindow items each
-//   d's entries          ******|*********************|*****                      parts 0, 1 and 2 of d's sum
-//   long_runs       [1] = d    | [2] = d             | [4] = d, [5] = f    |     2 * window + (the run begins there)
-//   f's entries                |                     |        *************|*** ...
+// The items are divided into windows of kWindow items. long_runs[2 * w + 1] describes the long run whose first entry is
+// in window w. long_runs[2 * w] describes the long run that has entries in window w and in earlier windows. Example, in
+// which `--` is kNoHead and `*` is kLongRunMark:
 //
-// A unit is kUnit items, half a window. embedding/sums.cuh sums the short runs of a unit and the long runs of a window.
+//   items     ~a 5 9 | ~b | ~c 0 2 7 | -- 1*3*4*6*8* ... * | ~e | -- ...     d and f have long runs
+//
+//   window               0          |          1          |          2
+//   entries of d              ******|*********************|*****                 three parts of the sum of d
+//   entries of f                    |                     |        *************|*** ...
+//   long_runs     [1] = d           | [2] = d             | [4] = d, [5] = f
+//
+// A unit is kUnit items, half a window. In embedding/sums.cuh, one group of lanes sums the short runs whose heads are
+// in a unit, and one warp sums the entries of long runs in a window.
 #pragma once
 
 #include <climits>

@@ -1,6 +1,6 @@
 // Float8 matmuls for sm_90a whose epilogue computes GELU or its gradient, and quantises the result.
 //
-// The columns of the product are divided into `strips` of 256 (128 if inner > 768). A thread block has one strip, whose
+// The columns of the result are divided into `strips` of 256 (128 if inner > 768). A thread block has one strip, whose
 // rows of b, with the whole inner dimension, stay in shared memory. It processes every `parts`-th tile of 64 rows. One
 // thread loads the operands; two pairs of warpgroups alternate tiles, so that the tensor cores compute one pair's
 // matmul while the other pair runs its epilogue. Each warpgroup of a pair has half of the tile's columns.

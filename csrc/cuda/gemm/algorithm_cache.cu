@@ -152,7 +152,7 @@ Algorithms& algorithms_of(int device) {
   return found->second;
 }
 
-// Returns whether the algorithm adds all terms of the product's sums. Split-K divides a sum among thread blocks, which
+// Returns whether the algorithm adds all terms of the matmul's sums. Split-K divides a sum among thread blocks, which
 // read the terms in steps of 128 bytes. cuBLASLt's kernels behave as if each block had inner / splits terms, rounded
 // down and then up to whole steps: if the quotient is a whole number of steps, the last inner % splits terms are
 // dropped. This was observed with 16-bit operands (examples/cublas_tail); the rule is applied to all types.

@@ -1,4 +1,4 @@
-// The algorithm cache, which stores for each product the cuBLASLt algorithm that autotuning found to be the fastest.
+// The algorithm cache, which stores for each matmul the cuBLASLt algorithm that autotuning found to be the fastest.
 // The cache is kept in a file in the user's cache folder, so that later processes use the same algorithms and get the
 // same bits. This is host code.
 //
@@ -20,7 +20,7 @@ namespace gptkernels::cuda {
 struct ProductKey {
   int device;
   cudaDataType_t type;    // of operand a
-  cudaDataType_t b_type;  // differs from `type` only in float8 products
+  cudaDataType_t b_type;  // differs from `type` only in float8 matmuls
   cudaDataType_t out_type;
   cublasComputeType_t compute;
   cublasLtEpilogue_t epilogue;
@@ -69,19 +69,19 @@ constexpr int kMaxAlgorithms = 24;
 int64_t terms_per_step(cudaDataType_t type);
 
 // Returns the algorithms that cuBLASLt's heuristic proposes, the best first: at most `most`, and at most
-// kMaxAlgorithms. Algorithms that drop terms of a sum are left out. If there are no others, they are returned without
-// split-K.
+// kMaxAlgorithms. Algorithms that drop terms of a sum are left out. If all proposed algorithms drop terms, they are
+// returned without split-K.
 std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKey& key, cublasLtHandle_t handle,
                                               int most);
 
-// Returns whether the algorithm supports the product with the algorithm's workspace.
+// Returns whether the algorithm supports the matmul with the algorithm's workspace.
 bool supports(LtProblem problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle);
 
-// Returns whether products may be timed.
+// Returns whether matmuls may be timed.
 bool autotune_enabled();
 
 // Returns the algorithm that an earlier call of cache_algorithm, in this process or another, has stored. The caller
-// must check that the algorithm supports the product, because a file can be damaged.
+// must check that the algorithm supports the matmul, because a file can be damaged.
 std::optional<LtAlgorithm> cached_algorithm(const ProductKey& key);
 
 // Stores an algorithm in the cache, and in the file if the file can be written.

@@ -1,4 +1,4 @@
-// Autotuning: times several algorithms for a product and returns the fastest. This is host code.
+// Autotuning: times several algorithms for a matmul and returns the fastest. This is host code.
 #pragma once
 
 #include <algorithm>
@@ -68,7 +68,7 @@ inline size_t fastest(const std::vector<float>& times, size_t count, int rounds)
   return median(best) < kClearly * median(0) ? best : 0;
 }
 
-// Returns the fastest of the algorithms, or nullopt if none can be launched. launch(algorithm) computes the product and
+// Returns the fastest of the algorithms, or nullopt if none can be launched. launch(algorithm) computes the matmul and
 // returns whether the launch succeeded. The rounds alternate between the algorithms, so that a change of the clock rate
 // affects all algorithms. The function synchronises with the device.
 template <typename Launch>

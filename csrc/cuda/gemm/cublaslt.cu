@@ -1,4 +1,4 @@
-// Matrix products by cuBLAS and cuBLASLt, and the dispatch between them and our own kernel (sm90_gelu.h).
+// Matmuls by cuBLAS and cuBLASLt, and the dispatch between them and our own kernel (sm90_gelu.h).
 //
 // cuBLAS is column-major, so it sees each of our row-major matrices transposed. out = a @ b is therefore computed as
 // out^T = b^T @ a^T: cuBLAS's operand A is our b, cuBLAS's B is our a, and cuBLAS's rows are our columns. An operand
@@ -34,7 +34,7 @@ constexpr cublasOperation_t operation(bool transposed) {
   return transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
 }
 
-// Returns the handle's math mode, which says whether float32 products may use TF32. torch sets the mode from
+// Returns the handle's math mode, which says whether float32 matmuls may use TF32. torch sets the mode from
 // torch.backends.cuda.matmul whenever torch returns its handle.
 cublasMath_t math_mode(cublasHandle_t handle) {
   cublasMath_t mode = CUBLAS_DEFAULT_MATH;
@@ -71,7 +71,7 @@ class WideSums {
   cublasMath_t before_;
 };
 
-// Computes a product whose inner dimension is 0.
+// Computes a matmul whose inner dimension is 0.
 template <typename Out, typename T>
 MatmulStatus zero(Out* out, const Matmul<T>& p, Stream stream) {
   if (p.accumulate) return {};
@@ -119,10 +119,10 @@ const void* gelu_matrix(const Matmul<T>& p) {
   return p.dgelu_at ? p.dgelu_at : p.pre_gelu;
 }
 
-// Returns whether cuBLASLt supports the GELU epilogue, and is not slower than a product followed by our GELU kernel.
+// Returns whether cuBLASLt supports the GELU epilogue, and is not slower than a matmul followed by our GELU kernel.
 // cuBLASLt requires a leading dimension of the GELU matrix that is divisible by 8. cuBLASLt does not document the
 // accuracy of its tanh, but 16-bit results do not differ. For float32, cuBLASLt's GELU epilogue is slower than a TF32
-// product followed by our kernel (docs/notes/mlp.md).
+// matmul followed by our kernel (docs/notes/mlp.md).
 template <typename T>
 bool supports_gelu_epilogue(const Matmul<T>& p) {
   return sizeof(T) == 2 && p.columns % 8 == 0 && alignment(gelu_matrix(p)) >= 16;
@@ -141,9 +141,9 @@ bool on_tensor_cores(cublasComputeType_t compute) {
 }
 
 // Returns whether cublasGemmEx, which does not report its algorithm, may choose an algorithm that drops terms
-// (adds_all_terms in algorithm_cache.cu). The dropped terms include all terms after the last whole step, or a whole
-// step if there are no such terms. There are fewer dropped terms than splits, and at most as many splits as whole
-// steps. Terms can therefore be dropped only if there are more whole steps than such terms.
+// (adds_all_terms in algorithm_cache.cu). If terms are dropped, at least `rest` terms are dropped, where `rest` is the
+// number of terms after the last whole step, or at least a whole step if `rest` is 0. The number of dropped terms is
+// smaller than the number of splits, which is at most the number of whole steps.
 template <typename T>
 bool may_drop_terms(const Matmul<T>& p, cublasComputeType_t compute) {
   if (!on_tensor_cores<T>(compute) || gelu_matrix(p) || p.rows == 0 || p.columns == 0 || p.batches == 0) return false;
@@ -231,7 +231,7 @@ MatmulPlan plan_of(const LtAlgorithm& algorithm) {
 std::mutex plans_mutex;
 std::map<ProductKey, MatmulPlan> plans;
 
-// Returns whether the product is a single matmul on the tensor cores with at least kMinFlops operations.
+// Returns whether the matmul is not batched, runs on the tensor cores, and has at least kMinFlops operations.
 template <typename T>
 bool is_worth_autotuning(const Matmul<T>& p, cublasComputeType_t compute) {
   constexpr double kMinFlops = 4e9;
@@ -279,7 +279,7 @@ MatmulStatus fused_product(const Matmul<T>& p, const MatmulPlan& plan, void* wor
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Our own kernels after a product.
+// Our own kernels after a matmul.
 
 // Adds the bias to every row. Reads and writes `out` once. A thread holds one pack of the bias and loops over rows.
 template <typename T, int kVec>
@@ -325,7 +325,7 @@ MatmulStatus product_and_bias(const Matmul<T>& p, cublasHandle_t handle, Stream 
   return status;
 }
 
-// Returns the arguments of the product alone, without GELU or GELU's gradient.
+// Returns the arguments of the matmul alone, without GELU or GELU's gradient.
 template <typename T>
 Matmul<T> without_gelu(Matmul<T> p) {
   if (p.pre_gelu) p.out = p.pre_gelu;

@@ -25,7 +25,7 @@ constexpr cudaDataType_t type_of(Fp8Format format) {
   return format == Fp8Format::kE4M3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2;
 }
 
-// If the product is float32, cuBLASLt can add only a bfloat16 bias, but our bias is float32. A separate kernel then
+// If the result is float32, cuBLASLt can add only a bfloat16 bias, but our bias is float32. A separate kernel then
 // adds the bias.
 template <typename T>
 constexpr bool kFusesBias = sizeof(T) == 2;

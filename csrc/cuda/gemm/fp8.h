@@ -1,4 +1,4 @@
-// Products of float8 matrices by cuBLASLt. Host code may include this header.
+// Float8 matmuls by cuBLASLt. Host code may include this header.
 #pragma once
 
 #include "../../fp8.h"
@@ -37,12 +37,12 @@ struct Fp8Plan {
   int64_t workspace;  // bytes
 };
 
-// Chooses the algorithm of a product. Like matmul_plan(), the function asks cuBLASLt's heuristic once per shape.
+// Chooses the algorithm of a matmul. Like matmul_plan(), the function asks cuBLASLt's heuristic once per shape.
 template <typename T>
 Fp8Plan fp8_matmul_plan(const Fp8Matmul<T>& p, cublasHandle_t handle);
 
-// Times the algorithms for a large product, once per shape and user, as matmul_autotune() does. The function writes
-// p.out, which must be scratch memory if the product accumulates. The workspace has kAutotuneWorkspace bytes.
+// Times the algorithms for a large matmul, once per shape and user, as matmul_autotune() does. The function writes
+// p.out, which must be scratch memory if the matmul accumulates. The workspace has kAutotuneWorkspace bytes.
 template <typename T>
 Fp8Plan fp8_matmul_autotune(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
                             Stream stream);

@@ -40,23 +40,23 @@ struct Matmul {
   T* column_sums = nullptr;             // (columns), with dgelu_at: receives out's sums over the rows if plan.sm90
 };
 
-// The plan of a product: the library or kernel that computes it. cuBLASLt's heuristic is asked once per shape; the
-// answer is cached for the process. For a large product on the tensor cores, the heuristic's first algorithm may be 20
+// The plan of a matmul: the library or kernel that computes it. cuBLASLt's heuristic is asked once per shape; the
+// answer is cached for the process. For a large matmul on the tensor cores, the heuristic's first algorithm may be 20
 // % slower than the best algorithm, so the proposed algorithms are timed, once per shape and user
 // (gemm/algorithm_cache.h).
 struct MatmulPlan {
-  // At most one of `cublaslt` and `sm90` is true. With cublaslt, cublasLtMatmul computes the product and the epilogue.
-  // With sm90, our own kernel (gemm/sm90_gelu.h) computes the product, the epilogue and column_sums. If both are false,
-  // cublasGemmEx computes the product, and our kernel adds the bias. The caller computes column_sums unless sm90 is
+  // At most one of `cublaslt` and `sm90` is true. With cublaslt, cublasLtMatmul computes the matmul and the epilogue.
+  // With sm90, our own kernel (gemm/sm90_gelu.h) computes the matmul, the epilogue and column_sums. If both are false,
+  // cublasGemmEx computes the matmul, and our kernel adds the bias. The caller computes column_sums unless sm90 is
   // true.
   bool cublaslt;
-  bool separate_gelu;   // our kernels compute GELU or its gradient after the product
+  bool separate_gelu;   // our kernels compute GELU or its gradient after the matmul
   bool needs_autotune;  // matmul_autotune may find a faster algorithm
   bool sm90;
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes
 
-  // Returns whether cuBLAS computes the product, which then depends on the state of its handle.
+  // Returns whether cuBLAS computes the matmul, which then depends on the state of its handle.
   bool needs_cublas() const { return !cublaslt && !sm90; }
 };
 
@@ -69,19 +69,19 @@ struct MatmulStatus {
   bool ok() const { return cublas == CUBLAS_STATUS_SUCCESS && cuda == cudaSuccess; }
 };
 
-// Dispatches a product: chooses the library or kernel, the epilogue and the algorithm.
+// Dispatches a matmul: chooses the library or kernel, the epilogue and the algorithm.
 template <typename T>
 MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle);
 
 // Times cuBLASLt's algorithms for a plan with needs_autotune. Returns the plan with the fastest algorithm, which
-// matmul_plan returns from then on. No other function here synchronises with the device. If p accumulates, the products
+// matmul_plan returns from then on. No other function here synchronises with the device. If p accumulates, the matmuls
 // are written to `out`, scratch memory with the layout of p.out or p.wide_out. p.pre_gelu is written. The workspace has
 // kAutotuneWorkspace bytes. During graph capture the function returns the plan unchanged.
 template <typename T>
 MatmulPlan matmul_autotune(const Matmul<T>& p, const MatmulPlan& plan, void* out, void* workspace,
                            cublasHandle_t handle, Stream stream);
 
-// Computes the product as the plan says. If plan.needs_cublas(), the handle's stream must be `stream`.
+// Computes the matmul as the plan says. If plan.needs_cublas(), the handle's stream must be `stream`.
 template <typename T>
 MatmulStatus matmul(const Matmul<T>& p, const MatmulPlan& plan, void* workspace, cublasHandle_t handle, Stream stream);
 

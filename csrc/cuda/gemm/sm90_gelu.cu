@@ -154,7 +154,7 @@ cudaError_t launch_gelu(const Matmul<T>& p, float* column_sums, Stream stream) {
                         : launch_gelu<T, kFunction, true>(p, column_sums, stream);
 }
 
-// ---- which products these kernels support ---------------------------------------------------------------------------
+// ---- which matmuls these kernels support ----------------------------------------------------------------------------
 
 // Returns whether the kernels have code for this device. The function checks one kernel, because all kernels are
 // compiled for the same architectures.
@@ -163,7 +163,7 @@ bool built() {
   return built_for_wgmma<matmul_wgmma_kernel<GeluEpilogue<T, Function::kGelu>, false>>();
 }
 
-// Returns whether the kernels support the product's sizes and addresses.
+// Returns whether the kernels support the matmul's sizes and addresses.
 template <typename T>
 bool supports(const Matmul<T>& p) {
   const bool plain = p.batches == 1 && p.alpha == 1 && !p.wide_out && !p.accumulate;
@@ -173,7 +173,7 @@ bool supports(const Matmul<T>& p) {
 }
 
 // Returns whether our kernel is faster than cuBLASLt. Our kernel is faster for GELU, and for GELU's gradient if the
-// separate pass for the column sums is also avoided (docs/notes/linear.md). If the product consists of only a few of
+// separate pass for the column sums is also avoided (docs/notes/linear.md). If the matmul consists of only a few of
 // the large tiles, some SMs are idle at the end, and cuBLASLt's smaller tiles are faster.
 template <typename T>
 bool is_faster(const Matmul<T>& p) {

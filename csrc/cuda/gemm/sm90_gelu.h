@@ -6,7 +6,7 @@
 
 namespace gptkernels::cuda {
 
-// Returns whether matmul_sm90 supports this product and is faster than cuBLASLt. The environment variable
+// Returns whether matmul_sm90 supports this matmul and is faster than cuBLASLt. The environment variable
 // GPTKERNELS_MATMUL overrides the second condition (gemm/backend.h).
 template <typename T>
 bool matmul_sm90_supports(const Matmul<T>& p);

@@ -6,12 +6,12 @@
 // has five warpgroups:
 //
 //   0     one thread loads the operands into a ring in shared memory
-//   1, 2  the product warps: each warpgroup computes 64 rows of the tile, in float32 registers
+//   1, 2  the MMA warps: each warpgroup computes 64 rows of the tile, in float32 registers
 //   3, 4  the epilogue warps
 //
-// Each product warp is paired with an epilogue warp. When its 16 rows are complete, the product warp rounds them (with
-// the bias) to T, stores them in shared memory, and continues with the next tile. The epilogue warp processes these
-// rows while the next tile is computed. Each lane processes 8 columns, so that the warp reads and writes whole rows.
+// Each MMA warp is paired with an epilogue warp. When its 16 rows are complete, the MMA warp rounds them (with the
+// bias) to T, stores them in shared memory, and continues with the next tile. The epilogue warp processes these rows
+// while the next tile is computed. Each lane processes 8 columns, so that the warp reads and writes whole rows.
 //
 // kRowsAreK is true if b is stored as (inner, columns), and false if b is stored as (columns, inner).
 //
@@ -42,7 +42,7 @@ constexpr int kCluster = 2;                              // thread blocks per cl
 constexpr int kRows = 128, kColumns = 256, kInner = 64;  // a block's part of a tile; kInner: terms per step
 constexpr int kStages = 3;
 constexpr int kThreads = 5 * kWarpgroup;
-constexpr int kPairs = 8;  // pairs of a product warp and an epilogue warp
+constexpr int kPairs = 8;  // pairs of an MMA warp and an epilogue warp
 constexpr int kWarpRows = 16;
 
 // Shared memory.
@@ -83,8 +83,8 @@ struct TilePosition {
   int column;
 };
 
-// Addresses of the mbarriers in shared memory. `rounded` completes when the product warp has stored its rows, and
-// `taken` completes when the epilogue warp has read these rows.
+// Addresses of the mbarriers in shared memory. `rounded` completes when the MMA warp has stored its rows, and `taken`
+// completes when the epilogue warp has read these rows.
 struct Barriers {
   uint32_t first;
   __device__ uint32_t full(int slot) const { return first + 8 * slot; }
@@ -160,7 +160,7 @@ __device__ void round_half(const float (&sums)[kColumns / 4], uint32_t own, uint
   }
 }
 
-// Computes the products of the block's tiles, and rounds them for the epilogue. The product warps call this function.
+// Computes the thread block's tiles, and rounds them for the epilogue. The MMA warps call this function.
 template <typename Epilogue, bool kRowsAreK>
 __device__ void multiply(const typename Epilogue::Arguments& p, uint8_t* shared_bytes, const Barriers& barriers,
                          int rank) {
@@ -369,7 +369,7 @@ bool supports(const Operands<T>& p) {
   return all_aligned(p.a, p.b) && tensor_map_encoder();
 }
 
-// Returns the arguments of a product. If kRowsAreK, b is stored as (inner, columns), otherwise as (columns, inner).
+// Returns the arguments of a matmul. If kRowsAreK, b is stored as (inner, columns), otherwise as (columns, inner).
 template <bool kRowsAreK, typename T>
 TileProduct<T> make_product(const Operands<T>& p, T* out, const T* bias) {
   return {.a = matrix_map<T>(p.a, p.rows, p.inner, p.a_ld, kRows, kInner),

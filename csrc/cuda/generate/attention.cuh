@@ -268,8 +268,8 @@ __global__ void DECODE_CLUSTER __launch_bounds__(kDecodeAttentionThreads)
   const T* keys = p.keys + row * p.capacity * kHeadSize + column;
   const T* values = p.values + row * p.capacity * kHeadSize + column;
 
-  // Earlier decoding steps wrote all keys and values but the newest, so the first ones need not wait for the previous
-  // kernel.
+  // Earlier decoding steps wrote all keys and values but the newest, so the first keys and values can be loaded before
+  // the previous kernel has finished.
   DecodeKeys<T, kLanes> loaded;
   load_keys(loaded, keys, values, first, position);
   wait_for_previous_kernel();

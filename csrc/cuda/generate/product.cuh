@@ -1,6 +1,6 @@
 // Matmuls of a matrix and a few vectors, out (B, M) = x (B, K) @ weight (M, K)^T, with an epilogue and optionally a
-// preceding layer norm of x. The time is that of reading the weights once. x and all sums are float32 (float64 for
-// float64).
+// preceding layer norm of x. The kernels take the time in which the weights are read once. x and all sums are float32
+// (float64 for float64).
 //
 // decode_product_kernel: a thread block computes `block_rows` rows of the weight. A row is divided into `slices` of
 // equal size, and each warp multiplies one slice of its rows:
@@ -234,7 +234,7 @@ struct DecodeVector {
   }
 };
 
-// The norm's weight and bias in registers, distributed like DecodeVector, in the dtype of the memory.
+// The norm's weight and bias in registers, distributed like DecodeVector. They are not converted to float32.
 template <typename T, int kPacks>
 struct DecodeNorm {
   static constexpr int kVec = kPack<T>;

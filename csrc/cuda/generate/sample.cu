@@ -161,7 +161,8 @@ __device__ bool precedes(const KeyIndex& a, const KeyIndex& b) {
   return a.key > b.key || (a.key == b.key && a.index < b.index);
 }
 
-// The candidates of all thread blocks, in the shared memory of the first. Those of thread block b begin at b * kRoom.
+// The candidates of all thread blocks, in the shared memory of thread block 0. The candidates of thread block b begin
+// at index b * kRoom.
 struct Candidates {
   alignas(16) float x[kCandidates];
   int index[kCandidates];

@@ -1,12 +1,12 @@
-// Cross-entropy fused into the product of the LM head: the product's epilogue stores exponentials of the logits instead
-// of the logits. This saves the classifier's pass, which reads and writes all logits; the warps that run the epilogue
-// have idle time for the exponentials. With E = exp(logit - c), where c is the logit of the row's target, the gradient
-// of the logits is factor * E (loss/sm90_linear_cross_entropy.h). Five launches:
+// Cross-entropy fused into the LM head's matmul: the matmul's epilogue stores exponentials of the logits instead of the
+// logits. This saves the classifier's pass, which reads and writes all logits; the warps that run the epilogue have
+// idle time for the exponentials. With E = exp(logit - c), where c is the logit of the row's target, the gradient of
+// the logits is factor * E (loss/sm90_linear_cross_entropy.h). Five launches:
 //
 //   before     one warp per row: the shift c, by a dot product of x with the target's row of the weight
-//   product    stores E = exp(logit - c), with 0 at the target; sums of E over a tile's 256 columns; E at the target
+//   matmul     stores E = exp(logit - c), with 0 at the target; sums of E over a tile's 256 columns; E at the target
 //   after      adds the sums of a row; computes loss, factor, E at the target, factor * x; marks rows to redo
-//   product    again, for blocks of rows that have a marked row: stores the logits of marked rows
+//   matmul     again, for blocks of rows that have a marked row: stores the logits of marked rows
 //   redo       the classifier (fused_classifier.cuh) on marked rows
 //
 // E is stored in bfloat16, which has float32's range, so c need not be the row's largest logit. As in the classifier,
@@ -91,7 +91,7 @@ __global__ void __launch_bounds__(kBeforeWarps* kWarp)
   float shift = INFINITY;
   if (counts(p, target)) {
     const float logit = dot(p.x + row * p.x_stride, p.weight + target * p.weight_stride, p.inner);
-    shift = kLog2E * widen(narrow<bfloat16>(logit));  // rounded like the logits of the product
+    shift = kLog2E * widen(narrow<bfloat16>(logit));  // rounded like the logits of the matmul
   }
   if (threadIdx.x > 0) return;
   state.shifts[row] = shift;
@@ -100,7 +100,7 @@ __global__ void __launch_bounds__(kBeforeWarps* kWarp)
   if (row == 0) *state.redo_count = 0;
 }
 
-// ---- the product ----------------------------------------------------------------------------------------------------
+// ---- the matmul -----------------------------------------------------------------------------------------------------
 
 // `store` is false if only the losses are wanted.
 struct ExpArguments : TileProduct<bfloat16> {
@@ -127,7 +127,7 @@ __device__ float reduce_four(const float (&row_values)[4], int lane) {
 #endif
 
 // Implements the Epilogue interface of gemm/sm90_mainloop.cuh. An epilogue warp reads the 16 rounded rows of its
-// product warp from shared memory, four at a time, with 8 neighbouring columns per lane.
+// MMA warp from shared memory, four at a time, with 8 neighbouring columns per lane.
 //
 // Tiles are ordered column by column: the part of the weight for one column of tiles is read from memory once, and x
 // comes from the L2 cache. If kRedoOnly, only row blocks with rows to redo are computed, and the logits of these rows
@@ -148,7 +148,7 @@ struct ExpEpilogue {
 
   static __device__ void run(const Arguments& p, uint8_t* shared_bytes, const Barriers& barriers, int rank) {
     const int lane = threadIdx.x % 32;
-    // The index of this epilogue warp's product warp; the epilogue warps are warps 12 to 19.
+    // The index of this epilogue warp's MMA warp; the epilogue warps are warps 12 to 19.
     const int pair = __shfl_sync(~0u, threadIdx.x / 32 - 12, 0);
     const uint32_t rounded = rounded_rows(shared_bytes, pair);
     unsigned phase = 0;
@@ -329,8 +329,8 @@ Operands<bfloat16> operands(const ExpClassifier& p) {
 }  // namespace
 
 bool exp_classifier_supports(const ExpClassifier& p) {
-  constexpr double kMinUtilization = 0.85;  // minimum share of the SMs' time that is spent on elements of the matrix
-  constexpr int64_t kMaxTerms = 4096;  // with more terms, the product takes so long that the saved pass is negligible
+  constexpr double kMinUtilization = 0.85;  // share of the SMs' time in which they compute elements inside the matrix
+  constexpr int64_t kMaxTerms = 4096;  // with more terms, the matmul takes so long that the saved pass is negligible
   const GemmBackend wanted = gemm_backend();
   if (wanted == GemmBackend::kCublas || !supports(operands(p))) return false;
   const int64_t tiles = tiles_down(p.rows) * tiles_across(p.width);

@@ -1,5 +1,5 @@
 // The LM head's loss and the gradient of its logits, in bfloat16 for sm_90a, without a separate pass over the logits:
-// the matrix product stores exponentials of the logits, and one factor per row turns them into the gradient.
+// the matmul stores exponentials of the logits, and one factor per row turns them into the gradient.
 #pragma once
 
 #include "../../fused_classifier.h"
@@ -27,7 +27,7 @@ struct ExpClassifier : FusedClassifierForward<bfloat16> {
   bfloat16* scaled_x = nullptr;  // (N, C), contiguous: factor * x, so that dweight = E^T * scaled_x; or null
 };
 
-// Returns whether exp_classifier() supports these arguments and is faster than a product and a separate pass.
+// Returns whether exp_classifier() supports these arguments and is faster than a matmul and a separate pass.
 bool exp_classifier_supports(const ExpClassifier& p);
 
 // Returns the size of exp_classifier's workspace in bytes.

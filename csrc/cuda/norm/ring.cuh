@@ -35,8 +35,8 @@ struct RingShape {
 };
 
 // Returns a shape with one block per SM, as many rows per block as its threads and shared memory allow, and then as
-// many stages as fit. `row_bytes` is the size of one row of all arrays, `threads` the threads per row. After the last
-// row the same memory holds `sums_bytes` per team.
+// many stages as fit. `row_bytes` is the size of one row of x, dout and dsum together, and `threads` is the number of
+// threads per row. After the last row the same memory holds `sums_bytes` per team.
 inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int64_t sums_bytes, int threads, int max_threads,
                             int64_t max_shared_bytes) {
   constexpr int kMaxStages = 4;

@@ -81,7 +81,7 @@ CUtensorMap matrix_map(const void* data, int64_t rows, int64_t columns, int64_t 
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// Prefetches the map itself.
+// Prefetches the tensor map (not the data).
 __device__ inline void tma_prefetch(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
@@ -146,8 +146,8 @@ __device__ inline void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until all stores of this thread, except those of the latest kPending groups, have read their shared memory,
-// which may then be overwritten.
+// Waits until this thread's stores, except the stores of the latest kPending groups, have read the shared memory. The
+// shared memory may then be overwritten.
 template <int kPending = 0>
 __device__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");

@@ -20,23 +20,23 @@ class SquaredRelu(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x):
-        """Save x."""
+        """Compute out (...), and save x."""
         ctx.save_for_backward(x)
         return below_autograd(ops.squared_relu.default, x)
 
     @staticmethod
     def backward(ctx, dout):
-        """One kernel."""
+        """Compute dx in one kernel."""
         (x,) = ctx.saved_tensors
         return ops.squared_relu_backward.default(dout, x)
 
 
 class SquaredReluBackward(torch.autograd.Function):
-    """dx as a differentiable function of dout and x."""
+    """Computes dx as a differentiable function of dout and x."""
 
     @staticmethod
     def forward(ctx, dout, x):
-        """The kernel."""
+        """Compute dx, and save the inputs."""
         ctx.save_for_backward(dout, x)
         return below_autograd(ops.squared_relu_backward.default, dout, x)
 
@@ -48,7 +48,7 @@ class SquaredReluBackward(torch.autograd.Function):
 
 
 def tangent(inputs, tangents, outputs):
-    """The derivative of each element times its tangent, as in the backward."""
+    """Multiply the derivative of each element by its tangent, as the backward multiplies it by dout."""
     return ops.squared_relu_backward.default(tangents[0], inputs[0])
 
 

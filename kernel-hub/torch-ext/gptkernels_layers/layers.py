@@ -12,7 +12,7 @@ functional = gptkernels.functional
 
 
 class LayerNorm(torch.nn.Module):
-    """``torch.nn.LayerNorm``."""
+    """The forward of ``torch.nn.LayerNorm``."""
 
     can_torch_compile = True
     has_backward = True
@@ -52,7 +52,7 @@ class GeLU(torch.nn.Module):
 
 
 class Linear(torch.nn.Module):
-    """``torch.nn.Linear``."""
+    """The forward of ``torch.nn.Linear``."""
 
     can_torch_compile = True
     has_backward = True

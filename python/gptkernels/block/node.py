@@ -3,7 +3,7 @@
 For a small batch, calls of a block's operators one by one take more host time than device time, because each call
 passes autocast's and autograd's rules. The node calls one operator, ``layer`` or ``fp8_layer``, below both rules. The
 node casts as autocast would: matmuls have autocast's dtype, norms and the residual stream are float32. One launch casts
-a block's parameters, or those of all blocks, and one launch casts a block's gradients.
+the parameters of one block or of all blocks, and one launch casts a block's gradients.
 
 ``torch.compile`` records the operators that the node's forward and backward call (``compiled_layer``). The caller
 computes the block by single operators under ``torch.func``, with tangents and under a dispatch mode. The node's

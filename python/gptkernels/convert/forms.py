@@ -67,7 +67,7 @@ def _find_in(folder: Path) -> tuple[Form, Path]:
 
 
 def _refuse_headerless(path: Path, beginning: bytes) -> None:
-    """Raise an error for numbers without a header, which do not define a shape; llm.c's models have a header."""
+    """Raise an error if a file has numbers but no header, because it does not say what shapes the model has."""
     magic = int.from_bytes(beginning[:4], "little", signed=True)
     if len(beginning) >= 4 and magic != MODEL_MAGIC and describe_magic(magic) == str(magic):
         raise ValueError(
@@ -77,7 +77,7 @@ def _refuse_headerless(path: Path, beginning: bytes) -> None:
 
 
 def form_to_write(path: str | os.PathLike[str]) -> Form:
-    """Choose the format to write by a path's suffix, or because the path is a folder."""
+    """Choose the format to write: a folder for Hugging Face, otherwise the format of the path's suffix."""
     suffix = Path(path).suffix
     if suffix in _BY_SUFFIX and not Path(path).is_dir():
         _refuse_part(Path(path))

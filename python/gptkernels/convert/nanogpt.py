@@ -63,7 +63,7 @@ def _dropout(arguments: Mapping[str, Any], where: str) -> float:
 
 
 def _progress(checkpoint: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """Return the fields of a Model that describe its run."""
+    """Return the fields of a Model that describe the run: its progress, or a note that its state is left out."""
     if "optimizer" not in checkpoint:
         return {}
     step, optimizer = checkpoint.get("iter_num"), checkpoint["optimizer"]

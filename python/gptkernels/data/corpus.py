@@ -1,4 +1,4 @@
-"""Text files: their selection, reading in pieces, and the sources of Python's standard library."""
+"""Select text files, find those of Python's standard library, and read them in pieces."""
 
 import codecs
 import os

@@ -33,7 +33,7 @@ class Tokenizer(ABC):
 
     Args:
         vocabulary: the bytes of every token.
-        eot: the token before every document, which also ends a generated one; None if there is none.
+        eot: the token before every document, at which generation also ends; None if there is none.
     """
 
     def __init__(self, vocabulary: Sequence[bytes], eot: int | None) -> None:

@@ -34,7 +34,7 @@ class GPT2Config:
         activation: the GELU of the feed-forward layers: "gelu_tanh" as in GPT-2 and llm.c, or "gelu", the exact one, as
             in nanoGPT.
         fp8: in training, compute the matmuls of the layers' four linear layers in float8 (``gptkernels.nn.Linear``),
-            but not those of the LM head. n_embd must then be a multiple of 16.
+            but not the LM head's matmuls. n_embd must then be a multiple of 16.
         fp8_head: in training, compute the LM head's gradients by float8 matmuls if the model returns no logits
             (``gptkernels.functional.fp8_linear_cross_entropy``). n_embd and padded_vocab_size must then be multiples
             of 16.

@@ -16,7 +16,7 @@ FP8_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def run(block: torch.nn.Module, stream: Tensor, pending: Pending | None) -> tuple[Tensor, Pending] | None:
-    """Compute a ``Block`` without its last residual addition; the results are bitwise those of its modules.
+    """Compute a ``Block`` without its last residual addition. The results have the same bits as its modules' results.
 
     Args:
         block: the ``Block``.

@@ -21,7 +21,7 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
 
 
 class NanoGPT(torch.nn.Module):
-    """The methods of :class:`GPT2` for its size and its optimizer, with nanoGPT's names."""
+    """The methods of :class:`GPT2` that count parameters and flops, make an optimizer, or shorten ``block_size``."""
 
     config: GPT2Config
     transformer: Transformer
@@ -43,7 +43,7 @@ class NanoGPT(torch.nn.Module):
         """
         config = self.config
         length = config.block_size if length is None else length
-        embeddings = config.block_size * config.n_embd  # wpe only: wte is also the head's matrix
+        embeddings = config.block_size * config.n_embd  # wpe only: wte is also the LM head's matrix
         return 6 * (self.num_parameters() - embeddings) + 12 * config.n_layer * config.n_embd * length
 
     def configure_optimizers(

@@ -27,8 +27,8 @@ def uses_dropout(layer: torch.nn.Module, kind: type[torch.nn.Module], *others: t
     """Return whether a layer may draw random numbers: a dropout is active, or a submodule is of an unknown class.
 
     Args:
-        layer: the layer. Its answer may change between calls, with an adapter, a probability or the mode.
-        kind: the layer's expected class, whose ``forward`` itself draws nothing.
+        layer: the layer. The result may change between calls, if an adapter, a probability or the mode changes.
+        kind: the layer's expected class, whose own code draws no random numbers.
         others: modules that run with the layer.
     """
     if not is_unmodified(layer, kind):
@@ -48,7 +48,7 @@ def checkpointed(run: Callable[..., Any], layer: torch.nn.Module, *args: Any, dr
     """Compute ``run(layer, *args)``, and save only the arguments for the backward, which computes it again.
 
     ``torch.compile`` does not support ``context_fn``. In compiled code the recomputation therefore quantises to float8
-    with the current scales, not with those of the first forward.
+    with the current scales, not with the scales of the first forward.
     """
     options: Any = {} if torch.compiler.is_compiling() else {"context_fn": partial(_contexts, layer)}
     return checkpoint(run, layer, *args, use_reentrant=False, preserve_rng_state=draws, **options)

@@ -107,7 +107,7 @@ def saved(ctx: Any) -> list[Any]:
 
 
 def autograd_by_formula(name: str, formula: Callable[..., Any], *, inputs: int) -> None:
-    """Register an op's derivatives, usually those of a ``_backward`` op, from its formula in torch ops.
+    """Register the derivatives of an op, usually of a ``_backward`` op, from its formula in torch ops.
 
     Args:
         name: the op's name.
@@ -169,9 +169,9 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def _single_level(function: type[torch.autograd.Function]) -> Any:
-    """Return a copy of the function for a single transform.
+    """Return a copy of the function that is applied inside one transform of torch.func.
 
-    From torch 2.15 on, the ``apply`` of a ``Function`` handles transforms in C++ too.
+    The copy is needed because from torch 2.15 on, the ``apply`` of a ``Function`` enters transforms itself, in C++.
     """
     methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward", "jvp")}
     return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)

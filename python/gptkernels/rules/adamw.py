@@ -1,6 +1,6 @@
 """One step of AdamW (Loshchilov and Hutter, 2019) on lists of tensors, in place.
 
-The arguments are the same as those of torch._fused_adamw_.
+The arguments are the same as for torch._fused_adamw_.
 """
 
 from typing import Any

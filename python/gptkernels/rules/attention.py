@@ -41,7 +41,7 @@ def _fake(query, key, value, *args, **kwargs):
 
 
 def _fake_gradient(t: Tensor) -> Tensor:
-    """Make an empty gradient: dense, with the first three dimensions in memory in the same order as those of ``t``."""
+    """Make an empty dense gradient. Its first three dimensions have the same order in memory as in ``t``."""
     strides = t.stride()
     order = sorted(range(3), key=lambda i: -strides[i])
     made = t.new_empty([t.shape[i] for i in order] + [t.shape[3]])
@@ -84,7 +84,7 @@ def _scores(query: Tensor, key: Tensor, options: Options) -> tuple[Tensor, Tenso
 
 
 def _dropout(p: Tensor, options: Options) -> Tensor | None:
-    """Return the factors of the probabilities, 0 or 1 / (1 - dropout_p); None if all are 1."""
+    """Return the factors of the probabilities, 0 or 1 / (1 - dropout_p); None without dropout."""
     if options.dropout_p == 0:
         return None
     kept = ops.attention_dropout_mask(*p.shape, options.dropout_p, options.seed, options.offset)
@@ -92,7 +92,7 @@ def _dropout(p: Tensor, options: Options) -> Tensor | None:
 
 
 def forward_formula(query, key, value, *args) -> tuple[Tensor, Tensor]:
-    """Compute out and logsumexp in torch ops; ``args`` are those of ``Options``."""
+    """Compute out and logsumexp in torch ops; ``args`` are the fields of ``Options``."""
     options = Options(*args)
     scores, any_seen = _scores(query, key, options)
     p = scores.softmax(-1) * any_seen

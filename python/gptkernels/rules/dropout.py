@@ -1,4 +1,4 @@
-"""Dropout: x / (1 - p) for the elements that Philox's random bits keep, 0 * x for the others. No mask is stored."""
+"""Dropout: x / (1 - p) for an element that Philox's random bits keep, otherwise 0 * x. No mask is stored."""
 
 import torch
 from torch import Tensor

@@ -33,10 +33,10 @@ class Encoder(torch.autograd.Function):
 
 
 class TiedEncoder(torch.autograd.Function):
-    """Encoder with a second output: wte, for the head that is tied to it.
+    """The encoder with a second output: wte, which the LM head that is tied to it uses.
 
-    Its backward receives the head's gradient of wte and adds the tokens' gradient to it. No second gradient is written,
-    and no extra pass adds the two.
+    The backward receives wte's gradient from the LM head and adds the tokens' gradient to it in place. So only one
+    gradient of wte is written, and no further pass adds two gradients.
     """
 
     @staticmethod
@@ -48,7 +48,7 @@ class TiedEncoder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dhead):
-        """Add the tokens' gradient to the head's gradient, in place if nothing else refers to the head's gradient."""
+        """Add the tokens' gradient to ``dhead``, the LM head's gradient of wte, in place if that is possible."""
         (tokens,) = ctx.saved_tensors
         if dout is None:
             return None, dhead, None, None

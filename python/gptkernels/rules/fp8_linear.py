@@ -1,6 +1,6 @@
 """Linear layers with float8 operands: x and weights in e4m3, gradients in e5m2.
 
-The gradients are those of a layer without quantisation, computed from the quantised operands.
+The gradients are computed as in a layer without quantisation, but from the quantised operands.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Registration of this package's attention with transformers and with torch, by their interfaces for that."""
+"""Registers this package's attention with transformers and with torch, which have interfaces for this."""
 
 import inspect
 import sys

@@ -44,7 +44,7 @@ class Parts:
     links: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = ()  # each module's dictionary of children, and a copy
 
     def are_as_found(self) -> bool:
-        """Return whether no module has another class, other children, or new hooks, and no forward was patched."""
+        """Return whether the modules are unchanged: their classes, children, hooks and forwards."""
         for children, found in self.links:
             if children != found:  # modules compare by identity
                 return False

@@ -58,7 +58,7 @@ def attention_dropout(module: Any) -> float | None:
 
 @replacement(ATTENTION)
 def attention(original: Any) -> Namespace:
-    """Causal self-attention; the kernel reads the packed output of ``c_attn``."""
+    """Replace causal self-attention. The kernel reads the packed output of ``c_attn``."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         p = attention_dropout(self)
@@ -90,7 +90,7 @@ def activation(module: Any) -> Any:
 
 @replacement(MLP)
 def mlp_module(original: Any) -> Namespace:
-    """An MLP: both linear layers and the GELU between them."""
+    """Replace an MLP: both linear layers and the GELU between them."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if (reason := why_not(x)) is not None:
@@ -143,7 +143,7 @@ def _layer(
 
 @replacement(BLOCK)
 def block(original: Any) -> Namespace:
-    """A block, in which one kernel computes a residual addition and the norm that follows it."""
+    """Replace a block. One kernel computes attention's residual addition and the norm that follows it."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if (reason := why_not(x)) is not None:
@@ -172,7 +172,7 @@ def looks_like_gpt(module: Any) -> bool:
 
 @replacement("gpt model")
 def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
-    """The whole model. One kernel computes a block's last addition and the next block's first norm.
+    """Replace the whole model. One kernel computes a block's last addition and the next block's first norm.
 
     Args:
         original: the class of the model.

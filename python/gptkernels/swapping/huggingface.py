@@ -75,7 +75,7 @@ def _sdpa_is_theirs() -> bool:
 
 @replacement(MLP)
 def mlp_module(original: Any) -> Namespace:
-    """An MLP: two Conv1D with the activation between them."""
+    """Replace an MLP: two Conv1D and the activation between them."""
 
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if (reason := why_not(hidden_states)) is not None:
@@ -101,7 +101,7 @@ def _only_matmul_reads(mlp: Any) -> bool:
 
 @replacement(ATTENTION)
 def attention(original: Any) -> Namespace:
-    """Self-attention with any mask and any cache, if no probabilities are requested."""
+    """Replace self-attention with any mask and any cache, if no probabilities are requested."""
     complete = _completer(original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -177,7 +177,7 @@ def _is_plain_cache(cache: Any) -> bool:
 
 @replacement(BLOCK)
 def block(original: Any) -> Namespace:
-    """A block, in which one kernel adds attention's output and computes the norm that follows."""
+    """Replace a block. One kernel computes attention's residual addition and the norm that follows it."""
     complete = _completer(original)
     gives_a_tuple = "output_attentions" in inspect.signature(original.forward).parameters  # 4.57
 
@@ -212,7 +212,7 @@ def block(original: Any) -> Namespace:
 
 @replacement("Hugging Face GPT2Model")
 def model(original: Any) -> Namespace:
-    """Embeddings, all blocks and the last norm. One kernel computes a block's last addition and the next norm."""
+    """Replace the model without LM head. One kernel computes a block's last addition and the next norm."""
     complete = _completer(original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -462,7 +462,10 @@ def shifted(labels: Any, ignore_index: int) -> Tensor:
 
 @replacement("Hugging Face GPT2LMHeadModel")
 def language_model(original: Any) -> Namespace:
-    """The LM head and the loss, fused if labels are given; ``loss_function`` is ours unless the user replaced it."""
+    """Replace the model with LM head, whose loss is fused with the LM head if labels are given.
+
+    ``loss_function`` computes this package's loss unless the user has replaced it.
+    """
     complete = _completer(original)
     theirs = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
     mapping = sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING

@@ -13,7 +13,10 @@ from gptkernels.swapping.classes import Namespace, replacement
 
 @replacement("LayerNorm")
 def layer_norm(original: Any, eps: float | None = None) -> Namespace:
-    """``torch.nn.LayerNorm``, or a user's class that normalises over its weight's shape with this eps."""
+    """Replace ``torch.nn.LayerNorm``, or a user's class that normalises over its weight's shape.
+
+    ``eps`` is the eps of the user's class, and None for ``torch.nn.LayerNorm``.
+    """
 
     def forward(self: Any, input: Tensor) -> Tensor:
         weight, bias, epsilon = norm_of(self)
@@ -37,7 +40,7 @@ def eps_of(module: Any) -> float:
 
 @replacement("GELU")
 def gelu(original: Any, form: str | None = None) -> Namespace:
-    """``torch.nn.GELU``, or a class that computes one of its two forms."""
+    """Replace ``torch.nn.GELU``, or a class that computes one of its two forms."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         if (reason := why_not(input)) is not None:
@@ -56,7 +59,7 @@ def gelu_form(module: Any) -> str:
 
 @replacement("Linear")
 def linear(original: Any, transposed: bool = False) -> Namespace:
-    """``torch.nn.Linear``, or, if transposed, Hugging Face's Conv1D, whose weight (in, out) is not copied."""
+    """Replace ``torch.nn.Linear``, or, if transposed, Hugging Face's Conv1D, whose weight (in, out) is not copied."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         if (reason := why_not(input, self.weight, self.bias)) is not None:
@@ -113,7 +116,7 @@ def softmax(original: Any) -> Namespace:
 
 @replacement("CrossEntropyLoss")
 def cross_entropy(original: Any) -> Namespace:
-    """``torch.nn.CrossEntropyLoss`` with class indices as targets."""
+    """Replace ``torch.nn.CrossEntropyLoss`` with class indices as targets."""
 
     def forward(self: Any, input: Tensor, target: Tensor) -> Tensor:
         reason = why_not(input)
@@ -143,7 +146,7 @@ def torch_layer(module: torch.nn.Module) -> tuple[Any, ...] | str | None:
 
 
 def _without(**defaults: Any) -> Any:
-    """Return a function that returns the reason why no kernel supports a module: an option without its default."""
+    """Return a function that checks a module's options: None if all have these defaults, otherwise a reason."""
 
     def unless(module: Any) -> str | None:
         for name, default in defaults.items():

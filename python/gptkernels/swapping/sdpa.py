@@ -73,7 +73,7 @@ def _redirected(method: Any) -> Any:
 
 @replacement("attention calls")
 def attention_calls(original: Any) -> Namespace:
-    """The class's methods, which call our function in place of torch's."""
+    """Replace a class's methods that call torch's function by copies that call this package's function."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return original.forward(self, *args, **kwargs)

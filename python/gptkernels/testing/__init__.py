@@ -30,8 +30,8 @@ def gradcheck_ops(
     """Check every operator against torch.
 
     - In each of float64, float32, bfloat16 and float16, results and all gradients of two sizes are compared with the
-      formula in float64. Our largest error may be twice that of torch's own kernels on the same numbers, plus one
-      rounding of the result. A second call must give the same bits.
+      formula in float64. Our largest error may be twice the error of torch's kernels on the same numbers, plus
+      one rounding of the result. A second call must give the same bits.
     - In float64, :func:`torch.autograd.gradcheck` and :func:`torch.autograd.gradgradcheck` are called.
     - In float32, :func:`torch.library.opcheck` is called for the operator and its ``_backward`` ops.
 

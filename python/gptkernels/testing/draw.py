@@ -110,7 +110,7 @@ class Draw:
         return self.choose("dtype", FLOATING, (2, 4, 4, 1) if self.real else None)
 
     def room(self, *others):
-        """Return the largest size of a matrix dimension in a matmul of real size whose other sizes are known."""
+        """Return the largest size of a matmul's dimension in a call of real size; ``others`` are the other sizes."""
         others = [max(size, 1) for size in others]
         return max(min(LARGEST_SIZE, 4 * self.most_elements // max(others), self.most_products // math.prod(others)), 1)
 

@@ -76,7 +76,7 @@ def answer(
 
 
 def _batches(questions: Sequence[Question], tokens_per_batch: int) -> Iterator[list[Question]]:
-    """Yield batches of neighbouring questions. A row is an ending, padded to the longest question."""
+    """Yield batches of neighbouring questions. A batch has one row per ending, padded to its longest question."""
     batch: list[Question] = []
     rows = length = 0
     for question in questions:

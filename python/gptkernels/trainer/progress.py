@@ -17,7 +17,7 @@ def printable(text: str) -> str:
 
 
 class Progress:
-    """A display that shows nothing; the base class of the others."""
+    """The base class of displays, which shows nothing."""
 
     def say(self, text: str) -> None:
         """Print a text."""

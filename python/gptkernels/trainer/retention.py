@@ -1,4 +1,4 @@
-"""The checkpoints that a run keeps in addition to the newest one: the last few, and those of every N-th step."""
+"""The checkpoints that a run keeps in addition to the newest one: the last few, and one for every N-th step."""
 
 import os
 import re
@@ -27,11 +27,11 @@ def kept_steps(folder: Path) -> list[int]:
 
 
 def retain(newest: Path, step: int, keep_last: int, keep_every: int) -> None:
-    """Keep the newest checkpoint, that of `step`, under a name with its step, and remove older checkpoints.
+    """Keep the newest checkpoint under a name with its step, `step`, and remove older checkpoints.
 
-    The last `keep_last` checkpoints are kept, including the newest one, and those of steps that are multiples of
-    `keep_every`, if it is not 0. With a `keep_last` of 1 nothing is removed. The name is a hard link to the file, which
-    takes no space, or on a file system without hard links a copy.
+    The last `keep_last` checkpoints are kept, including the newest one. If `keep_every` is not 0, checkpoints whose
+    step is a multiple of it are kept too. With a `keep_last` of 1 nothing is removed. The name is a hard link to the
+    file, which takes no space, or on a file system without hard links a copy.
     """
     folder = newest.parent
     if keep_last > 1 or _is_multiple(step, keep_every):

@@ -60,7 +60,7 @@ def _check_own(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder while the body runs. The lock also ends with the process, in any way.
+    """Lock a folder while the body runs. The lock is also released if the process is killed.
 
     If another process has the lock, a ValueError gives its process id. On a file system without locks nothing is
     locked.
@@ -118,7 +118,7 @@ def is_other_file(log_file: str, folder: Path) -> bool:
 
 
 def find_run(folder: str | None) -> Path:
-    """Return the folder of a run to resume: the named folder, or the one in runs/ with the newest checkpoint."""
+    """Return the folder of a run to resume: the named folder, or the folder in runs/ with the newest checkpoint."""
     if folder is None:
         checkpoints = sorted(RUNS.glob(f"*/{CHECKPOINT}"), key=lambda path: path.stat().st_mtime)
         if not checkpoints:

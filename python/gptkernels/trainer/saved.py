@@ -26,6 +26,13 @@ _MODEL_TYPES: dict[str, tuple[type, ...]] = {
     "activation": (str,),
     "dropout": (int, float),
 }
+_INTEGER = "an integer with a magnitude below 2^62"
+_DESCRIPTIONS: dict[tuple[type, ...], str] = {
+    (int,): _INTEGER,
+    (bool,): "True or False",
+    (str,): "a string",
+    (int, float): f"{_INTEGER} or a finite float",
+}
 
 
 def saved_options(saved: TrainingState, path: Path) -> TrainConfig:
@@ -72,7 +79,10 @@ def _check_options(options: Any, path: Path) -> TrainConfig:
 
 
 def _has_type(value: Any, wanted: tuple[type, ...]) -> bool:
-    """Return whether a value has one of these types (True is no integer), and is finite and below 2^62."""
+    """Return whether a value has one of these types and is no infinity, NaN or integer beyond 2^62.
+
+    True and False do not count as integers.
+    """
     if type(value) not in wanted:
         return False
     if type(value) is float:
@@ -89,7 +99,7 @@ def _check_model(saved: TrainingState, options: TrainConfig, path: Path) -> None
     config = saved.config
     for name, wanted in _MODEL_TYPES.items():
         if name in config and not _has_type(config[name], wanted):
-            raise ValueError(f"{path}: config: {name} is {_shown(config[name])}, which is no such number")
+            raise ValueError(f"{path}: config: {name} is {_shown(config[name])}, must be {_DESCRIPTIONS[wanted]}")
     if unknown := config.keys() - _MODEL_TYPES.keys():
         raise ValueError(f"{path}: config: {min(map(repr, unknown))} is unknown")
     sizes = {"activation": "gelu_tanh", **check_model(saved.model, config, str(path))}

@@ -30,7 +30,7 @@ struct BackwardShape {
 
 struct alignas(16) BackwardTile {
   int row;     // first row; -1 after the last tile
-  int head;    // number of the query head (for dk and dv, of the key head) among the heads of all batches
+  int head;    // index of the query head (for dk and dv, of the key head), counted over all batches
   int first;   // index of the first block
   int blocks;  // number of blocks: of one query head, or, with a block mask, of all query heads that share the keys
 };
@@ -50,7 +50,7 @@ struct Sm90Backward {
   Sm90Mask mask;
 
 #ifdef __CUDACC__
-  // `head` is the number of a query head among the heads of all batches.
+  // `head` is the index of a query head, counted over all batches.
   __device__ int mask_head(int head) const { return mask.blocks.mask_head(head / problem.heads, head % problem.heads); }
 #endif
 };

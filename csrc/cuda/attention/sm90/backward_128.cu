@@ -179,8 +179,8 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
   float scores_a[32], scores_b[32], dp[32], dquery[64], bias[2], delta[2];
   uint32_t q[32], ds[16];
   RowStatistics<T, Mask> statistics;
-  RingPosition<kKeys> key;      // the keys of the scores that were started last
-  RingPosition<kValues> value;  // the values of the dp that is computed next
+  RingPosition<kKeys> key;      // the slot of K for the scores that were started last
+  RingPosition<kValues> value;  // the slot of V for the next dp = dout * V^T
   RingPosition<kDouts> dout;
   unsigned phase = 0;  // phase of tile_full
   int row, head, block;
@@ -360,7 +360,7 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
     multiply<T, 128>(scores, panel_descriptor(shared.tile[at.slot][0] + half()), shared.block[ring.slot][0]);
     multiply<T, 128>(dp, panel_descriptor(shared.tile[at.slot][1] + half()), shared.block[ring.slot][1]);
   };
-  // Replaces the scores by P' while dk of the previous block is computed. Then starts dv.
+  // Replaces the scores by P' while dk of the previous block is computed, and then starts dv.
   const auto start_dvalue = [&] {
     const int now = ring.slot;
     hide_queries<Mask>(scores, p, own, Mask::kAdds ? shared.tiles[at.slot].head * p.problem.group + own.member : 0, row,

@@ -49,7 +49,7 @@ __device__ OwnBlock<1> own_block(const MaskBlocks& blocks, const MaskedBlock& bl
 // that only the other warpgroup sees is skipped, unless the ring could deadlock:
 //
 //   While a warpgroup waits for block j, it holds the stages of the two blocks i and h that it computed last (h < i <
-//   j), because their products may still run. Stages are filled in order, so block j has the stage of block j -
+//   j), because their matmuls may still run. Stages are filled in order, so block j has the stage of block j -
 //   kStages. With h <= j - kStages the loader would wait for the warpgroup to release h before it loads j, and the
 //   warpgroup would wait for the loader. Therefore j - h < kStages must hold, where j - h = (blocks skipped between
 //   h and i) + 1 + (blocks skipped between i and j) + 1.

@@ -1,4 +1,4 @@
-// The arithmetic of the backward kernels for sm_90a: operands, products, and the gradient of the softmax. Notation: S
+// The arithmetic of the backward kernels for sm_90a: operands, matmuls, and the gradient of the softmax. Notation: S
 // are the scores, P the probabilities, g is the gradient of out, D = sum(g out) - dlogsumexp for each query, and v' is
 // the transpose of v.
 //
@@ -44,7 +44,7 @@ __device__ inline float2 load_shared_pair(uint32_t shared) {
   return pair;
 }
 
-// ---- products -------------------------------------------------------------------------------------------------------
+// ---- matmuls --------------------------------------------------------------------------------------------------------
 
 // Starts the matmul d = a b', where a (64 x 4n) is in registers and b (64 x 4n) in shared memory.
 template <typename T, int n>

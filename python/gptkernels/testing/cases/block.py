@@ -71,7 +71,7 @@ def layer(draw):
     dtypes=BFLOAT16,
 )
 def fp8_layer(draw):
-    """In torch's counterpart the operands of matmuls are rounded to float8, but not in the formula."""
+    """The operands of matmuls are rounded to float8 in torch's counterpart, and not in the formula."""
     args, heads = layer_arguments(draw)
 
     def options():

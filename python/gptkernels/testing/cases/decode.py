@@ -1,4 +1,4 @@
-"""The operators of generation: decode computes the logits of the next token, and sample_ draws it."""
+"""Test cases for generation: decode (the logits of the next token) and sample_ (drawing the next token)."""
 
 import math
 

@@ -55,7 +55,10 @@ def norm_arguments(draw, inputs):
 
 
 def flat(exact, dims):
-    """Return a function that flattens the last ``dims`` dimensions and calls ``exact``, which normalises over one."""
+    """Return a function that flattens the last ``dims`` dimensions of its arguments and calls ``exact`` on them.
+
+    ``exact`` normalises over one dimension.
+    """
 
     def function(*args):
         found = exact(*(None if t is None else t.flatten(-dims) for t in args[:-1]), args[-1])
