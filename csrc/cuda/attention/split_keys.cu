@@ -1,7 +1,9 @@
-// Attention's forward for few queries, as in decoding. The keys of a head are divided among thread blocks, so that all
-// SMs read keys. Each thread block writes its part of the result to the workspace, and a second kernel combines the
-// parts in a fixed order. The queries of all heads that share a key head are rows of the same tiles, which have 16
-// rows. With up to 16 such rows, each key is read once.
+// Attention's forward for few queries, as in decoding. The keys of a head are split among thread blocks, so that all
+// SMs read keys. A thread block writes its part of the result to the workspace, and a second kernel combines the parts
+// in a fixed order. The query heads that share a key head are rows of the same tile of 16: keys are read once.
+//
+// In a thread block, each warp computes its own 16 of a stage's keys for all rows, and has its own maximum and sums per
+// row. At the end the thread block adds the sums of its warps.
 #include "cuda/attention/mma/tiles.cuh"
 #include "variants.h"
 
@@ -13,16 +15,15 @@ constexpr int kSplitRows = 16;
 constexpr int kMaxSplits = 256;
 constexpr int kCombineThreads = 128;
 
-// A stage in shared memory holds kKeys keys and their values. Each warp processes 16 keys of a stage, while the next
-// stages are loaded.
+// A stage has kKeys keys, 16 for each warp, and their values. While one stage is computed, the others are loaded.
 template <typename T, int HS>
 struct SplitShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kWarps = kBytes <= 256 ? 4 : 2;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kKeys = 16 * kWarps;
-  static constexpr int kStageBytes = kKeys * kBytes;  // bytes of a stage's keys, and of its values
-  static constexpr int kPitch = HS + 8;               // floats between the rows of a warp's sums
+  static constexpr int kStageBytes = kKeys * kBytes;  // of keys or of values
+  static constexpr int kPitch = HS + 8;               // floats between rows of a warp's sums
   static constexpr int kStages = kBytes <= 128 ? 3 : 2;
   static constexpr int kStagesBytes = 2 * kStages * kStageBytes;
   static constexpr int kSumsBytes = kWarps * kSplitRows * kPitch * static_cast<int>(sizeof(float));
@@ -30,21 +31,124 @@ struct SplitShape {
   static_assert(kSharedBytes <= 99 << 10);
 };
 
-// The number of parts into which the keys are split, and the arrays of partial results. A row is a query of a head:
-// there are B * NH * Tq rows.
+// The number of splits, and if there is more than one, the parts of the result.
 struct SplitPlan {
   int splits;
-  float* sums;         // (rows, splits, HS): the values, weighted with exponentials relative to the part's maximum
-  float2* statistics;  // (rows, splits): the part's largest score in units of log2, and its sum of exponentials
+  float* sums;         // (B, NH, Tq, splits, HS): sums of the values, weighted by exponentials relative to the maximum
+  float2* statistics;  // (B, NH, Tq, splits): the maximum, in units of log2, and the sum of the exponentials
 };
 
-// The head and query of a row. Row i of the rows that share a key head is query i % Tq of head first_head + i / Tq.
-struct SplitRow {
-  int64_t head;  // index among the heads of a sequence
-  int query;
-  __device__ SplitRow(int row, int64_t first_head, int queries)
-      : head(first_head + row / queries), query(row % queries) {}
+// What a thread block computes: a tile of the rows that share a key head, for one split of the keys. Row i is query
+// i % Tq of the key head's query head i / Tq.
+struct SplitTile {
+  int queries;  // Tq
+  int rows;     // number of rows that share the key head
+  int split;
+  int row;  // first row of the tile
+  int64_t batch;
+  int64_t key_head;
+  int64_t first_head;  // the key head's query head 0
+
+  struct Row {
+    int64_t head;
+    int query;
+  };
+
+  __device__ SplitTile(const AttentionSizes& s, int queries, int splits) : queries(queries) {
+    rows = static_cast<int>(s.heads / s.key_heads) * queries;
+    const int tiles = (rows + kSplitRows - 1) / kSplitRows;
+    split = blockIdx.x % static_cast<unsigned>(splits);
+    row = static_cast<int>(blockIdx.x / static_cast<unsigned>(splits) % tiles) * kSplitRows;
+    const int64_t key_head_of_all = blockIdx.x / static_cast<unsigned>(splits) / tiles;
+    batch = key_head_of_all / s.key_heads;
+    key_head = key_head_of_all % s.key_heads;
+    first_head = key_head * (s.heads / s.key_heads);
+  }
+  __device__ Row at(int i) const { return {first_head + i / queries, i % queries}; }
 };
+
+// Starts copying the tile's queries to shared memory.
+template <typename T, int HS>
+__device__ void copy_queries(uint32_t shared, const AttentionForward<T>& p, const SplitTile& tile, int head_size) {
+  using Rows = MmaRows<T, HS>;
+  for (int i = threadIdx.x; i < kSplitRows * Rows::kChunks; i += SplitShape<T, HS>::kThreads) {
+    const int r = i / Rows::kChunks, chunk = i % Rows::kChunks;
+    const bool inside = tile.row + r < tile.rows && chunk * kPack<T> < head_size;
+    const SplitTile::Row at = tile.at(tile.row + r);
+    const T* from = p.query.data + tile.batch * p.query.batch;
+    if (inside) from += at.head * p.query.head + at.query * p.query.token + chunk * kPack<T>;
+    copy_async_16(shared + Rows::at(r, chunk), from, inside);
+  }
+}
+
+// Rounds the queries like round_rows. A thread rounds the chunks that it has copied.
+template <typename T, int HS, bool kExact>
+__device__ void round_queries(uint8_t* shared) {
+  using Rows = MmaRows<T, HS>;
+  if constexpr (std::is_same_v<T, float> && !kExact)
+    for (int i = threadIdx.x; i < kSplitRows * Rows::kChunks; i += SplitShape<T, HS>::kThreads) {
+      float4& own = *reinterpret_cast<float4*>(shared + Rows::at(i / Rows::kChunks, i % Rows::kChunks));
+      own = round_to_tf32(own);
+    }
+}
+
+// Writes the warp's sums of each row to shared memory, relative to the maximum of all warps. Writes the warp's own
+// maximum and sum of exponentials to `statistics`. Afterwards all threads may read both.
+template <typename Shape, int kOut>
+__device__ void share_sums(float* sums, float2 (&statistics)[Shape::kWarps][kSplitRows], const float (&out)[1][kOut][4],
+                           const float (&maximum)[1][2], const float (&sum)[1][2], int warp, int lane) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    const float total = warp_reduce<Sum, 4>(sum[0][r]);
+    if (lane % 4 == 0) statistics[warp][8 * r + lane / 4] = {maximum[0][r], total};
+  }
+  __syncthreads();  // no warp reads the stages, where the sums are written, any more
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float largest = -INFINITY;
+#pragma unroll
+    for (int w = 0; w < Shape::kWarps; ++w) largest = fmaxf(largest, statistics[w][8 * r + lane / 4].x);
+    const float rescale = largest == -INFINITY ? 0 : exp2_approximately(maximum[0][r] - largest);
+    float* to = sums + (warp * kSplitRows + 8 * r + lane / 4) * Shape::kPitch + lane % 4 * 2;
+#pragma unroll
+    for (int o = 0; o < kOut; ++o)
+      *reinterpret_cast<float2*>(to + 8 * o) = {out[0][o][2 * r] * rescale, out[0][o][2 * r + 1] * rescale};
+  }
+  __syncthreads();
+}
+
+// Adds the sums of all warps, and stores the tile's part of the result, or the result if there is one split.
+template <typename Shape, typename T>
+__device__ void store_tile(const AttentionForward<T>& p, const SplitPlan& plan, const SplitTile& tile,
+                           const float* sums, const float2 (&statistics)[Shape::kWarps][kSplitRows], int head_size) {
+  const int pairs = head_size / 2;
+  for (int i = threadIdx.x; i < kSplitRows * pairs; i += Shape::kThreads) {
+    const int r = i / pairs, column = i % pairs * 2;
+    if (tile.row + r >= tile.rows) break;
+    float largest = -INFINITY, total = 0;
+#pragma unroll
+    for (int w = 0; w < Shape::kWarps; ++w) largest = fmaxf(largest, statistics[w][r].x);
+    float2 result = {0, 0};
+#pragma unroll
+    for (int w = 0; w < Shape::kWarps; ++w) {
+      const float2 statistic = statistics[w][r];
+      if (largest != -INFINITY) total += statistic.y * exp2_approximately(statistic.x - largest);
+      const float2 part = *reinterpret_cast<const float2*>(sums + (w * kSplitRows + r) * Shape::kPitch + column);
+      result.x += part.x;
+      result.y += part.y;
+    }
+    const SplitTile::Row own = tile.at(tile.row + r);
+    const int64_t at = (tile.batch * p.sizes.heads + own.head) * tile.queries + own.query;
+    if (plan.splits > 1) {
+      *reinterpret_cast<float2*>(plan.sums + (at * plan.splits + tile.split) * head_size + column) = result;
+      if (column == 0) plan.statistics[at * plan.splits + tile.split] = {largest, total};
+    } else {
+      const float factor = total == 0 ? 0 : 1 / total;
+      store_narrow<2>(p.out.at(tile.batch, own.head, own.query) + column, {result.x * factor, result.y * factor});
+      if (column == 0) p.logsumexp[at] = total == 0 ? -INFINITY : logsumexp_of(largest, total, p.mask.bias);
+    }
+  }
+}
 
 template <typename T, int HS, bool kExact>
 __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
@@ -52,8 +156,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
                                    const __grid_constant__ SplitPlan plan) {
   using Shape = SplitShape<T, HS>;
   constexpr int kKeys = Shape::kKeys, kThreads = Shape::kThreads, kStages = Shape::kStages;
-  constexpr int kN = 2, kOut = HS / 8;
-  let_next_kernel_start();  // the next kernel combines the parts; it waits for the end of this kernel
+  let_next_kernel_start();  // the one that combines the parts: it waits for this one to end
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   __shared__ float2 warp_statistics[Shape::kWarps][kSplitRows];
   const uint32_t query_tile = shared_window(shared_bytes);
@@ -63,24 +166,19 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   const int queries = static_cast<int>(s.queries), keys = static_cast<int>(s.keys);
   const int head_size = static_cast<int>(s.head_size), offset = static_cast<int>(p.mask.query_offset);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int rows = static_cast<int>(s.heads / s.key_heads) * queries;  // the rows that share a key head
-  const int tiles = (rows + kSplitRows - 1) / kSplitRows;
-  const int split = blockIdx.x % static_cast<unsigned>(plan.splits);
-  const int row = static_cast<int>(blockIdx.x / static_cast<unsigned>(plan.splits) % tiles) * kSplitRows;
-  const int64_t key_head_of_all = blockIdx.x / static_cast<unsigned>(plan.splits) / tiles;
-  const int64_t b = key_head_of_all / s.key_heads, key_head = key_head_of_all % s.key_heads;
-  const int64_t first_head = key_head * (s.heads / s.key_heads);
-  const T* key = p.key.data + b * p.key.batch + key_head * p.key.head;
-  const T* value = p.value.data + b * p.value.batch + key_head * p.value.head;
+  const SplitTile tile(s, queries, plan.splits);
+  const T* key = p.key.at(tile.batch, tile.key_head, 0);
+  const T* value = p.value.at(tile.batch, tile.key_head, 0);
 
-  // The thread block's part of the keys that any query sees: [first, end).
-  const KeyBounds<true> bounds(p.mask, s, b);
+  // The blocks of kKeys keys that any query sees are divided among the splits. This one has the keys from `first` to
+  // `end`.
+  const KeyBounds<true> bounds(p.mask, s, tile.batch);
   const int last = p.mask.causal ? min(bounds.end, queries + offset) : bounds.end;
   const int begin = bounds.begin / kKeys;
   const int blocks = max((last + kKeys - 1) / kKeys - begin, 0);
   const int per_split = (blocks + plan.splits - 1) / plan.splits;
-  const int first = (begin + min(split * per_split, blocks)) * kKeys;
-  const int end = min((begin + min((split + 1) * per_split, blocks)) * kKeys, last);
+  const int first = (begin + min(tile.split * per_split, blocks)) * kKeys;
+  const int end = min((begin + min((tile.split + 1) * per_split, blocks)) * kKeys, last);
 
   const auto copy_stage = [&](int start, int stage) {
     const uint32_t to = stages + stage * 2 * Shape::kStageBytes;
@@ -89,160 +187,74 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
     copy_rows<T, HS, kKeys, kThreads>(to + Shape::kStageBytes, value + start * p.value.token, p.value.token,
                                       bounds.begin - start, bounds.end - start, head_size);
   };
-  for (int i = threadIdx.x; i < kSplitRows * MmaRows<T, HS>::kChunks; i += kThreads) {
-    const int r = i / MmaRows<T, HS>::kChunks, chunk = i % MmaRows<T, HS>::kChunks;
-    const bool inside = row + r < rows && chunk * kPack<T> < head_size;
-    const SplitRow at(row + r, first_head, queries);
-    const T* from = p.query.data + b * p.query.batch;
-    if (inside) from += at.head * p.query.head + at.query * p.query.token + chunk * kPack<T>;
-    copy_async_16(query_tile + MmaRows<T, HS>::at(r, chunk), from, inside);
-  }
+  copy_queries<T, HS>(query_tile, p, tile, head_size);
 #pragma unroll
   for (int i = 0; i < kStages - 1; ++i) {
     if (first + i * kKeys < end) copy_stage(first + i * kKeys, i);
     copy_async_commit();
   }
   copy_async_wait<kStages - 2>();
-  if constexpr (std::is_same_v<T, float> && !kExact)
-    for (int i = threadIdx.x; i < kSplitRows * MmaRows<T, HS>::kChunks; i += kThreads) {
-      float4& own = *reinterpret_cast<float4*>(
-          shared_bytes + MmaRows<T, HS>::at(i / MmaRows<T, HS>::kChunks, i % MmaRows<T, HS>::kChunks));
-      own = round_to_tf32(own);
-    }
+  round_queries<T, HS, kExact>(shared_bytes);
   __syncthreads();
   const RowOperand<T, HS, 1, !kExact && (Shape::kBytes <= 256)> query(query_tile, 0);
 
+  // Each of this thread's two rows sees its own range of keys. All queries see the keys before narrow_end.
   int low[1][2], high[1][2];
   int64_t mask_row[2];
   bool inside[2];
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
-    const int at = row + 8 * r + lane / 4;
-    const SplitRow own(at, first_head, queries);
-    inside[r] = at < rows;
+    const int at = tile.row + 8 * r + lane / 4;
+    const SplitTile::Row own = tile.at(at);
+    inside[r] = at < tile.rows;
     low[0][r] = bounds.begin;
     high[0][r] = p.mask.causal ? min(bounds.end, own.query + offset + 1) : bounds.end;
-    mask_row[r] = b * p.mask.batch + own.head * p.mask.head + own.query * p.mask.query;
+    mask_row[r] = tile.batch * p.mask.batch + own.head * p.mask.head + own.query * p.mask.query;
   }
-  // The end of the keys that the first query sees.
   const int narrow_end = p.mask.causal ? min(bounds.end, offset + 1) : bounds.end;
 
   const float scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
-  float out[1][kOut][4] = {}, maximum[2] = {-INFINITY, -INFINITY}, sum[2] = {};
+  float out[1][HS / 8][4] = {}, maximum[1][2] = {{-INFINITY, -INFINITY}}, sum[1][2] = {};
   int stage = 0;
   for (int block = first; block < end; block += kKeys) {
     copy_async_wait<kStages - 2>();
     round_rows<T, HS, kExact, 2 * kKeys, kThreads>(shared_bytes + kSplitRows * Shape::kBytes +
-                                                   stage * 2 * Shape::kStageBytes);
-    __syncthreads();  // this stage has arrived, and all warps have read the previous stage
+                                                   stage * 2 * Shape::kStageBytes);  // the values follow the keys
+    __syncthreads();  // this stage is loaded, and no warp reads the one before any more
     const int ahead = block + (kStages - 1) * kKeys;
     if (ahead < end) copy_stage(ahead, stage == 0 ? kStages - 1 : stage - 1);
     copy_async_commit();
     const int start = block + 16 * warp;
     const uint32_t key_tile = stages + stage * 2 * Shape::kStageBytes + 16 * warp * Shape::kBytes;
 
-    float scores[1][kN][4];
+    float scores[1][2][4], rescale[1][2];
     multiply_transposed<T, HS, kExact>(scores, query, key_tile, head_size);
     scale_scores(scores, scale_log2);
-    if (p.mask.allowed || p.mask.bias) {
-#pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          const int j = start + 8 * n + lane % 4 * 2 + e % 2;
-          if (inside[e / 2] && j < keys) add_mask_element(scores[0][n][e], p.mask, mask_row[e / 2] + j * p.mask.key);
-        }
-    }
+    if (p.mask.allowed || p.mask.bias)
+      for_elements(scores, [&](float& score, int, int n, int e) {
+        const int j = start + 8 * n + lane % 4 * 2 + e % 2;
+        if (inside[e / 2] && j < keys) add_mask_element(score, p.mask, mask_row[e / 2] + j * p.mask.key);
+      });
     if (start < bounds.begin || start + 16 > narrow_end) keep_columns(scores, low, high, start);
-    float rescale[2];
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      float largest = maximum[r];
-#pragma unroll
-      for (int n = 0; n < kN; ++n) largest = fmaxf(largest, fmaxf(scores[0][n][2 * r], scores[0][n][2 * r + 1]));
-      largest = warp_reduce<FiniteMax, 4>(largest);
-      const float origin = largest == -INFINITY ? 0 : largest;
-      rescale[r] = exp2_approximately(maximum[r] - origin);
-      maximum[r] = largest;
-      float part = 0;
-#pragma unroll
-      for (int n = 0; n < kN; ++n)
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          float& score = scores[0][n][2 * r + c];
-          score = exp2_approximately(score - origin);
-          part += score;
-        }
-      sum[r] = sum[r] * rescale[r] + part;
-    }
-    if (__any_sync(~0u, rescale[0] != 1 || rescale[1] != 1)) {
-#pragma unroll
-      for (int o = 0; o < kOut; ++o)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) out[0][o][e] *= rescale[e / 2];
-    }
+    add_exponentials<true>(scores, maximum, sum, rescale, 1);  // scores are in units of log2 already
+    if (__any_sync(~0u, rescale[0][0] != 1 || rescale[0][1] != 1))
+      for_elements(out, [&](float& x, int, int, int e) { x *= rescale[0][e / 2]; });
     add_product<T, HS, kExact>(out, scores, key_tile + Shape::kStageBytes, 0);
     stage = stage + 1 == kStages ? 0 : stage + 1;
   }
 
-  // Add the warps' sums, relative to the thread block's maximum, through shared memory.
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    sum[r] = warp_reduce<Sum, 4>(sum[r]);
-    if (lane % 4 == 0) warp_statistics[warp][8 * r + lane / 4] = {maximum[r], sum[r]};
-  }
-  __syncthreads();  // also, all warps have read the stages, whose memory `sums` uses
-  float* sums = reinterpret_cast<float*>(shared_bytes + kSplitRows * Shape::kBytes);
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float largest = -INFINITY;
-#pragma unroll
-    for (int w = 0; w < Shape::kWarps; ++w) largest = fmaxf(largest, warp_statistics[w][8 * r + lane / 4].x);
-    const float rescale = largest == -INFINITY ? 0 : exp2_approximately(maximum[r] - largest);
-    float* to = sums + (warp * kSplitRows + 8 * r + lane / 4) * Shape::kPitch + lane % 4 * 2;
-#pragma unroll
-    for (int o = 0; o < kOut; ++o)
-      *reinterpret_cast<float2*>(to + 8 * o) = {out[0][o][2 * r] * rescale, out[0][o][2 * r + 1] * rescale};
-  }
-  __syncthreads();
-  const int pairs = head_size / 2;
-  for (int i = threadIdx.x; i < kSplitRows * pairs; i += kThreads) {
-    const int r = i / pairs, column = i % pairs * 2;
-    if (row + r >= rows) break;
-    float largest = -INFINITY, total = 0;
-#pragma unroll
-    for (int w = 0; w < Shape::kWarps; ++w) largest = fmaxf(largest, warp_statistics[w][r].x);
-    float2 result = {0, 0};
-#pragma unroll
-    for (int w = 0; w < Shape::kWarps; ++w) {
-      const float2 statistic = warp_statistics[w][r];
-      if (largest != -INFINITY) total += statistic.y * exp2_approximately(statistic.x - largest);
-      const float2 part = *reinterpret_cast<const float2*>(sums + (w * kSplitRows + r) * Shape::kPitch + column);
-      result.x += part.x;
-      result.y += part.y;
-    }
-    const SplitRow own(row + r, first_head, queries);
-    const int64_t at = (b * s.heads + own.head) * queries + own.query;
-    if (plan.splits > 1) {
-      *reinterpret_cast<float2*>(plan.sums + (at * plan.splits + split) * head_size + column) = result;
-      if (column == 0) plan.statistics[at * plan.splits + split] = {largest, total};
-    } else {
-      const float factor = total == 0 ? 0 : 1 / total;
-      store_narrow<2>(p.out.data + b * p.out.batch + own.head * p.out.head + own.query * p.out.token + column,
-                      {result.x * factor, result.y * factor});
-      if (column == 0) p.logsumexp[at] = total == 0 ? -INFINITY : logsumexp_of(largest, total, p.mask.bias);
-    }
-  }
+  float* sums = reinterpret_cast<float*>(shared_bytes + kSplitRows * Shape::kBytes);  // replaces the stages
+  share_sums<Shape>(sums, warp_statistics, out, maximum, sum, warp, lane);
+  store_tile<Shape>(p, plan, tile, sums, warp_statistics, head_size);
 }
 
-// Combines the parts of each row. There is one thread block per row. A thread group has one thread for every four
-// columns. Group g adds parts g, g + groups, g + 2 * groups, ..., so that the loads of all parts are in flight at the
-// same time. Then the sums of the groups are added in order.
+// A thread block combines the parts of one row. A thread adds four columns of every `groups`-th part. Then the sums of
+// the groups are added in a fixed order. So many parts are loaded at the same time.
 template <typename T>
 __global__ void __launch_bounds__(kCombineThreads)
     attention_forward_combine_kernel(const __grid_constant__ AttentionForward<T> p,
                                      const __grid_constant__ SplitPlan plan) {
-  constexpr int kAhead = 8;  // parts that a thread loads before it uses the first part
+  constexpr int kAhead = 8;  // parts that a thread loads before it needs the first
   __shared__ float maxima[kCombineThreads / 32];
   __shared__ float4 thread_sums[kCombineThreads];
   __shared__ float thread_totals[kCombineThreads];
@@ -307,14 +319,14 @@ __global__ void __launch_bounds__(kCombineThreads)
   if (column == 0) p.logsumexp[row] = total == 0 ? -INFINITY : logsumexp_of(largest, total, p.mask.bias);
 }
 
-// Returns the number of tiles of rows, which is the number of thread blocks if the keys are not split.
+// Returns the number of thread blocks per split: one for each tile of rows.
 int64_t split_tiles(const AttentionSizes& s) {
   return s.batches * s.key_heads * ceil_div(s.heads / s.key_heads * s.queries, kSplitRows);
 }
 
-// Returns the number of parts into which the keys are split. There are two thread blocks per SM, unless parts would
-// have fewer than 128 keys. With 4 or more tiles per SM there are 12 thread blocks per SM, because not all tiles run at
-// the same time, and the last tiles would run for long while other SMs are idle.
+// Returns the number of splits: enough for two thread blocks per SM, or for 12 if there are 4 or more tiles per SM.
+// Then not all thread blocks are resident, and the last long ones would run alone. With several splits, each has at
+// least 128 keys on average.
 template <typename T>
 int splits_of(const AttentionForward<T>& p) {
   constexpr int kFewestKeys = 128;

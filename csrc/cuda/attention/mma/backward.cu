@@ -1,7 +1,12 @@
-// Attention's backward by mma.sync and cp.async, in two kernels that sum in registers: one walks over the keys of a
-// tile of queries, for dq and delta = sum(dout * out) - dlogsumexp; the other over the queries of a tile of keys, for
-// dk and dv. Scores and dout v^T are computed in both, and in return nothing is added up in memory: same inputs, same
-// bits.
+// Attention's backward by mma.sync and cp.async, in two kernels. Where P = exp(scale q k' - logsumexp) and g is dout,
+//
+//   dv = P' g, dq = scale dS k, dk = scale dS' q, where dS = P (g v' - delta) and delta = sum(dout * out) - dlogsumexp.
+//
+// Dropout is applied to P in dv, and to g v'.
+//
+// The kernel for dq computes a tile of queries in a loop over tiles of keys, and stores delta for the other kernel. The
+// kernel for dk and dv computes a tile of keys in a loop over tiles of queries. Both compute P and g v', so that all
+// sums are in registers. Nothing is added in memory, and the same inputs give the same bits.
 #include "cuda/attention/logsumexp_correction.cuh"
 #include "cuda/attention/variants.h"
 #include "tiles.cuh"
@@ -9,19 +14,15 @@
 namespace gptkernels::cuda {
 namespace {
 
-template <typename T>
-__device__ T* rows_of(const HeadsView<T>& t, int64_t b, int64_t h, int64_t row) {
-  return t.data + b * t.batch + h * t.head + row * t.token;
-}
-
-// Where float32 is exact, and where a mask may have far biases (attention/lowest_bias.cuh).
+// Whether probabilities are multiplied by a correction (logsumexp_correction.cuh): where float32 is exact, and where a
+// mask may have far biases (lowest_bias.cuh).
 template <bool kGeneral, bool kExact>
 constexpr bool kCorrects = kGeneral || kExact;
 
-// What the kernel for dq hands to the other, of each row (B, NH, Tq).
+// What the kernel for dq stores for the other kernel: two arrays (B, NH, Tq).
 struct RowStatistics {
   float* delta;
-  float* correction;  // of exp(score - logsumexp), in kernels with kCorrects
+  float* correction;  // in kernels with kCorrects
 
   __device__ RowStatistics(void* workspace, const AttentionSizes& s)
       : delta(static_cast<float*>(workspace)), correction(delta + s.batches * s.heads * s.queries) {}
@@ -29,14 +30,14 @@ struct RowStatistics {
 
 // ---- dq -------------------------------------------------------------------------------------------------------------
 
-// 4 warps of kM times 16 queries; kKeys keys at a time in two stages. Two times 16 queries halve what is loaded of keys
-// and values from shared memory, and what is rounded there.
+// A warp has 16 or 32 (kM = 2) queries. With 32, keys and values are loaded from shared memory, and rounded there, half
+// as often.
 template <typename T, int HS, bool kExact>
 struct DqueryShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kThreads = 128;
   static constexpr int kM = sizeof(T) == 4 && kBytes == 256 ? 2 : 1;
-  static constexpr int kBlocks = kM;  // whose registers a multiprocessor has, at least
+  static constexpr int kBlocks = kM;  // thread blocks that an SM has registers for, at least
   static constexpr int kRows = 64 * kM;
   static constexpr int kKeys = kBytes <= (sizeof(T) == 2 ? 256 : 128) ? 64 : kBytes <= 256 ? 32 : 16;
   static constexpr bool kKeepRows = !kExact && kBytes <= 128;
@@ -46,7 +47,7 @@ struct DqueryShape {
   static_assert(kSharedBytes <= 99 << 10);
 };
 
-// sum(dout * out) of one row, by the four lanes of a quad.
+// Returns sum(dout * out) of one row. The four lanes of a quad compute it together.
 template <typename T>
 __device__ float quad_dot(const T* dout, const T* out, int head_size) {
   float sum = 0;
@@ -76,11 +77,10 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
   const int head_size = static_cast<int>(s.head_size), offset = static_cast<int>(p.mask.query_offset);
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16 * kM;
   const HeadTiles::Tile tile = order.at(static_cast<int>(blockIdx.x));
-  const int64_t head = tile.head;
   const int row = tile.tile * Shape::kRows;
-  const int64_t b = head / s.heads, h = head % s.heads, key_head = h / (s.heads / s.key_heads);
-  const T* key = rows_of(p.key, b, key_head, 0);
-  const T* value = rows_of(p.value, b, key_head, 0);
+  const auto [head, b, h, key_head] = QueryHead(s, tile.head);
+  const T* key = p.key.at(b, key_head, 0);
+  const T* value = p.value.at(b, key_head, 0);
 
   const RowStatistics statistics(p.workspace, s);
   const bool has_bias = kGeneral && p.mask.bias;
@@ -94,13 +94,12 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
     copy_rows<T, HS, kKeys, kThreads>(to + Shape::kStageBytes, value + start * p.value.token, p.value.token,
                                       bounds.begin - start, bounds.end - start, head_size);
   };
-  copy_rows<T, HS, Shape::kRows, kThreads>(query_tile, rows_of(p.query, b, h, row), p.query.token, 0, queries - row,
+  copy_rows<T, HS, Shape::kRows, kThreads>(query_tile, p.query.at(b, h, row), p.query.token, 0, queries - row,
                                            head_size);
-  copy_rows<T, HS, Shape::kRows, kThreads>(dout_tile, rows_of(p.dout, b, h, row), p.dout.token, 0, queries - row,
-                                           head_size);
+  copy_rows<T, HS, Shape::kRows, kThreads>(dout_tile, p.dout.at(b, h, row), p.dout.token, 0, queries - row, head_size);
   if (first < end) copy_stage(first, 0);
 
-  // Of each row: logsumexp in units of log2, and delta, which the other kernel reads.
+  // Each of this thread's rows sees the keys from `low` to `high`. `reference` is its logsumexp in units of log2.
   int low[kM][2], high[kM][2];
   float reference[kM][2], delta[kM][2];
 #pragma unroll
@@ -115,18 +114,18 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
       const int64_t statistic = head * queries + within;
       const float logsumexp = inside ? p.logsumexp[statistic] : 0;
       const bool sees = logsumexp != -INFINITY;
-      float sum = quad_dot(rows_of(p.dout, b, h, within), rows_of(p.out, b, h, within), head_size);
+      float sum = quad_dot(p.dout.at(b, h, within), p.out.at(b, h, within), head_size);
       if (p.dlogsumexp) sum -= p.dlogsumexp[statistic];
       delta[m][r] = inside && sees ? sum : 0;
       reference[m][r] = sees ? in_units_of_log2(logsumexp, has_bias) : 0;
       if (inside && lane % 4 == 0) statistics.delta[statistic] = delta[m][r];
     }
-  // Where the window of the warp's first row ends, and that of its last.
+  // All of the warp's queries see the keys before narrow_end, and none sees a key from wide_end on.
   const int narrow_end = p.mask.causal ? min(bounds.end, row + warp_row + offset + 1) : bounds.end;
   const int wide_end = p.mask.causal ? min(bounds.end, row + warp_row + 16 * kM + offset) : bounds.end;
 
   copy_async_wait();
-  round_rows<T, HS, kExact, 2 * Shape::kRows, kThreads>(shared_bytes);  // queries and dout are neighbours
+  round_rows<T, HS, kExact, 2 * Shape::kRows, kThreads>(shared_bytes);  // dout follows the queries
   __syncthreads();
   const RowOperand<T, HS, kM, Shape::kKeepRows> query(query_tile, warp_row);
   const RowOperand<T, HS, kM, Shape::kKeepRows> dout(dout_tile, warp_row);
@@ -141,7 +140,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
     copy_async_wait();
     round_rows<T, HS, kExact, 2 * kKeys, kThreads>(shared_bytes + 2 * Shape::kTileBytes +
                                                    stage * 2 * Shape::kStageBytes);
-    __syncthreads();  // this stage has arrived, and all are done with the other one
+    __syncthreads();  // this stage is loaded, and no warp reads the other one any more
     if (start + kKeys < end) copy_stage(start + kKeys, stage ^ 1);
     if (start >= wide_end) continue;
     const uint32_t key_tile = stages + stage * 2 * Shape::kStageBytes;
@@ -202,31 +201,78 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
         scales[m][r] *= correction;
       }
     }
-  store_rows<T, HS>(shared_bytes, warp_row, dquery, scales, 0, rows_of(p.dquery, b, h, row + warp_row), p.dquery.token,
+  store_rows<T, HS>(shared_bytes, warp_row, dquery, scales, 0, p.dquery.at(b, h, row + warp_row), p.dquery.token,
                     queries - row - warp_row, head_size);
 }
 
 // ---- dk and dv ------------------------------------------------------------------------------------------------------
 
-// 64 * kM keys; kQueries queries at a time in two stages. A warp has 16 * kM keys and a part of dk's and dv's columns:
-// all of them where registers hold that.
+// A warp has 16 * kM keys and all columns of dk and dv. If registers do not hold these, two warps have the same keys
+// and half of the columns each (kParts = 2).
 template <typename T, int HS>
 struct DkeyShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kParts = HS > 128 ? 2 : 1;
   static constexpr int kThreads = 128 * kParts;
   static constexpr int kM = sizeof(T) == 4 && kBytes == 256 ? 2 : 1;
-  static constexpr int kBlocks = kM;  // whose registers a multiprocessor has, at least
+  static constexpr int kBlocks = kM;  // thread blocks that an SM has registers for, at least
   static constexpr int kRows = 64 * kM;
   static constexpr int kQueries = kBytes <= 128 ? 64 : kBytes <= 256 ? 32 : 16;
   static constexpr bool kKeepRows = false;
   static constexpr int kTileBytes = kRows * kBytes;
   static constexpr int kStageBytes = kQueries * kBytes;  // of queries or of dout
   static constexpr int kStatisticsAt = 2 * kTileBytes + 4 * kStageBytes;
-  static constexpr int kStatistics = 3;  // of a query: logsumexp, delta, correction
+  static constexpr int kStatistics = 3;  // per query: logsumexp, delta, correction
   static constexpr int kSharedBytes = kStatisticsAt + 2 * kStatistics * kQueries * static_cast<int>(sizeof(float));
   static_assert(kSharedBytes <= 99 << 10);
 };
+
+// Starts copying the statistics of a stage's queries to shared memory. They are those of query head `head` of all
+// batches, from query `start` on.
+template <typename Shape, bool kCopyCorrection>
+__device__ void copy_statistics(uint32_t shared, int stage, const float* logsumexp, const RowStatistics& statistics,
+                                int64_t head, int start, int queries) {
+  constexpr int kQueries = Shape::kQueries;
+  const float* const from[Shape::kStatistics] = {logsumexp, statistics.delta, statistics.correction};
+#pragma unroll
+  for (int i = 0; i < (kCopyCorrection ? 3 : 2); ++i) {
+    const int query = static_cast<int>(threadIdx.x) - i * kQueries % Shape::kThreads;
+    if (query < 0 || query >= kQueries) continue;
+    const bool inside = start + query < queries;
+    copy_async_4(shared + Shape::kStatisticsAt + ((stage * Shape::kStatistics + i) * kQueries + query) * sizeof(float),
+                 from[i] + head * queries + (inside ? start + query : 0), inside);
+  }
+}
+
+// Replaces scores by P. The statistics are in shared memory, from this thread's first column on.
+template <bool kCorrect, int kM, int kN>
+__device__ void probabilities_of_columns(float (&scores)[kM][kN][4], float factor, const float* logsumexp,
+                                         const float* correction, bool has_bias) {
+  for_columns<kN>([&](int n, int c) {
+    const float own = logsumexp[8 * n + c];
+    const float reference = own == -INFINITY ? 0 : in_units_of_log2(own, has_bias);
+    for_rows<kM>([&](int m, int r) {
+      float& score = scores[m][n][2 * r + c];
+      score = exp2_approximately(fmaf(score, factor, -reference));
+      if constexpr (kCorrect) score *= correction[8 * n + c];
+    });
+  });
+}
+
+// Replaces g v' by dS. A dropped element of P is negative, and becomes 0.
+template <bool kGeneral, int kM, int kN>
+__device__ void gradients_of_columns(float (&gradients)[kM][kN][4], float (&weights)[kM][kN][4], const float* delta,
+                                     float keep_scale) {
+  for_columns<kN>([&](int n, int c) {
+    const float own = delta[8 * n + c];
+    for_rows<kM>([&](int m, int r) {
+      float& weight = weights[m][n][2 * r + c];
+      float& gradient = gradients[m][n][2 * r + c];
+      gradient = (kGeneral ? fabsf(weight) : weight) * fmaf(gradient, keep_scale, -own);
+      if (kGeneral && weight < 0) weight = 0;
+    });
+  });
+}
 
 template <typename T, int HS, bool kGeneral, bool kExact>
 __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::kBlocks)
@@ -250,11 +296,13 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
   const int group = static_cast<int>(s.heads / s.key_heads);
   const int64_t b = tile.head / s.key_heads, key_head = tile.head % s.key_heads;
 
-  // The windows of queries that see a key: of each row, of the tile, and of the warp's first and last row.
+  // Each of this thread's keys is seen by the queries from its `low` to its `high`. Queries before `first` see no key
+  // of the tile, and those before wide_begin none of the warp's. Queries from narrow_begin on see all of the warp's
+  // keys.
   const KeyBounds<kGeneral> bounds(p.mask, s, b);
   const bool any = row < bounds.end && row + Shape::kRows > bounds.begin;
   const int first = p.mask.causal ? max(row - offset, 0) / kQueries * kQueries : 0;
-  // Where the walk over the queries of the heads that share a key head is.
+  // The loop iterates over the queries of all heads that share the key head.
   struct Place {
     int64_t head;
     int start;
@@ -282,29 +330,20 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
   const auto copy_stage = [&](const Place& place, int stage) {
     const auto [h, start] = place;
     const uint32_t to = stages + stage * 2 * Shape::kStageBytes;
-    copy_rows<T, HS, kQueries, kThreads>(to, rows_of(p.query, b, h, start), p.query.token, 0, queries - start,
-                                         head_size);
-    copy_rows<T, HS, kQueries, kThreads>(to + Shape::kStageBytes, rows_of(p.dout, b, h, start), p.dout.token, 0,
+    copy_rows<T, HS, kQueries, kThreads>(to, p.query.at(b, h, start), p.query.token, 0, queries - start, head_size);
+    copy_rows<T, HS, kQueries, kThreads>(to + Shape::kStageBytes, p.dout.at(b, h, start), p.dout.token, 0,
                                          queries - start, head_size);
-    const float* const from[Shape::kStatistics] = {p.logsumexp, statistics.delta, statistics.correction};
-#pragma unroll
-    for (int i = 0; i < (kCorrects<kGeneral, kExact> ? 3 : 2); ++i) {
-      const int query = static_cast<int>(threadIdx.x) - i * kQueries % kThreads;
-      if (query < 0 || query >= kQueries) continue;
-      const bool inside = start + query < queries;
-      copy_async_4(
-          key_tile + Shape::kStatisticsAt + ((stage * Shape::kStatistics + i) * kQueries + query) * sizeof(float),
-          from[i] + (b * s.heads + h) * queries + (inside ? start + query : 0), inside);
-    }
+    copy_statistics<Shape, kCorrects<kGeneral, kExact>>(key_tile, stage, p.logsumexp, statistics, b * s.heads + h,
+                                                        start, queries);
   };
-  copy_rows<T, HS, Shape::kRows, kThreads>(key_tile, rows_of(p.key, b, key_head, row), p.key.token, bounds.begin - row,
+  copy_rows<T, HS, Shape::kRows, kThreads>(key_tile, p.key.at(b, key_head, row), p.key.token, bounds.begin - row,
                                            bounds.end - row, head_size);
-  copy_rows<T, HS, Shape::kRows, kThreads>(value_tile, rows_of(p.value, b, key_head, row), p.value.token,
-                                           bounds.begin - row, bounds.end - row, head_size);
+  copy_rows<T, HS, Shape::kRows, kThreads>(value_tile, p.value.at(b, key_head, row), p.value.token, bounds.begin - row,
+                                           bounds.end - row, head_size);
   Place place = {key_head * group, first};
   if (place.head < last_head) copy_stage(place, 0);
   copy_async_wait();
-  round_rows<T, HS, kExact, 2 * Shape::kRows, kThreads>(shared_bytes);  // keys and values are neighbours
+  round_rows<T, HS, kExact, 2 * Shape::kRows, kThreads>(shared_bytes);  // the values follow the keys
   __syncthreads();
   const RowOperand<T, HS, kM, Shape::kKeepRows> key(key_tile, warp_row);
   const RowOperand<T, HS, kM, Shape::kKeepRows> value(value_tile, warp_row);
@@ -319,7 +358,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
     copy_async_wait();
     round_rows<T, HS, kExact, 2 * kQueries, kThreads>(shared_bytes + 2 * Shape::kTileBytes +
                                                       stage * 2 * Shape::kStageBytes);
-    __syncthreads();  // this stage has arrived, and all are done with the other one
+    __syncthreads();  // this stage is loaded, and no warp reads the other one any more
     if (const Place ahead = next(place); ahead.head < last_head) copy_stage(ahead, stage ^ 1);
     const auto [h, start] = place;
     if (start + kQueries <= wide_begin) continue;
@@ -338,65 +377,35 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
                     queries, p.mask.query);
     }
     if (start < narrow_begin || start + kQueries > queries) keep_columns(weights, low, high, start);
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const float own = logsumexp[8 * n + c];
-        const float reference = own == -INFINITY ? 0 : in_units_of_log2(own, has_bias);
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            float& weight = weights[m][n][2 * r + c];
-            weight = exp2_approximately(fmaf(weight, factor, -reference));
-            if constexpr (kCorrects<kGeneral, kExact>) weight *= correction[8 * n + c];
-          }
-      }
+    probabilities_of_columns<kCorrects<kGeneral, kExact>>(weights, factor, logsumexp, correction, has_bias);
 
     multiply_transposed<T, HS, kExact>(gradients, value, query_tile + Shape::kStageBytes, head_size);
     if constexpr (kGeneral)
       if (dropout.drops()) {
-        // A dropped weight is negative from here on: dS needs its value.
+        // Until dS is computed, a dropped element of P is marked by its sign.
         for_dropped_transposed<kM, kN>(dropout, b * s.heads + h, row + warp_row, start, [&](int m, int n, int e) {
           gradients[m][n][e] = 0;
           weights[m][n][e] = -weights[m][n][e];
         });
       }
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const float own = delta[8 * n + c];
-#pragma unroll
-        for (int m = 0; m < kM; ++m)
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            float& weight = weights[m][n][2 * r + c];
-            float& gradient = gradients[m][n][2 * r + c];
-            gradient = (kGeneral ? fabsf(weight) : weight) * fmaf(gradient, keep_scale, -own);
-            if (kGeneral && weight < 0) weight = 0;
-          }
-      }
+    gradients_of_columns<kGeneral>(gradients, weights, delta, keep_scale);
     add_product<T, HS, kExact>(dvalue, weights, query_tile + Shape::kStageBytes, warp_column);
-    // (Always true. It keeps the assembler from running the two products at once, for which it has no registers.)
+    // This condition is always true. It keeps the assembler from computing both matmuls at once, for which there are
+    // not enough registers.
     if (!kExact || head_size > 0) add_product<T, HS, kExact>(dkey, gradients, query_tile, warp_column);
   }
 
-  __syncthreads();  // warps share rows of keys and values
+  __syncthreads();  // store_rows() overwrites keys and values, which two warps read with kParts = 2
   float key_scale[kM][2], value_scale[kM][2];
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      key_scale[m][r] = static_cast<float>(gradient_scale(p));
-      value_scale[m][r] = keep_scale;
-    }
+  for_rows<kM>([&](int m, int r) {
+    key_scale[m][r] = static_cast<float>(gradient_scale(p));
+    value_scale[m][r] = keep_scale;
+  });
   const int rows = keys - row - warp_row;
-  store_rows<T, HS>(shared_bytes, warp_row, dkey, key_scale, warp_column, rows_of(p.dkey, b, key_head, row + warp_row),
+  store_rows<T, HS>(shared_bytes, warp_row, dkey, key_scale, warp_column, p.dkey.at(b, key_head, row + warp_row),
                     p.dkey.token, rows, head_size);
   store_rows<T, HS>(shared_bytes + Shape::kTileBytes, warp_row, dvalue, value_scale, warp_column,
-                    rows_of(p.dvalue, b, key_head, row + warp_row), p.dvalue.token, rows, head_size);
+                    p.dvalue.at(b, key_head, row + warp_row), p.dvalue.token, rows, head_size);
 }
 
 // ---- launches -------------------------------------------------------------------------------------------------------

@@ -1,31 +1,38 @@
-// Attention's forward by mma.sync and cp.async (Dao, FlashAttention-2, 2023): bfloat16, float16, and float32, as TF32
-// or exactly, on sm_80 and everything later, with masks, bounds and dropout.
+// Attention's forward by mma.sync and cp.async (Dao, FlashAttention-2, 2023), for sm_80 and later: bfloat16, float16,
+// and float32 as TF32 or exactly, with masks, bounds and dropout. A thread block computes a tile of queries of one
+// head:
+//
+//   start loading q and the first key tile
+//   for each key tile j that the queries see:
+//     wait until stage j is loaded; start loading key tile j + 1 into the other stage
+//     S = q k(j)'; masked scores are set to -inf
+//     raise each row's maximum; P = exp2(S * factor - maximum * factor); sum += P
+//     O += P v(j), where dropout is applied to P. Before, earlier sums and O are rescaled to the new maximum
+//   store O / sum and the logsumexp
+//
+// Each of four warps has 16 or 32 of the queries, and skips the key tiles that its own queries do not see.
 #include "cuda/attention/variants.h"
 #include "tiles.cuh"
 
 namespace gptkernels::cuda {
 namespace {
 
-// 4 warps of kM times 16 queries, kKeys keys at a time in two stages: shared memory within the 99 KB of sm_86 and 89.
-// Two times 16 queries halve what is loaded of keys and values from shared memory; masks and dropout need the
-// registers.
+// A warp with 32 queries (kM = 2) loads half as much of keys and values from shared memory. With 16-bit types, it has
+// no registers left for masks and dropout. Shared memory fits into the 99 KB of sm_86 and sm_89.
 template <typename T, int HS, bool kGeneral, bool kExact>
 struct ForwardShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kThreads = 128;
   static constexpr int kM = (sizeof(T) == 2 ? kBytes <= 128 && !kGeneral : kBytes == 256) ? 2 : 1;
-  static constexpr int kBlocks = kM == 2 || kBytes >= 256 || kExact ? 2 : 3;  // whose registers a multiprocessor has
+  static constexpr int kBlocks =
+      kM == 2 || kBytes >= 256 || kExact ? 2 : 3;  // thread blocks that an SM has registers for
   static constexpr int kRows = 64 * kM;
-  static constexpr int kKeys = kBytes <= (sizeof(T) == 2 ? 256 : 128) ? 64 : 32;
+  static constexpr int kKeys = kBytes <= (sizeof(T) == 2 ? 256 : 128) ? 64 : 32;  // of a key tile
   static constexpr bool kKeepQuery = !kExact && kBytes <= (sizeof(T) == 2 ? 256 : 128);
   static constexpr int kStageBytes = kKeys * kBytes;  // of keys or of values
   static constexpr int kSharedBytes = kRows * kBytes + 4 * kStageBytes;
   static_assert(kSharedBytes <= 99 << 10);
 };
-
-__device__ float quad_max(float x) {
-  return warp_reduce<FiniteMax, 4>(x);
-}
 
 template <typename T, int HS, bool kGeneral, bool kExact>
 __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThreads,
@@ -33,7 +40,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
     attention_forward_mma_kernel(const __grid_constant__ AttentionForward<T> p,
                                  const __grid_constant__ HeadTiles order) {
   using Shape = ForwardShape<T, HS, kGeneral, kExact>;
-  constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kN = kKeys / 8, kOut = HS / 8, kThreads = Shape::kThreads;
+  constexpr int kM = Shape::kM, kKeys = Shape::kKeys, kN = kKeys / 8, kThreads = Shape::kThreads;
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   const uint32_t query_tile = shared_window(shared_bytes);
   const uint32_t stages = query_tile + Shape::kRows * Shape::kBytes;
@@ -43,25 +50,21 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
   const int head_size = static_cast<int>(s.head_size), offset = static_cast<int>(p.mask.query_offset);
   const int lane = threadIdx.x % 32, warp_row = threadIdx.x / 32 * 16 * kM;
   const HeadTiles::Tile tile = order.at(static_cast<int>(blockIdx.x));
-  const int64_t head = tile.head;
   const int row = tile.tile * Shape::kRows;
-  const int64_t b = head / s.heads, h = head % s.heads, key_head = h / (s.heads / s.key_heads);
-  const T* key = p.key.data + b * p.key.batch + key_head * p.key.head;
-  const T* value = p.value.data + b * p.value.batch + key_head * p.value.head;
+  const auto [head, b, h, key_head] = QueryHead(s, tile.head);
+  const T* key = p.key.at(b, key_head, 0);
+  const T* value = p.value.at(b, key_head, 0);
 
+  // The keys from `first` to `end` are loaded. Each of this thread's queries sees the keys from its `low` to its
+  // `high`. All of the warp's queries see the keys before narrow_end, and none sees a key from wide_end on.
   const KeyBounds<kGeneral> bounds(p.mask, s, b);
   const int first = bounds.begin / kKeys * kKeys;
   const int end = p.mask.causal ? min(bounds.end, row + Shape::kRows + offset) : bounds.end;
   int low[kM][2], high[kM][2];
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      low[m][r] = bounds.begin;
-      high[m][r] = bounds.end;
-      if (p.mask.causal) high[m][r] = min(high[m][r], row + warp_row + 16 * m + 8 * r + lane / 4 + offset + 1);
-    }
-  // Where the window of the warp's first row ends, and that of its last.
+  for_rows<kM>([&](int m, int r) {
+    low[m][r] = bounds.begin;
+    high[m][r] = p.mask.causal ? min(bounds.end, row + warp_row + 16 * m + 8 * r + lane / 4 + offset + 1) : bounds.end;
+  });
   const int narrow_end = p.mask.causal ? min(bounds.end, row + warp_row + offset + 1) : bounds.end;
   const int wide_end = p.mask.causal ? min(bounds.end, row + warp_row + 16 * kM + offset) : bounds.end;
 
@@ -72,14 +75,8 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
     copy_rows<T, HS, kKeys, kThreads>(to + Shape::kStageBytes, value + start * p.value.token, p.value.token,
                                       bounds.begin - start, bounds.end - start, head_size);
   };
-  const auto round_stage = [&](int stage) {
-    uint8_t* at = shared_bytes + Shape::kRows * Shape::kBytes + stage * 2 * Shape::kStageBytes;
-    round_rows<T, HS, kExact, 2 * kKeys, kThreads>(at);  // keys and values are neighbours
-  };
-
-  copy_rows<T, HS, Shape::kRows, kThreads>(query_tile,
-                                           p.query.data + b * p.query.batch + h * p.query.head + row * p.query.token,
-                                           p.query.token, 0, queries - row, head_size);
+  copy_rows<T, HS, Shape::kRows, kThreads>(query_tile, p.query.at(b, h, row), p.query.token, 0, queries - row,
+                                           head_size);
   if (first < end) copy_stage(first, 0);
   copy_async_wait();
   round_rows<T, HS, kExact, Shape::kRows, kThreads>(shared_bytes);
@@ -89,28 +86,21 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
   const float scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
   const float factor = score_factor<kGeneral>(p.mask, p.scale);
   const bool has_bias = kGeneral && p.mask.bias;
-  const float natural = factor == 1 ? kLn2 : static_cast<float>(p.scale);  // of scores, to units of e
+  const float natural = factor == 1 ? kLn2 : static_cast<float>(p.scale);  // makes scores exponents of e
   const DropoutDraw dropout(p.dropout);
-  float out[kM][kOut][4] = {}, maximum[kM][2], sum[kM][2] = {};
-#pragma unroll
-  for (int m = 0; m < kM; ++m) maximum[m][0] = maximum[m][1] = -INFINITY;
-
-  // Exactly 1 for the largest score, where float32 is exact; else by one instruction, relative to origin as it is
-  // rounded.
-  const auto weight = [&](float score, float origin) {
-    return exp2_approximately(kExact ? (score - origin) * factor : fmaf(score, factor, -origin));
-  };
-
+  float out[kM][HS / 8][4] = {}, maximum[kM][2], sum[kM][2] = {};
+  for_rows<kM>([&](int m, int r) { maximum[m][r] = -INFINITY; });
   int stage = 0;
   for (int start = first; start < end; start += kKeys, stage ^= 1) {
     copy_async_wait();
-    round_stage(stage);
-    __syncthreads();  // this stage has arrived, and all are done with the other one
+    round_rows<T, HS, kExact, 2 * kKeys, kThreads>(shared_bytes + Shape::kRows * Shape::kBytes +
+                                                   stage * 2 * Shape::kStageBytes);  // the values follow the keys
+    __syncthreads();  // this stage is loaded, and no warp reads the other one any more
     if (start + kKeys < end) copy_stage(start + kKeys, stage ^ 1);
     if (start >= wide_end) continue;
     const uint32_t key_tile = stages + stage * 2 * Shape::kStageBytes;
 
-    float scores[kM][kN][4];
+    float scores[kM][kN][4], rescale[kM][2];
     multiply_transposed<T, HS, kExact>(scores, query, key_tile, head_size);
     if (kGeneral && factor == 1) {
       scale_scores(scores, scale_log2);
@@ -119,48 +109,8 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
                     keys, p.mask.key);
     }
     if (start < bounds.begin || start + kKeys > narrow_end) keep_columns(scores, low, high, start);
-
-    bool rescales = false;
-    float rescale[kM][2];
-#pragma unroll
-    for (int m = 0; m < kM; ++m)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        float largest = maximum[m][r];
-#pragma unroll
-        for (int n = 0; n < kN; ++n) largest = fmaxf(largest, fmaxf(scores[m][n][2 * r], scores[m][n][2 * r + 1]));
-        largest = quad_max(largest);
-        const float finite = largest == -INFINITY ? 0 : largest;
-        float origin = kExact ? finite : finite * factor;
-        rescale[m][r] = exp2_approximately((maximum[m][r] - finite) * factor);
-        rescales |= largest != maximum[m][r];
-        maximum[m][r] = largest;
-        if (!kExact && fabsf(origin) > kFarFromZero) {
-#pragma unroll
-          for (int n = 0; n < kN; ++n)
-#pragma unroll
-            for (int c = 0; c < 2; ++c) scores[m][n][2 * r + c] -= finite;
-          origin = 0;
-        }
-        float part = 0;
-#pragma unroll
-        for (int n = 0; n < kN; ++n)
-#pragma unroll
-          for (int c = 0; c < 2; ++c) {
-            float& score = scores[m][n][2 * r + c];
-            score = weight(score, origin);
-            part += score;
-          }
-        sum[m][r] = sum[m][r] * rescale[m][r] + part;
-      }
-    if (__any_sync(~0u, rescales)) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int o = 0; o < kOut; ++o)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) out[m][o][e] *= rescale[m][e / 2];
-    }
+    const bool changed = add_exponentials<kExact>(scores, maximum, sum, rescale, factor);
+    if (__any_sync(~0u, changed)) for_elements(out, [&](float& x, int m, int, int e) { x *= rescale[m][e / 2]; });
     if constexpr (kGeneral)
       if (dropout.drops())
         for_dropped<kM, kN>(dropout, head, row + warp_row, start, [&](int m, int n, int e) { scores[m][n][e] = 0; });
@@ -180,8 +130,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
                                                       : fmaf(maximum[m][r] * factor, kLn2, logf(total));
       sum[m][r] = total == 0 ? 0 : (kGeneral ? static_cast<float>(dropout.keep_scale) : 1) / total;
     }
-  store_rows<T, HS>(shared_bytes, warp_row, out, sum, 0,
-                    p.out.data + b * p.out.batch + h * p.out.head + (row + warp_row) * p.out.token, p.out.token,
+  store_rows<T, HS>(shared_bytes, warp_row, out, sum, 0, p.out.at(b, h, row + warp_row), p.out.token,
                     queries - row - warp_row, head_size);
 }
 

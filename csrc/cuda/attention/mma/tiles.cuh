@@ -1,10 +1,10 @@
-// What the attention kernels by mma.sync share: tiles in shared memory, the two kinds of product, which columns of a
-// tile's scores count, masks and dropout.
+// Parts that the attention kernels by mma.sync share: tiles in shared memory, the two matmuls, the softmax, masks,
+// dropout, and which calls the kernels support.
 //
-// A warp has kM times 16 rows of a tile of scores, all of its columns, and the same rows of what is summed: forward and
-// dq have queries as rows and keys as columns, dk and dv keys as rows and queries as columns. So the scores,
-// exponentials taken, are the A operand of the second product where they are, in registers, and no warp waits for
-// another's sums.
+// A warp computes kM times 16 rows of a tile of scores, in all of its columns. In the forward and in the kernel for dq,
+// rows are queries and columns are keys. In the kernel for dk and dv, rows are keys and columns are queries. The warp
+// also has the same rows of the sums, so its scores, after the exponential, are the A operand of the second matmul
+// without leaving the registers.
 #pragma once
 
 #include <algorithm>
@@ -24,23 +24,58 @@
 
 namespace gptkernels::cuda {
 
+// ---- a warp's accumulators ------------------------------------------------------------------------------------------
+
+// An array float[kM][kN][4] has kM x kN tiles of 16 rows and 8 columns. This thread's element (m, n, 2 * r + c) is in
+// row 16 * m + 8 * r + lane / 4 and column 8 * n + lane % 4 * 2 + c. The loops below call `apply` in a fixed order.
+
+template <int kM, typename Apply>
+__device__ void for_rows(const Apply& apply) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) apply(m, r);
+}
+
+template <int kN, typename Apply>
+__device__ void for_columns(const Apply& apply) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n)
+#pragma unroll
+    for (int c = 0; c < 2; ++c) apply(n, c);
+}
+
+template <int kM, int kN, typename Apply>
+__device__ void for_elements(float (&d)[kM][kN][4], const Apply& apply) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int n = 0; n < kN; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) apply(d[m][n][e], m, n, e);
+}
+
+template <int kM, int kN>
+__device__ void clear(float (&d)[kM][kN][4]) {
+  for_elements(d, [](float& x, int, int, int) { x = 0; });
+}
+
 // ---- tiles in shared memory -----------------------------------------------------------------------------------------
 
-// Rows of HS elements, those beyond the head size 0. 16-byte chunks are permuted in their rows, so that the same chunk
-// of eight rows has eight places in the banks.
+// A tile's rows have HS elements; those beyond the head size are 0. The 16-byte chunks of a row are permuted, so that
+// the same chunk of 8 neighbouring rows is in different banks.
 template <typename T, int HS>
 struct MmaRows {
   static constexpr int kBytes = HS * sizeof(T);
   static constexpr int kChunks = kBytes / 16;
-  static constexpr int kSteps = kBytes / 32;  // of a product over HS
-  static constexpr int kTiles = HS / 8;       // of accumulators over HS
+  static constexpr int kSteps = kBytes / 32;  // MMAs along HS
   static constexpr int kSpread = kBytes >= 128 ? 8 : kChunks;
 
   __device__ static uint32_t swizzle(int row) { return row / (8 / kSpread) % kSpread; }
   __device__ static uint32_t at(int row, int chunk) { return row * kBytes + ((chunk ^ swizzle(row)) * 16); }
 };
 
-// Starts the copy of kRows rows to shared memory. Those outside [begin, end) are not read: they become 0.
+// Starts copying kRows rows to shared memory. Rows outside [begin, end) are not read, but become 0.
 template <typename T, int HS, int kRows, int kThreads>
 __device__ void copy_rows(uint32_t shared, const T* global, int64_t stride, int begin, int end, int head_size) {
   using Rows = MmaRows<T, HS>;
@@ -62,8 +97,8 @@ __device__ inline float4 round_to_tf32(const float4& x) {
           __uint_as_float(round_to_tf32(x.w))};
 }
 
-// Rounds to TF32 what copy_rows has copied: each thread what it copied itself, so that it only need have waited for
-// that. Not where float32 is to be exact.
+// Rounds float32 rows that copy_rows has copied to TF32, unless they are multiplied exactly. A thread rounds the chunks
+// that it has copied, so it needs to wait for its own copies only.
 template <typename T, int HS, bool kExact, int kRows, int kThreads>
 __device__ void round_rows(uint8_t* shared) {
   if constexpr (std::is_same_v<T, float> && !kExact) {
@@ -78,25 +113,27 @@ __device__ void round_rows(uint8_t* shared) {
   }
 }
 
-// ---- products -------------------------------------------------------------------------------------------------------
+// ---- operands of MMAs -----------------------------------------------------------------------------------------------
 
-// Step `step` of 16 rows from `row` on, as A.
+// One MMA multiplies 32 bytes along HS (a step), or 32 bytes of weights.
+
+// Loads step `step` of the 16 rows from `row` on, as operand A.
 template <typename T, int HS>
 __device__ void load_a(uint32_t (&a)[4], uint32_t shared, int row, int step) {
   const int lane = threadIdx.x % 32;
   load_matrices(a, shared + MmaRows<T, HS>::at(row + lane % 16, 2 * step + lane / 16));
 }
 
-// The same of the 16 rows from `row` on, as B whose columns they are: words 0 and 1 for the first 8, 2 and 3 for the
-// others.
+// Loads step `step` of the 16 rows from `row` on, as two operands B whose columns they are: words 0 and 1 have the
+// first 8 rows, words 2 and 3 the others.
 template <typename T, int HS>
 __device__ void load_b(uint32_t (&b)[4], uint32_t shared, int row, int step) {
   const int lane = threadIdx.x % 32;
   load_matrices(b, shared + MmaRows<T, HS>::at(row + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
 }
 
-// As many rows as a step has, from `row` on, as B whose rows they are, and of that 16 columns from `column` on. TF32's
-// step of 8 rows has them in the order 0, 2, 4, 6, 1, 3, 5, 7, in which the accumulators' columns become A.
+// Loads 16 columns from `column` on of the rows from `row` on, as two operands B whose rows they are: 16 rows, or 8 of
+// float32. The 8 rows are in the order 0, 2, 4, 6, 1, 3, 5, 7, which is to_a's order of columns.
 template <typename T, int HS>
 __device__ void load_b_rows(uint32_t (&b)[4], uint32_t shared, int row, int column) {
   using Rows = MmaRows<T, HS>;
@@ -111,7 +148,10 @@ __device__ void load_b_rows(uint32_t (&b)[4], uint32_t shared, int row, int colu
   }
 }
 
-// The accumulator tiles from `d` on, one or two, as A of a product with load_b_rows.
+// Converts the accumulator tiles from `d` on, two or one of float32, to operand A of a matmul with load_b_rows. A lane
+// has columns 2 * t and 2 * t + 1 of an accumulator (t = lane % 4), but columns t and t + 4 of A in TF32. The lanes
+// exchange nothing: the sum over the columns may be in any order, so column 2 * t becomes t, and 2 * t + 1 becomes
+// t + 4.
 template <typename T>
 __device__ void to_a(uint32_t (&a)[4], const float (*d)[4]) {
   if constexpr (std::is_same_v<T, float>) {
@@ -126,7 +166,7 @@ __device__ void to_a(uint32_t (&a)[4], const float (*d)[4]) {
   }
 }
 
-// A warp's rows of a tile as A: kept in registers, or loaded when they are used.
+// A warp's rows of a tile as operand A. With kKeep the constructor loads them into registers, otherwise get() does.
 template <typename T, int HS, int kM, bool kKeep>
 struct RowOperand {
   static constexpr int kSteps = MmaRows<T, HS>::kSteps;
@@ -134,7 +174,6 @@ struct RowOperand {
   uint32_t shared;
   int row;
 
-  // Of rows that are there.
   __device__ RowOperand(uint32_t tile, int first_row) : shared(tile), row(first_row) {
     if constexpr (kKeep)
 #pragma unroll
@@ -152,20 +191,15 @@ struct RowOperand {
   }
 };
 
-template <int kM, int kN>
-__device__ void clear(float (&d)[kM][kN][4]) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) d[m][n][e] = 0;
-}
+// ---- exact float32 --------------------------------------------------------------------------------------------------
 
-// Float32 operands in full are two of TF32 each, and a product is three: hi hi + hi lo + lo hi, of which the latter two
-// have sums of their own. Tensor cores cut off what a sum of theirs does not hold, always towards 0: so the sums of hi
-// hi run over one step for scores, whose differences the backward takes, and over kExactSteps for outputs; they are
-// added up by additions that round.
+// Matmuls of float32 that are about as exact as with float32 FMAs, by TF32 MMAs. An operand x is split into two of
+// TF32, x = hi + lo (split_tf32), and a product is hi hi + hi lo + lo hi, without lo lo, which is about 2^-23 of it.
+//
+// Tensor cores truncate their sums, always towards 0, so the errors of a long sum would add up. Therefore one
+// accumulator sums hi hi over few steps only, and ordinary additions, which round to nearest, add these sums. For
+// scores it is one step, because the backward subtracts the logsumexp from them; for outputs it is kExactSteps. The
+// small terms, hi lo and lo hi, have an accumulator of their own.
 constexpr int kExactSteps = 4;
 
 struct SplitOperand {
@@ -178,8 +212,8 @@ struct SplitOperand {
   }
 };
 
-// Two neighbouring tiles: large += hi hi, small += hi lo + lo hi, two products that add to one sum far from each other.
-// With kFour, small += lo lo as well.
+// Adds to two neighbouring accumulator tiles: large += hi hi, small += hi lo + lo hi. MMAs that add to the same tile
+// are far apart, so that they need not wait for each other. With kFour, lo lo is added to `small` as well.
 template <bool kFour>
 __device__ void multiply_split(float (*large)[4], float (*small)[4], const SplitOperand& a, const SplitOperand& b) {
   if constexpr (kFour) {
@@ -194,32 +228,23 @@ __device__ void multiply_split(float (*large)[4], float (*small)[4], const Split
   mma<float>(small[1], a.lo, b.hi[2], b.hi[3]);
 }
 
-template <int kM, int kN>
-__device__ void add(float (&d)[kM][kN][4], const float (&x)[kM][kN][4]) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) d[m][n][e] += x[m][n][e];
-}
-
-// Of infinite operands the large products alone are what they should be; the small ones are then NaN.
+// If an operand is infinite, its lo is NaN, and so is the sum of small terms. The large sum is then right by itself,
+// and adding a finite number leaves it as it is.
 __device__ inline float unless_nan(float small) {
   return fminf(small, 3.402823466e38f);
 }
 
-// d = rows times the 8 * kN rows of a tile, transposed, as exact as float32. Columns beyond the head size are left out.
+// d = rows tile', where the tile has 8 * kN rows. Columns beyond the head size are left out.
 template <int HS, int kM, int kN>
 __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOperand<float, HS, kM, false>& rows,
                                             uint32_t tile, int head_size) {
-  // Sums of few terms by multiply-adds are as exact as four products, and more exact than three.
+  // Sums of so few terms are more exact by FMAs than by three MMAs; with four MMAs they are as exact.
   constexpr bool kFour = HS <= 32;
   const int steps = (head_size + 7) / 8;
   float small[kM][kN][4];
   clear(d);
   clear(small);
-#pragma unroll 1  // all at once would not have the registers
+#pragma unroll 1  // unrolled, it would need more registers than there are
   for (int chunk = 0; chunk < steps; chunk += kExactSteps) {
 #pragma unroll
     for (int step = chunk; step < chunk + kExactSteps; ++step) {
@@ -241,18 +266,13 @@ __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOper
 #pragma unroll
         for (int m = 0; m < kM; ++m) multiply_split<kFour>(&large[m][n], &small[m][n], a[m], b);
       }
-      add(d, large);
+      for_elements(d, [&](float& x, int m, int n, int e) { x += large[m][n][e]; });
     }
   }
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) d[m][n][e] += unless_nan(small[m][n][e]);
+  for_elements(d, [&](float& x, int m, int n, int e) { x += unless_nan(small[m][n][e]); });
 }
 
-// sums += weights times the 8 * kN rows of a tile, of which kOut times 8 columns from `column` on, as exact as float32.
+// sums += weights tile, for the tile's 8 * kN rows and 8 * kOut columns from `column` on.
 template <int HS, int kM, int kN, int kOut>
 __device__ void add_product_exactly(float (&sums)[kM][kOut][4], const float (&weights)[kM][kN][4], uint32_t tile,
                                     int column) {
@@ -264,7 +284,7 @@ __device__ void add_product_exactly(float (&sums)[kM][kOut][4], const float (&we
     for (int m = 0; m < kM; ++m)
 #pragma unroll
       for (int n = 0; n < kSteps; ++n) {
-        const float (&d)[4] = weights[m][chunk + n];
+        const float (&d)[4] = weights[m][chunk + n];  // in the order of to_a
         a[m][n].split({__float_as_uint(d[0]), __float_as_uint(d[2]), __float_as_uint(d[1]), __float_as_uint(d[3])});
       }
 #pragma unroll
@@ -281,17 +301,14 @@ __device__ void add_product_exactly(float (&sums)[kM][kOut][4], const float (&we
 #pragma unroll
         for (int m = 0; m < kM; ++m) multiply_split<false>(large[m], small[m], a[m][n], b);
       }
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int i = 0; i < 2; ++i)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) sums[m][o + i][e] += large[m][i][e] + unless_nan(small[m][i][e]);
+      for_elements(large, [&](float& x, int m, int i, int e) { sums[m][o + i][e] += x + unless_nan(small[m][i][e]); });
     }
   }
 }
 
-// d = rows times the 8 * kN rows of a tile, transposed. kExact: of float32, as exact as that; else as TF32.
+// ---- the two matmuls ------------------------------------------------------------------------------------------------
+
+// d = rows tile', where the tile has 8 * kN rows. float32 is multiplied exactly with kExact, and otherwise as TF32.
 template <typename T, int HS, bool kExact, int kM, int kN, bool kKeep>
 __device__ void multiply_transposed(float (&d)[kM][kN][4], const RowOperand<T, HS, kM, kKeep>& rows, uint32_t tile,
                                     int head_size) {
@@ -318,16 +335,16 @@ __device__ void multiply_transposed(float (&d)[kM][kN][4], const RowOperand<T, H
   }
 }
 
-// sums += weights times the 8 * kN rows of a tile, of which kOut times 8 columns from `column` on.
+// sums += weights tile, for the tile's 8 * kN rows and 8 * kOut columns from `column` on.
 template <typename T, int HS, bool kExact, int kM, int kN, int kOut>
 __device__ void add_product(float (&sums)[kM][kOut][4], const float (&weights)[kM][kN][4], uint32_t tile, int column) {
   if constexpr (kExact) {
     add_product_exactly<HS>(sums, weights, tile, column);
     return;
   }
-  constexpr int kTilesAStep = sizeof(T) == 2 ? 2 : 1;
+  constexpr int kTilesOfStep = sizeof(T) == 2 ? 2 : 1;
 #pragma unroll
-  for (int n = 0; n < kN; n += kTilesAStep) {
+  for (int n = 0; n < kN; n += kTilesOfStep) {
     uint32_t a[kM][4];
 #pragma unroll
     for (int m = 0; m < kM; ++m) to_a<T>(a[m], &weights[m][n]);
@@ -344,8 +361,9 @@ __device__ void add_product(float (&sums)[kM][kOut][4], const float (&weights)[k
   }
 }
 
-// A warp's sums, each row times its factor, to global memory by way of the warp's own rows of `tile`, which nobody
-// reads any more: as 16-byte chunks. `rows` are there from the tile's row `first_row` on, which `global` points to.
+// Multiplies each row of a warp's sums by its factor and stores it to global memory in 16-byte chunks, by way of the
+// warp's own rows of `tile`, from `first_row` on, which no warp reads any more. `global` points to the warp's first row
+// in global memory, from which on `rows` rows exist. The sums are columns of the head from `column` on.
 template <typename T, int HS, int kM, int kOut>
 __device__ void store_rows(uint8_t* tile, int first_row, const float (&sums)[kM][kOut][4], const float (&factor)[kM][2],
                            int column, T* global, int64_t stride, int rows, int head_size) {
@@ -374,6 +392,44 @@ __device__ void store_rows(uint8_t* tile, int first_row, const float (&sums)[kM]
   }
 }
 
+// ---- the softmax ----------------------------------------------------------------------------------------------------
+
+// Replaces the scores of a key tile by exponentials relative to each row's maximum, of this tile and the ones before,
+// and adds them to `sum`, this thread's part of the row's. Sets `rescale` to the factor that makes the row's earlier
+// sums relative to the new maximum; `sum` is rescaled here. Returns whether the maximum of any of the thread's rows has
+// changed. `factor` makes scores exponents of 2.
+//
+// With kExact the maximum is subtracted first, so that the exponential of the largest score is exactly 1. Otherwise one
+// FMA computes score * factor - maximum * factor, unless the latter is so large that its rounding would matter.
+template <bool kExact, int kM, int kN>
+__device__ bool add_exponentials(float (&scores)[kM][kN][4], float (&maximum)[kM][2], float (&sum)[kM][2],
+                                 float (&rescale)[kM][2], float factor) {
+  bool changed = false;
+  for_rows<kM>([&](int m, int r) {
+    float largest = maximum[m][r];
+#pragma unroll
+    for (int n = 0; n < kN; ++n) largest = fmaxf(largest, fmaxf(scores[m][n][2 * r], scores[m][n][2 * r + 1]));
+    largest = warp_reduce<FiniteMax, 4>(largest);
+    const float finite = largest == -INFINITY ? 0 : largest;
+    float origin = kExact ? finite : finite * factor;
+    rescale[m][r] = exp2_approximately((maximum[m][r] - finite) * factor);
+    changed |= largest != maximum[m][r];
+    maximum[m][r] = largest;
+    if (!kExact && fabsf(origin) > kFarFromZero) {
+      for_columns<kN>([&](int n, int c) { scores[m][n][2 * r + c] -= finite; });
+      origin = 0;
+    }
+    float part = 0;
+    for_columns<kN>([&](int n, int c) {
+      float& score = scores[m][n][2 * r + c];
+      score = exp2_approximately(kExact ? (score - origin) * factor : fmaf(score, factor, -origin));
+      part += score;
+    });
+    sum[m][r] = sum[m][r] * rescale[m][r] + part;
+  });
+  return changed;
+}
+
 // ---- which columns count --------------------------------------------------------------------------------------------
 
 // The keys [begin, end) of a sequence.
@@ -390,40 +446,30 @@ struct KeyBounds {
   }
 };
 
-// Scores of columns outside [low, high) of their row become -inf. `first` is the tile's first column.
+// Sets scores of columns outside [low, high) of their row to -inf. `first` is the tile's first column.
 template <int kM, int kN>
 __device__ void keep_columns(float (&scores)[kM][kN][4], const int (&low)[kM][2], const int (&high)[kM][2], int first) {
   const int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const int column = first + 8 * n + lane % 4 * 2 + e % 2;
-        if (column < low[m][e / 2] || column >= high[m][e / 2]) scores[m][n][e] = -INFINITY;
-      }
+  for_elements(scores, [&](float& score, int m, int n, int e) {
+    const int column = first + 8 * n + lane % 4 * 2 + e % 2;
+    if (column < low[m][e / 2] || column >= high[m][e / 2]) score = -INFINITY;
+  });
 }
 
 template <int kM, int kN>
 __device__ void scale_scores(float (&scores)[kM][kN][4], float factor) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m)
-#pragma unroll
-    for (int n = 0; n < kN; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) scores[m][n][e] *= factor;
+  for_elements(scores, [&](float& score, int, int, int) { score *= factor; });
 }
 
-// What a warp's scores are multiplied with where their exponential is taken: they are in units of log2 if this is 1, as
-// masks, and maxima under a scale that is not positive, want them.
+// Returns the factor that makes products of queries and keys exponents of 2. It is 1 if the kernel scales the scores
+// first, as it must before it adds a mask to them, or finds their maximum under a scale that is not positive.
 template <bool kGeneral, typename T>
 __device__ float score_factor(const AttentionMask<T>& mask, double scale) {
   const bool scaled = kGeneral && (scale <= 0 || mask.allowed || mask.bias);
   return scaled ? 1 : static_cast<float>(scale * 1.4426950408889634);
 }
 
-// What element `at` of a boolean or additive mask does to a score in units of log2.
+// Applies element `at` of a boolean or additive mask to a score in units of log2.
 template <typename T>
 __device__ void add_mask_element(float& score, const AttentionMask<T>& mask, int64_t at) {
   if (mask.allowed) {
@@ -433,9 +479,9 @@ __device__ void add_mask_element(float& score, const AttentionMask<T>& mask, int
   }
 }
 
-// apply(m, n, e, element) for every element of a mask under a warp's scores. `row` and `column` are those of the first
-// score, `mask` points to element (0, 0) of the head; beyond the last row and column other elements take their places,
-// for scores that count for nothing. kPairs: two neighbouring columns are one aligned load.
+// Calls apply(m, n, e, element) for every element of a mask under a warp's scores, the first of which is in `row` and
+// `column`; `mask` points to the head's first element. Scores beyond the last row or column, which do not count, get
+// another element. With kPairs, one aligned load reads two neighbouring columns.
 template <bool kPairs, int kM, int kN, typename M, typename Apply>
 __device__ void for_mask(const M* mask, int row, int rows, int64_t row_stride, int column, int columns,
                          int64_t column_stride, const Apply& apply) {
@@ -471,7 +517,7 @@ __device__ void for_mask(const M* mask, int row, int rows, int64_t row_stride, i
     for_mask<false, kM, kN>(mask, row, rows, row_stride, column, columns, column_stride, apply);
 }
 
-// What the mask at `base`, of one head, does to a warp's scores in units of log2.
+// Applies a mask, whose element `base` is the head's first one, to a warp's scores in units of log2.
 template <typename T, int kM, int kN>
 __device__ void add_mask(float (&scores)[kM][kN][4], const AttentionMask<T>& mask, int64_t base, int row, int rows,
                          int64_t row_stride, int column, int columns, int64_t column_stride) {
@@ -488,8 +534,8 @@ __device__ void add_mask(float (&scores)[kM][kN][4], const AttentionMask<T>& mas
 
 // ---- dropout --------------------------------------------------------------------------------------------------------
 
-// Calls drop(m, n, e) for every dropped element of a warp's tile of scores, rows queries and columns keys. Two
-// neighbouring accumulator tiles are one group of philox.h's.
+// Calls drop(m, n, e) for every dropped element of a warp's scores, whose rows are queries from `query` on, and columns
+// keys from `key` on. This thread's 8 elements of two neighbouring accumulator tiles are one of philox.h's groups.
 template <int kM, int kN, typename Drop>
 __device__ void for_dropped(const DropoutDraw& dropout, int64_t head, int query, int key, const Drop& drop) {
   const int lane = threadIdx.x % 32;
@@ -505,8 +551,8 @@ __device__ void for_dropped(const DropoutDraw& dropout, int64_t head, int query,
     }
 }
 
-// The same where rows are keys and columns queries. Two lanes whose keys are neighbours need the same two groups: each
-// draws one.
+// Like for_dropped, but rows are keys and columns are queries. Two lanes with neighbouring keys need halves of the same
+// two groups. Each lane draws one group, and the two exchange words.
 template <int kM, int kN, typename Drop>
 __device__ void for_dropped_transposed(const DropoutDraw& dropout, int64_t head, int key, int query, const Drop& drop) {
   const int lane = threadIdx.x % 32;
@@ -528,10 +574,9 @@ __device__ void for_dropped_transposed(const DropoutDraw& dropout, int64_t head,
     }
 }
 
-// ---- the order of blocks
-// ---------------------------------------------------------------------------------------------
+// ---- the order of thread blocks -------------------------------------------------------------------------------------
 
-// One tile a block. `rows` is the number of rows that a tile of one head walks over, in two tensors.
+// The order of thread blocks, each of which computes one tile. A tile iterates over up to `rows` rows of two tensors.
 template <typename T>
 HeadTiles mma_order(int64_t tiles, int64_t heads, int64_t rows, int64_t head_size, bool longest_last) {
   constexpr int64_t kSectionBytes = 32 << 20;
@@ -539,9 +584,9 @@ HeadTiles mma_order(int64_t tiles, int64_t heads, int64_t rows, int64_t head_siz
                        kSectionBytes);
 }
 
-// ---- what these kernels serve ---------------------------------------------------------------------------------------
+// ---- which calls the kernels support --------------------------------------------------------------------------------
 
-// Heads whose rows begin at multiples of 16 bytes.
+// Returns whether all rows begin at multiples of 16 bytes.
 template <typename T>
 bool suits_chunks(const HeadsView<T>& t) {
   constexpr int kElements = kPack<std::remove_const_t<T>>;
@@ -549,7 +594,8 @@ bool suits_chunks(const HeadsView<T>& t) {
          t.token % kElements == 0;
 }
 
-// Whether the code of a kernel that the current device runs has mma.sync of these dtypes in it.
+// Returns whether the current device runs code of this kernel that was compiled for sm_80 or later, so that mma.sync is
+// present.
 template <auto kKernel>
 bool built_for_mma() {
   return once_a_device([](int) {
@@ -559,14 +605,16 @@ bool built_for_mma() {
          }) >= 80;
 }
 
-// The head sizes for which kernels are compiled. TF32 beyond 128 has too few rows in shared memory to gain anything.
+// The largest head size for which kernels are compiled. With more than 128 channels of float32, shared memory holds too
+// few rows for these kernels to be faster.
 template <typename T>
 constexpr int kMmaLargestHead = sizeof(T) == 2 ? 256 : 128;
 
-// Sums of fewer products are more exact by multiply-adds than by three products of TF32, and take no time.
+// Exact float32 sums of fewer terms are left to simple/: FMAs are more exact for them, and as fast.
 constexpr int64_t kFewestExact = 64;
 
-// Head sizes of whole chunks, and numbers of queries and keys that 32 bits index.
+// Returns whether the kernels support a call: the head size is a multiple of 8 and not too large, the rows are aligned,
+// the numbers of queries and keys fit into 32 bits, and exact sums have enough terms.
 template <typename T, typename Params>
 bool mma_supports(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
@@ -577,14 +625,16 @@ bool mma_supports(const Params& p) {
          suits_chunks(p.out);
 }
 
-// Nothing but causality, and scores whose order is that of the products.
+// Returns whether a call needs nothing but causality. Its scale must be positive, so that the largest product has the
+// largest score.
 template <typename T, typename Params>
 bool is_plain(const Params& p) {
   return p.scale > 0 && p.dropout.probability == 0 && !p.mask.key_begin && !p.mask.key_end && !p.mask.allowed &&
          !p.mask.bias;
 }
 
-// fn.template operator()<HS, kGeneral, kExact>(). The plain form is compiled for 64 and 128, which models have.
+// Returns fn.template operator()<HS, kGeneral, kExact>() for the smallest HS that is compiled. Calls that are not plain
+// need kGeneral. The plain variant is compiled for 64 and 128 channels, which models have.
 template <typename T, bool kExact, typename Fn>
 Status for_mma_shape(int64_t head_size, bool plain, const Fn& fn) {
   if (head_size <= 32) return fn.template operator()<32, true, kExact>();
@@ -595,7 +645,7 @@ Status for_mma_shape(int64_t head_size, bool plain, const Fn& fn) {
   return plain ? fn.template operator()<128, false, kExact>() : fn.template operator()<128, true, kExact>();
 }
 
-// Of float32 that may be rounded to TF32, and that may not.
+// kExact if this is float32 that must not be rounded to TF32.
 template <typename T, typename Fn>
 Status for_mma_shape(int64_t head_size, bool plain, bool tf32, const Fn& fn) {
   if constexpr (std::is_same_v<T, float>)
