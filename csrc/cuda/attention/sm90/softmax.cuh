@@ -1,15 +1,17 @@
 // The softmax of attention's forward on sm_90a, one key tile after the other.
 //
 // The exponentials of row i are relative to a reference r_i: p_ij = exp(s_ij - r_i), and out_i is sum_j p_ij v_j /
-// sum_j p_ij. The division cancels any r_i, so r_i need not be the row's maximum. r_i may be any score for which the
-// arithmetic is as exact as with the maximum:
+// sum_j p_ij. The division cancels any r_i, so r_i need not be the row's maximum. These are the conditions for r_i and
+// their consequences:
 //
 //   - r_i is a score of a key that query i sees. The p of this key is 1, so the sum is at least 1 and the division is
 //     safe. A p that underflows is negligible compared with the sum.
 //   - Each thread's sum over its columns of a key tile is below kLargestSum = 2^20, so every p is below 2^20, too.
-//     bfloat16 has the exponents of float32, so the relative error of a p of any size is at most 2^-9. All terms of a
+//     bfloat16 has the exponents of float32, so the relative error of a p of any size is at most 2^-8. All terms of a
 //     row's sums have the same factor exp(-r_i), which changes no relative error. The sums of a key tile are below 2^22
 //     max|v|, and cannot overflow for ordinary v. For float16, whose largest number is 65504, kLargestSum is 2^12.
+//   - If r_i is not the maximum, the largest p is not 1, and is rounded. If this p is nearly the whole sum, out has its
+//     rounding error, which is 0 if r_i is the maximum (docs/notes/attention.md).
 //   - If a thread's sum is larger, or NaN, the warp computes the scores of the key tile again, raises r_i to their
 //     maximum, and multiplies the earlier sums by exp(r_i - new r_i).
 //

@@ -91,7 +91,7 @@ class FlashAttention(torch.autograd.Function):
             scores = (scores.double() * abs(scale) + added).clamp(min=LOWEST).to(wide)
             ctx.units = 1 / math.log(2)
         scores = scores.masked_fill(~seen, -math.inf)
-        origin = power_of_two_origin(scores, q.dtype).double() * ctx.units
+        origin = reference_of_powers(scores, q.dtype).double() * ctx.units
         p = multiply_subtract(scores, ctx.units, origin).to(wide).exp2()
         total = p.sum(-1, keepdim=True)
         nothing = total == 0
@@ -125,22 +125,18 @@ def flash_attention(q, k, v, scale=None, seen=None, added=None, kept=None):
     return FlashAttention.apply(q, k, v, scale, seen, added, kept)
 
 
-def power_of_two_origin(scores, dtype):
+def reference_of_powers(scores, dtype):
     """Return the score that is subtracted from a row's scores before their powers are rounded to the dtype.
 
-    A kernel subtracts the largest score of the keys so far, which for 16-bit dtypes may be lower than the row's largest
-    score. If the row's largest score were subtracted, the largest probability would be 1, which has no rounding error.
-    This function therefore uses the largest score in some of the columns, including the first column, but subtracts at
-    most 10 less than the largest score. This limit differs from row to row, because the rounding error of the largest
-    probability depends on it.
+    If it is the row's largest score, the largest probability is 1, which has no rounding error. In 16-bit dtypes a
+    kernel may subtract a lower score. The reference is therefore up to 10 lower than the largest score, by another
+    number in each row, because the rounding error depends on this number.
     """
     largest = scores.amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -math.inf, 0)
     if dtype.itemsize > 2:
         return largest
-    others = torch.arange(scores.shape[-1], device=scores.device) % 32 >= 8
-    limit = torch.arange(scores.shape[-2], device=scores.device).unsqueeze(-1) * 0.618 % 1 * 10
-    return torch.maximum(scores.masked_fill(others, -math.inf).amax(-1, keepdim=True), largest - limit)
+    return largest - torch.arange(scores.shape[-2], device=scores.device).unsqueeze(-1) * 0.618 % 1 * 10
 
 
 def multiply_subtract(a, b, c):
