@@ -9,6 +9,7 @@
 #include <fstream>
 #include <map>
 #include <mutex>
+#include <random>
 #include <sstream>
 #include <string>
 
@@ -128,7 +129,9 @@ Algorithms read(const fs::path& path, int device) {
 void write(const fs::path& path, const Algorithms& algorithms) {
   std::error_code error;
   fs::create_directories(path.parent_path(), error);
-  const fs::path temporary = path.string() + "." + std::to_string(getpid());
+  // Processes in different containers may have the same number and share the folder.
+  const fs::path temporary =
+      path.string() + "." + std::to_string(getpid()) + "." + std::to_string(std::random_device()());
   {
     std::ofstream file(temporary, std::ios::trunc);
     file << kFirstLine << '\n';

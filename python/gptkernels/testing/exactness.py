@@ -226,10 +226,10 @@ class Errors:
         norm = root_mean_square_error(torchs, exact)
         if error >= scale:
             self.torchs.append(max(4 * error * factor, self.noise))
-            self.norms.append(max(norm, self.noise))
+            self.norms.append(max(norm * factor, self.noise))
         else:
             self.torchs.append(self.luck * error * factor)
-            self.norms.append(norm)
+            self.norms.append(norm * factor)
 
     def worst_of_torchs(self) -> float:
         """Return the largest of torch's errors."""

@@ -614,15 +614,15 @@ constexpr int kMmaLargestHead = sizeof(T) == 2 ? 256 : 128;
 constexpr int64_t kFewestExact = 64;
 
 // Returns whether the kernels support a call: the head size is a multiple of 8 and not too large, the rows are aligned,
-// the numbers of queries and keys fit into 32 bits, and exact sums have enough terms.
+// the numbers of queries, keys and tiles (of at least 16 rows) fit into 32 bits, and exact sums have enough terms.
 template <typename T, typename Params>
 bool mma_supports(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
   const AttentionSizes& s = p.sizes;
   return (sizeof(T) == 2 || p.tf32 || s.keys >= kFewestExact) && s.head_size % 8 == 0 &&
          s.head_size <= kMmaLargestHead<T> && std::abs(p.mask.query_offset) < kLargest && s.queries < kLargest &&
-         s.keys < kLargest && suits_chunks(p.query) && suits_chunks(p.key) && suits_chunks(p.value) &&
-         suits_chunks(p.out);
+         s.keys < kLargest && s.batches * s.heads * ceil_div(std::max(s.queries, s.keys), int64_t{16}) < kLargest &&
+         suits_chunks(p.query) && suits_chunks(p.key) && suits_chunks(p.value) && suits_chunks(p.out);
 }
 
 // Returns whether a call needs nothing but causality. Its scale must be positive, so that the largest product has the

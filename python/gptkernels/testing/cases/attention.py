@@ -58,7 +58,7 @@ def by_sequences(function, scores, *args):
     return torch.cat([checkpoint(function, *some, **options) for some in zip(*parts, strict=False)])
 
 
-def backwards(a, b):
+def reversed_product(a, b):
     """Compute a @ b with the terms of the sums in reverse order.
 
     In float64 the formula has rounding errors as well. With the reverse order, the rounding errors of the product
@@ -82,7 +82,7 @@ class FlashAttention(torch.autograd.Function):
         scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
         q, k, v = q.detach(), k.detach(), v.detach()
         seen = causal(q) if seen is None else seen
-        scores = backwards((q * (-1 if scale < 0 else 1)).to(wide), k.to(wide).mT)
+        scores = reversed_product((q * (-1 if scale < 0 else 1)).to(wide), k.to(wide).mT)
         ctx.units = abs(scale) / math.log(2)
         if scale == 0:
             scores = scores * 0
@@ -91,7 +91,7 @@ class FlashAttention(torch.autograd.Function):
             scores = (scores.double() * abs(scale) + added).clamp(min=LOWEST).to(wide)
             ctx.units = 1 / math.log(2)
         scores = scores.masked_fill(~seen, -math.inf)
-        origin = reference_of_powers(scores, q.dtype).double() * ctx.units
+        origin = reference_exponents(scores.double() * ctx.units, q.dtype)
         p = multiply_subtract(scores, ctx.units, origin).to(wide).exp2()
         total = p.sum(-1, keepdim=True)
         nothing = total == 0
@@ -116,7 +116,7 @@ class FlashAttention(torch.autograd.Function):
         p = multiply_subtract(scores, ctx.units, in_units).to(wide).exp2()
         p = p if given is None else torch.where(given.isnan(), p, given)
         delta = (dout * out).sum(-1, keepdim=True)
-        ds = (p * (backwards(dout, v.mT) * kept - delta)).to(dtype).to(wide) * ctx.scale
+        ds = (p * (reversed_product(dout, v.mT) * kept - delta)).to(dtype).to(wide) * ctx.scale
         dv = (p.to(dtype).to(wide) * kept).mT @ dout
         return *((t.to(dtype)) for t in (ds @ k, ds.mT @ q, dv)), None, None, None, None
 
@@ -125,18 +125,18 @@ def flash_attention(q, k, v, scale=None, seen=None, added=None, kept=None):
     return FlashAttention.apply(q, k, v, scale, seen, added, kept)
 
 
-def reference_of_powers(scores, dtype):
-    """Return the score that is subtracted from a row's scores before their powers are rounded to the dtype.
+def reference_exponents(exponents, dtype):
+    """Return the exponent of 2 to which a row's exponents are relative before their powers are rounded to the dtype.
 
-    If it is the row's largest score, the largest probability is 1, which has no rounding error. In 16-bit dtypes a
-    kernel may subtract a lower score. The reference is therefore up to 10 lower than the largest score, by another
-    number in each row, because the rounding error depends on this number.
+    If it is the row's largest exponent, the largest power is 1, which has no rounding error. In 16-bit dtypes a kernel
+    may use a lower exponent. The result is therefore up to 8 lower than the largest exponent, by another number in each
+    row, because the rounding error depends on this number.
     """
-    largest = scores.amax(-1, keepdim=True)
+    largest = exponents.amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -math.inf, 0)
     if dtype.itemsize > 2:
         return largest
-    return largest - torch.arange(scores.shape[-2], device=scores.device).unsqueeze(-1) * 0.618 % 1 * 10
+    return largest - torch.arange(exponents.shape[-2], device=exponents.device).unsqueeze(-1) * 0.618 % 1 * 8
 
 
 def multiply_subtract(a, b, c):
