@@ -16,7 +16,8 @@
 
 #ifndef __clang__
 #pragma GCC diagnostic push
-// False positives: GCC's _mm512_undefined_ps, and scratch memory that is passed to a function before it is written.
+// GCC's warning is a false positive for _mm512_undefined_ps, and for scratch memory that a function receives before the
+// memory is written.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 

@@ -24,7 +24,7 @@ struct Matmul {
   int64_t rows;
   int64_t columns;
   int64_t inner;
-  bool accumulate = false;          // the product is added to out
+  bool accumulate = false;          // a @ b is added to out
   const float* bias = nullptr;      // (columns), added to every row
   float* pre_gelu = nullptr;        // (rows, columns), dense: receives a @ b + bias; out is the tanh GELU of this
   const float* dgelu_at = nullptr;  // (rows, columns), dense: out is multiplied by GELU's derivative at these values

@@ -52,8 +52,8 @@ void vectorised(const Body& body) {
 #endif
 
 // Reductions keep kLanes partial results: element i is added to lane i % kLanes. 32 lanes are four AVX2 vectors of
-// float, so consecutive additions are independent of each other. The order of the additions depends on n only, so every
-// instruction set gives the same bits.
+// float. The processor can overlap the additions to different vectors, which do not depend on each other. The order of
+// the additions depends on n only, so every instruction set gives the same bits.
 constexpr int kLanes = 32;
 
 // Calls step(lane, i) for all i in [begin, end), with lane = (i - begin) % kLanes.
