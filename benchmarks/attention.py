@@ -52,7 +52,7 @@ class Seen:
 
     @classmethod
     def of(cls, kind, batch, tokens, dtype, device):
-        """Create an instance; padded sequences have lengths from half of the tokens to all of them."""
+        """Create an instance for a kind (ALL to TF32). Padded sequences have lengths from half of ``tokens`` to all."""
         if kind not in PADDED:
             return cls(kind in (CAUSAL, TF32))
         lengths = torch.linspace(tokens // 2, tokens, batch, device=device).int()
@@ -188,7 +188,7 @@ def cases(device, dtype, batch, heads, queries, keys, size, kind):
     else:
         out, logsumexp = ops.scaled_dot_product_attention(*inputs, *arguments)
         dout = douts = torch.randn_like(out)
-        if seen.begin is not None:  # padding has no gradient
+        if seen.begin is not None:  # the outputs of padding queries are unused, so their gradient is 0
             dout.masked_fill_((torch.arange(queries, device=device) < seen.begin[:, None])[:, None, :, None], 0)
     shape = f"B={batch} NH={heads} " + (f"T={queries}" if queries == keys else f"Tq={queries} Tk={keys}")
     shape += f" HS={size}" + (" not causal" if kind == ALL and queries > 1 else "")
@@ -201,7 +201,7 @@ def cases(device, dtype, batch, heads, queries, keys, size, kind):
     pairs = batch * queries * keys / (2 if seen.causal else 1)
     if seen.end is not None:
         pairs = int(seen.allowed(queries, keys, device).sum())
-    flops = int(4 * heads * pairs * size)  # two matmuls of the visible scores
+    flops = int(4 * heads * pairs * size)  # two matmuls, for the pairs of a query and a key that it sees
     peers = {name: precision(function) for name, function in functions(device, dtype, seen).items()}
 
     def ours():

@@ -65,7 +65,7 @@ def main(arguments=None):
 
 
 def step_bytes(config, dtype, batch, tokens):
-    """Return the bytes that a step reads on average: every matrix, and half of the final keys and values."""
+    """Return the bytes that a decoding step reads on average: every matrix, and half of the final keys and values."""
     C, L = config.n_embd, config.n_layer
     elements = 12 * L * C * C + config.padded_vocab_size * C + batch * L * C * tokens
     return elements * dtype.itemsize

@@ -34,7 +34,7 @@ def compiled(function):
 
     def call(*inputs):
         if not made:
-            torch._dynamo.reset()  # shapes of other cases would make this one dynamic, or reach a limit
+            torch._dynamo.reset()  # otherwise the shapes of earlier cases make this function dynamic, or reach a limit
             torch._functorch.config.donated_buffer = False  # the backward runs several times for one forward
             made.append(torch.compile(function, fullgraph=True, dynamic=False))
             with warnings.catch_warnings():

@@ -1,5 +1,5 @@
 // Step 4: asynchronous copies and two buffers. While the tensor cores work on a tile, cp.async copies the keys and
-// values of the next tile, without passing through registers.
+// values of the next tile to shared memory. The copies do not use registers.
 #include "mma.cuh"
 
 const char* const kStep = "4 cp.async, two buffers";
@@ -24,18 +24,18 @@ __global__ void __launch_bounds__(kThreads, 4) attention_async_kernel(Attention 
       start_tile(keys_of(tile), p, kKey, head, tile * kTile);
       start_tile(values_of(tile), p, kValue, head, tile * kTile);
     }
-    copy_async_commit();  // a group for each tile, empty after the last one
+    copy_async_commit();  // one group for each call, which is empty after the last tile
   };
 
   start_tile(queries, p, kQuery, head, last * kTile);
   copy_async_commit();
   start(0);
   copy_async_wait<1>();  // for the queries
-  __syncthreads();       // for the queries that the other threads have copied
+  __syncthreads();       // waits for the queries that other threads have copied
   WarpAttention warp(queries);
   for (int tile = 0; tile <= last; ++tile) {
     start(tile + 1);
-    copy_async_wait<1>();  // for this tile
+    copy_async_wait<1>();  // waits for this tile
     __syncthreads();
     warp.add(keys_of(tile), values_of(tile), tile == last);
     __syncthreads();  // all warps have read the buffer before it is written again
