@@ -60,7 +60,7 @@ class State:
         )
 
     def torchs(self):
-        """Run a step by torch's kernel.
+        """Run a step by torch's fused kernel.
 
         The kernel has no master weights, so 16-bit gradients are first copied to float32, and the parameters are
         rounded to 16 bits at the end.
@@ -73,7 +73,7 @@ class State:
     def formula(self):
         """Run a step by torch.optim's Python code.
 
-        Inductor fuses this code and the conversions into a few large kernels.
+        Under torch.compile, Inductor fuses this code and the conversions of dtypes into a few large kernels.
         """
         grads = [grad.float() for grad in self.grads] if self.low else self.grads
         options = {"foreach": True, "capturable": True, **self.torchs_options}

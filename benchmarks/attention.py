@@ -70,7 +70,7 @@ class Seen:
         return self.causal and self.mask is None
 
     def allows(self, b, h, q, k):
-        """Return whether query q sees key k. The signature is that of flex_attention's mask functions."""
+        """Return whether query q sees key k. flex_attention requires this signature."""
         causal = q >= k
         return causal if self.end is None else causal & (k >= self.begin[b]) & (k < self.end[b])
 
@@ -81,7 +81,7 @@ class Seen:
         return self.allows(b, 0, q, k)
 
     def ours(self):
-        """Return the arguments of our op after value: mask, dropout, causal, scale, offset, bounds."""
+        """Return the arguments that follow ``value`` in our op: mask, dropout, causal, scale, offset, bounds."""
         if self.by_bounds:
             return None, 0.0, True, None, 0, self.begin, self.end
         return self.mask, 0.0, self.causal_flag, None, 0, None, None
@@ -114,7 +114,7 @@ def flex(seen):
 
 
 def allowing_tf32(function):
-    """Return the function with TF32 allowed in torch's matmuls while it runs."""
+    """Return a function that calls ``function`` with TF32 allowed in torch's matmuls."""
 
     def call(*arguments):
         before = torch.backends.cuda.matmul.allow_tf32

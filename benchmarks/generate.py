@@ -72,7 +72,7 @@ def step_bytes(config, dtype, batch, tokens):
 
 
 def measure(name, config, dtype, device, batch, tokens, repeats):
-    """Return the seconds in which the fastest run generates all tokens. Two runs before it are not counted."""
+    """Return the seconds of the fastest of ``repeats`` runs that generate all tokens, after two runs of warm-up."""
     make = ours if name in ("graph", "eager", "modules") else huggingface
     generate = make(name, config, dtype, device, batch, tokens)
     times = []

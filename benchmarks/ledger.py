@@ -72,7 +72,7 @@ def _matched(family, patterns):
 
 
 def measured(paths) -> dict[str, float]:
-    """Return the seconds of each row of the runs that were measured on GPU. The keys are the rows of ledger.txt."""
+    """Return the seconds of all rows of these runs that were measured on ``GPU``. The keys are as in ledger.txt."""
     found = {}
     for path in paths:
         run = json.loads(path.read_text())

@@ -46,8 +46,9 @@ T* start(const Matrix& m) {
   return base ? base + m.offset : nullptr;
 }
 
-// is_transposed and leading_dimension return how a matrix is passed to BLAS, which requires that its rows (or columns)
-// are `ld` elements apart. A single row may have any stride, but BLAS checks ld as if there were a second row.
+// BLAS reads a matrix whose rows are contiguous and `ld` elements apart, or the transpose of such a matrix.
+// is_transposed() and leading_dimension() return how BLAS reads `m`. A single row may have any stride, but BLAS checks
+// `ld` as if there were a second row. leading_dimension() therefore returns at least the length of a row.
 bool is_transposed(const Matrix& m) {
   return m.column_stride != 1;
 }
@@ -108,8 +109,8 @@ AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, doub
   return aoti_torch_cpu_baddbmm_out(o.get(), o.get(), x.get(), y.get(), beta, alpha);
 }
 
-// Computes a float32 output from 16-bit operands. The product is rounded to the operands' dtype, then converted to
-// float32 and written to `out`, or added to it.
+// Computes a float32 output from 16-bit operands. a @ b is rounded to the operands' dtype, and then converted to
+// float32 and written to `out`, or added to `out`.
 void wide_product(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, double alpha,
                   bool accumulate) {
   const Matrix narrow = matrix(allocate({out.rows, out.columns}, a.tensor));

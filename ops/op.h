@@ -102,7 +102,8 @@ template <typename... Parts>
   throw std::runtime_error(text);
 }
 
-// Throws if a C shim of LibTorch reports an error. (torch's own macro for this has had two names since 2.10.)
+// Throws if a C shim of LibTorch reports an error. (torch's macro for this check is not used, because its name differs
+// between releases.)
 inline void check_shim(AOTITorchError error) {
   if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error("gptkernels: a call into LibTorch failed");
 }

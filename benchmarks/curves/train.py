@@ -1,4 +1,4 @@
-"""The training of one curve: a model, its seed and its losses."""
+"""Trains a model of one variant with one seed, and records its losses: a curve."""
 
 import time
 from collections.abc import Callable

@@ -46,7 +46,7 @@ def copy(nbytes, device):
 
 
 def roof(device, repeats) -> list[Row]:
-    """Time the large copy and the large matmul."""
+    """Time a large copy and a large matmul, which show the machine's limits."""
     cuda = device.type == "cuda"
     nbytes, n, dtype = (2 << 30, 8192, torch.bfloat16) if cuda else (2 << 26, 1024, torch.float32)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))

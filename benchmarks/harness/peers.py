@@ -66,7 +66,7 @@ def backward(function, inputs, douts):
 
 
 def of_forward(formula, inputs, eager=None, saves=False):
-    """Return the eager and the compiled call. With ``saves``, the compiled call saves what its backward needs."""
+    """Return a formula's eager and compiled calls. With ``saves``, the compiled call saves what its backward needs."""
     call = training if saves else partial
     return {"torch": partial(eager or formula, *inputs), "compile": call(compiled(formula), *inputs)}
 

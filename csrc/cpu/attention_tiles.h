@@ -127,8 +127,8 @@ struct Part {
 struct ScoreTile {
   int64_t batch;
   int64_t head;
-  int64_t query;      // a multiple of 64
-  int64_t rows;       // queries, at most 64
+  int64_t query;      // the tile's first query, a multiple of 64
+  int64_t rows;       // number of queries, at most 64
   int64_t lanes = 0;  // rows, rounded up to a multiple of 16
   int64_t begin = 0;
   int64_t end = 0;

@@ -100,9 +100,9 @@ struct Means {
   A g, gc;
 };
 
-// The first pass over a row. Computes the means of g and g * c. (If the terms were g * c * rstd, their rounding errors
-// would not cancel, and a constant dout would not give a gradient of exactly 0.) The pass also adds the row's terms to
-// dweight and dbias, because it reads x and dout anyway.
+// The first pass over a row: computes the means of g and g * c. (If the terms were g * c * rstd, their rounding errors
+// would not cancel, and a constant dout would not give a gradient of exactly 0.) The pass reads x and dout anyway, so
+// it also adds the row's terms to the sums of dweight and dbias.
 template <bool kSums, typename T, typename X>
 Means<accumulate_t<T>> gradient_means(const LayernormBackward<T, X>& p, int64_t row, Partial<accumulate_t<T>> sums) {
   using A = accumulate_t<T>;
@@ -125,7 +125,7 @@ Means<accumulate_t<T>> gradient_means(const LayernormBackward<T, X>& p, int64_t 
   return {sum_g / A(p.width), sum_gc / A(p.width)};
 }
 
-// The second pass over a row. Writes dx and dresidual, and adds dx to the sums of dx_bias.
+// The second pass over a row: writes dx and dresidual, and adds dx to the sums of dx_bias.
 template <typename T, typename X>
 void write_dx(const LayernormBackward<T, X>& p, const Dropout& dropout, int64_t row, Means<accumulate_t<T>> means,
               accumulate_t<T>* dx_bias) {

@@ -1,6 +1,7 @@
-// Float32 matmuls. The columns of b are divided into panels as wide as the accumulators of product()
-// (vector.h). A panel is packed if its rows are not contiguous, if its rows are far apart, or if the panel is
-// incomplete. The file has no include guard, because each_instruction_set.h includes it once for each instruction set.
+// Float32 matmuls. The columns of b are divided into panels as wide as the block of accumulators of product()
+// (vector.h). A panel is packed (copied to contiguous memory) if its rows are not contiguous, if its rows are far
+// apart, or if the panel is incomplete. The file has no include guard, because each_instruction_set.h includes it once
+// for each instruction set.
 //
 //   for each panel of columns, for each 512 inner elements:       (in parallel over the (panel, tile) pairs)
 //     pack the panel

@@ -1,6 +1,7 @@
-// Function multiversioning for plain loops: vectorised(body) runs the copy of `body` that is compiled for the widest
-// vectors of this processor (capability.h). The compiler inlines the body into each copy (flatten) and vectorizes it
-// there. `#pragma omp simd reduction(...)` marks the sums that the compiler may split over lanes.
+// Function multiversioning for plain loops: vectorised(body) runs the copy of `body` that is compiled for the chosen
+// instruction set (capability.h), by default the one with the widest vectors of this processor. The compiler inlines
+// the body into each copy (flatten) and vectorizes it there. `#pragma omp simd reduction(...)` marks the sums that the
+// compiler may split over lanes.
 #pragma once
 
 #include <algorithm>

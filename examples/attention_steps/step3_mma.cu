@@ -4,7 +4,7 @@
 
 const char* const kStep = "3 tensor cores (mma.sync)";
 
-// Copies 64 rows to shared memory. All threads call it.
+// Copies 64 rows to shared memory. All threads of the thread block call this function.
 __device__ void load_tile(uint8_t* tile, const Attention& p, Part part, int head, int first) {
   for (int i = threadIdx.x; i < kTile * 8; i += kThreads)
     *reinterpret_cast<uint4*>(tile + chunk_at(0, i / 8, i % 8)) =

@@ -4,7 +4,7 @@
 
 const char* const kStep = "4 cp.async, two buffers";
 
-// Starts copying 64 rows to shared memory. All threads call it.
+// Starts copying 64 rows to shared memory. All threads of the thread block call this function.
 __device__ void start_tile(uint32_t tile, const Attention& p, Part part, int head, int first) {
   for (int i = threadIdx.x; i < kTile * 8; i += kThreads)
     gptkernels::cuda::copy_async_16(chunk_at(tile, i / 8, i % 8), row_of(p, part, head, first + i / 8) + i % 8 * 8,
@@ -30,7 +30,7 @@ __global__ void __launch_bounds__(kThreads, 4) attention_async_kernel(Attention 
   start_tile(queries, p, kQuery, head, last * kTile);
   copy_async_commit();
   start(0);
-  copy_async_wait<1>();  // for the queries
+  copy_async_wait<1>();  // waits for the queries
   __syncthreads();       // waits for the queries that other threads have copied
   WarpAttention warp(queries);
   for (int tile = 0; tile <= last; ++tile) {

@@ -16,7 +16,7 @@ def _fake_backward(dout, x):
 
 
 class SquaredRelu(torch.autograd.Function):
-    """Squared ReLU with a backward: computes out (...) from x (...)."""
+    """Computes out (...) = max(x, 0)^2 from x (...), and its backward."""
 
     @staticmethod
     def forward(ctx, x):
