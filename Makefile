@@ -36,12 +36,14 @@ BUILT := $(STAMPS)/built-$(GPTKERNELS_CUDA)
 train: $(BUILT)
 	$(PY) -m gptkernels train $(ARGS)
 
-# Each of pytest's workers has one OpenMP thread. With more threads, they spin while they wait for each other.
+# Each of pytest's workers has one OpenMP thread. More threads would slow down the workers, because OpenMP threads spin
+# while they wait for each other.
 test: $(BUILT) $(STAMPS)/test-tools
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(WORKERS) --dist loadgroup --device $(DEVICE) $(ARGS)
 
-# Runs the tests with all pairs of an instruction set for torch's CPU kernels and one for this package's. ARGS=--same
-# runs only equal pairs. Other arguments are passed to pytest instead of the ops' tests.
+# Runs the ops' tests once for each pair of an instruction set for torch's CPU kernels and an instruction set for this
+# package's CPU kernels. ARGS=--same runs only equal pairs. Other arguments replace the ops' tests in pytest's command
+# line.
 test-capabilities: $(BUILT) $(STAMPS)/test-tools
 	$(PY) tests/capabilities.py $(ARGS)
 
@@ -78,9 +80,9 @@ bench: $(BUILT)
 	$(PY) -m benchmarks $(ARGS)
 
 # Searches the CUDA kernels for memory errors, races, misused barriers and reads of uninitialised memory. The tests have
-# small shapes, and one shape for every place where a row is kept. memcheck and synccheck also run a test with one more
-# tile than SMs. Of the reports of racecheck and initcheck only those in this package's kernels count, because torch's
-# sums load uninitialised values and ignore them.
+# small shapes, and one shape for each kind of memory in which a kernel keeps a row. memcheck and synccheck also run a
+# test with one more tile than SMs. racecheck and initcheck fail only for reports about this package's kernels, because
+# torch's sums load uninitialised values and ignore them.
 SANITIZED_TESTS = (matches_float64 and 33) or (wherever and bfloat16) or long_sums
 SANITIZED = $(PY) -m pytest --device cuda -m "not large" $(ARGS) -k
 

@@ -1,8 +1,8 @@
 """Builds the two native libraries with CMake, as part of the package.
 
-Environment variables: GPTKERNELS_CUDA=0 builds no CUDA library, and 1 makes its absence an error. TORCH_CUDA_ARCH_LIST
-names the CUDA architectures (default: the GPU's architecture; without a GPU 8.0, 9.0a and 10.0a with PTX). MAX_JOBS is
-the largest number of compiler processes.
+Environment variables: with GPTKERNELS_CUDA=0 no CUDA library is built, and with 1 the build fails if the CUDA library
+cannot be built. TORCH_CUDA_ARCH_LIST names the CUDA architectures (default: the GPU's architecture; without a GPU 8.0,
+9.0a and 10.0a with PTX). MAX_JOBS is the largest number of compiler processes.
 """
 
 import importlib.util
@@ -40,7 +40,7 @@ def version() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment variables, with this Python's programs (cmake and ninja from PyPI) first in PATH."""
+    """Return the environment variables, with the folder of this Python's programs (cmake, ninja) first in PATH."""
     return {**os.environ, "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))}
 
 

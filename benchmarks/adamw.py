@@ -5,12 +5,13 @@ from benchmarks.harness.case import Case, nbytes
 from benchmarks.harness.peers import compiled
 
 ops = torch.ops.gptkernels
-# Layers, channels, vocabulary and positions. SIZES is GPT-2 124M with all of its 148 tensors.
+# A size is (layers, channels, vocabulary, positions). SIZES has GPT-2 124M, whose parameters are 148 tensors.
 SIZES = {"bfloat16": [(12, 768, 50304, 1024)], "float32": [(12, 768, 50304, 1024)]}
 CPU_SIZES = [(2, 128, 256, 128)]
 TINY = (1, 8, 16, 8)
 MAX_NORM = 1.0
-# Large enough to change bfloat16 parameters, so that a step without an effect is detected as wrong.
+# The learning rate is so large that a step changes bfloat16 parameters. With a small rate, a step that leaves the
+# parameters unchanged would pass the verification.
 OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 LR = 0.1
 
@@ -26,7 +27,7 @@ def label(tensors):
 
 
 class State:
-    """The tensors of a step. If the parameters have 16 bits, master weights and moments are float32."""
+    """The tensors of an AdamW step. If the parameters have 16 bits, master weights and moments are float32."""
 
     def __init__(self, shapes, device, dtype):
         self.low = dtype.itemsize == 2
@@ -59,7 +60,7 @@ class State:
         )
 
     def torchs(self):
-        """Run a step by torch's kernel.
+        """Run a step by torch's fused kernel.
 
         The kernel has no master weights, so 16-bit gradients are first copied to float32, and the parameters are
         rounded to 16 bits at the end.
@@ -72,7 +73,7 @@ class State:
     def formula(self):
         """Run a step by torch.optim's Python code.
 
-        Inductor fuses this code and the conversions into a few large kernels.
+        Under torch.compile, Inductor fuses this code and the conversions of dtypes into a few large kernels.
         """
         grads = [grad.float() for grad in self.grads] if self.low else self.grads
         options = {"foreach": True, "capturable": True, **self.torchs_options}
@@ -91,7 +92,7 @@ class State:
         self.torchs()
 
     def exact(self, clip):
-        """Compute every written tensor from its state at the start."""
+        """Yield the exact value, in float64, of each tensor that a step writes."""
         count = len(self.masters)
         masters, firsts, seconds = (self.start[i * count :][:count] for i in range(3))
         grads = self.start[-count:]

@@ -52,7 +52,7 @@ class Seen:
 
     @classmethod
     def of(cls, kind, batch, tokens, dtype, device):
-        """Create an instance; padded sequences have lengths from half of the tokens to all of them."""
+        """Create an instance for a kind (ALL to TF32). Padded sequences have lengths from half of ``tokens`` to all."""
         if kind not in PADDED:
             return cls(kind in (CAUSAL, TF32))
         lengths = torch.linspace(tokens // 2, tokens, batch, device=device).int()
@@ -70,7 +70,7 @@ class Seen:
         return self.causal and self.mask is None
 
     def allows(self, b, h, q, k):
-        """Return whether query q sees key k. The signature is that of flex_attention's mask functions."""
+        """Return whether query q sees key k. flex_attention requires this signature."""
         causal = q >= k
         return causal if self.end is None else causal & (k >= self.begin[b]) & (k < self.end[b])
 
@@ -81,7 +81,7 @@ class Seen:
         return self.allows(b, 0, q, k)
 
     def ours(self):
-        """Return the arguments of our op after value: mask, dropout, causal, scale, offset, bounds."""
+        """Return the arguments that follow ``value`` in our op: mask, dropout, causal, scale, offset, bounds."""
         if self.by_bounds:
             return None, 0.0, True, None, 0, self.begin, self.end
         return self.mask, 0.0, self.causal_flag, None, 0, None, None
@@ -114,7 +114,7 @@ def flex(seen):
 
 
 def allowing_tf32(function):
-    """Return the function with TF32 allowed in torch's matmuls while it runs."""
+    """Return a function that calls ``function`` with TF32 allowed in torch's matmuls."""
 
     def call(*arguments):
         before = torch.backends.cuda.matmul.allow_tf32
@@ -188,7 +188,7 @@ def cases(device, dtype, batch, heads, queries, keys, size, kind):
     else:
         out, logsumexp = ops.scaled_dot_product_attention(*inputs, *arguments)
         dout = douts = torch.randn_like(out)
-        if seen.begin is not None:  # padding has no gradient
+        if seen.begin is not None:  # the outputs of padding queries are unused, so their gradient is 0
             dout.masked_fill_((torch.arange(queries, device=device) < seen.begin[:, None])[:, None, :, None], 0)
     shape = f"B={batch} NH={heads} " + (f"T={queries}" if queries == keys else f"Tq={queries} Tk={keys}")
     shape += f" HS={size}" + (" not causal" if kind == ALL and queries > 1 else "")
@@ -201,7 +201,7 @@ def cases(device, dtype, batch, heads, queries, keys, size, kind):
     pairs = batch * queries * keys / (2 if seen.causal else 1)
     if seen.end is not None:
         pairs = int(seen.allowed(queries, keys, device).sum())
-    flops = int(4 * heads * pairs * size)  # two matmuls of the visible scores
+    flops = int(4 * heads * pairs * size)  # two matmuls, for the pairs of a query and a key that it sees
     peers = {name: precision(function) for name, function in functions(device, dtype, seen).items()}
 
     def ours():

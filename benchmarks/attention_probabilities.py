@@ -15,7 +15,7 @@ def cases(device, dtype, batch, heads, tokens, size):
     qkv = torch.randn(batch, tokens, 3 * width, device=device, dtype=dtype)
     out, probabilities = ops.attention_probabilities(qkv, heads)
     dout = torch.randn_like(out)
-    flops = 2 * batch * heads * tokens * tokens * size  # two matmuls, half of each above the diagonal
+    flops = 2 * batch * heads * tokens * tokens * size  # two matmuls, without the half above the diagonal
 
     def formula(qkv):
         q, k, v = qkv.view(-1, tokens, 3, heads, size).permute(2, 0, 3, 1, 4)

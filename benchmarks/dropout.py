@@ -15,13 +15,16 @@ P = 0.1
 
 
 class Mask:
-    """The parts of a result with dropout that do not depend on the random mask: the kept values and their number."""
+    """The properties of a result that every mask has: the kept values, and about the share P of dropped elements."""
 
     def __init__(self, values):
         self.kept = values / (1 - P)
 
     def look(self, dropped, added=0.0):
-        """Fill dropped elements, which equal ``added``, with their kept value, and check that about P were dropped."""
+        """Return the result with kept values in place of dropped ones, and 1.0 if about P were dropped, else 0.0.
+
+        Dropped elements equal ``added``.
+        """
         drops = dropped == added
         deviations = (drops.double().mean() - P) / (P * (1 - P) / drops.numel()) ** 0.5
         return dropped + drops * self.kept, (deviations.abs() < 5).double()

@@ -59,7 +59,7 @@ def cases(device, dtype, rows, inner, outer):
     norm_scale = norm()[2]
 
     def separate_kernels():
-        """Compute the norm and then quantize it, which gives the same bits."""
+        """Compute the norm and the quantization by two kernels, which give the same bits as the fused kernel."""
         out = ops.residual_layernorm(x, residual, norm_weight, norm_bias)[0]
         return read(ops.fp8_quantize(out, norm_history.clone(), E4M3)[0], norm_scale)
 

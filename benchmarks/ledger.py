@@ -72,7 +72,7 @@ def _matched(family, patterns):
 
 
 def measured(paths) -> dict[str, float]:
-    """Return the seconds of the rows of these runs, by their keys."""
+    """Return the seconds of all rows of these runs that were measured on ``GPU``. The keys are as in ledger.txt."""
     found = {}
     for path in paths:
         run = json.loads(path.read_text())

@@ -33,8 +33,8 @@ struct AdamwOptions {
 // The arrays that may be rounded stochastically. Each uses different random bits.
 enum AdamwArray : uint32_t { kParamArray, kExpAvgArray, kExpAvgSqArray };
 
-// Optional scalars in the memory of the tensors' device; null if not given. The kernel reads the values there, so a
-// CUDA graph can be replayed with new values.
+// Optional scalars in the memory of the tensors' device; null if not given. A kernel reads them when it runs, so a CUDA
+// graph can be replayed with new values.
 struct AdamwNumbers {
   const float* lr;          // if null, wide_lr is used
   const double* wide_lr;    // if null, options.lr is used
@@ -82,8 +82,8 @@ struct AdamwFactors {
   A eps;
 };
 
-// Returns the factor by which torch's clip_grad_norm_ multiplies the gradients, with torch's roundings. A NaN norm
-// gives NaN.
+// Returns the factor by which torch's clip_grad_norm_ multiplies the gradients. The operations are the same as torch's,
+// so that the factor has the same bits. A NaN norm gives NaN.
 GPTKERNELS_STEP float clip_coefficient(float norm, float max_norm) {
   const float coefficient = 1 / (norm + 1e-6f) * max_norm;
   return coefficient > 1 ? 1 : coefficient;

@@ -21,7 +21,8 @@ struct HeadsView {
   constexpr T* at(int64_t b, int64_t h, int64_t t) const { return data + b * batch + h * head + t * token; }
 };
 
-// A query sees the keys that satisfy all conditions. A query that sees no key has out = 0 and logsumexp = -inf.
+// A query sees the keys that satisfy all of the conditions below. If it sees no key, its out is 0 and its logsumexp is
+// -inf.
 template <typename T>
 struct AttentionMask {
   bool causal = false;                 // query i sees the keys j <= i + query_offset

@@ -29,12 +29,12 @@ struct DecodeLayer {
 
 template <typename T>
 struct Decode {
-  T* logits;                     // (B, Vp)
-  T* keys_values;                // (L, 2, B, NH, capacity, HS): the cache; the last token's keys and values are added
-  const int64_t* sequences;      // (B, length): tokens in 0..V-1; -1, which sample_ writes for NaN, is read as 0
-  const int64_t* lengths;        // (B): number of tokens, at least 1; all tokens but the last are in the cache
-  const T* wte;                  // (V or more, C)
-  const T* wpe;                  // (capacity or more, C)
+  T* logits;                 // (B, Vp)
+  T* keys_values;            // (L, 2, B, NH, capacity, HS): the cache; the last token's keys and values are added
+  const int64_t* sequences;  // (B, length): tokens in 0..V-1; the -1 that sample_ writes if it cannot draw is read as 0
+  const int64_t* lengths;    // (B): number of tokens, at least 1; all tokens but the last are in the cache
+  const T* wte;              // (V or more, C)
+  const T* wpe;              // (capacity or more, C)
   const DecodeLayer<T>* layers;  // (L), in host memory
   const T* norm_weight;          // (C)
   const T* norm_bias;            // (C) or null

@@ -1,8 +1,8 @@
 // The Euclidean norm of all elements of a list of tensors, sqrt(sum of x^2), in two stages: first one partial sum per
 // chunk of a tensor, then the sum of the partial sums in a fixed order.
 //
-// Squares and sums are float64, so float32 values cannot overflow and the float32 result is accurate to its last digit.
-// The square of a float64 element above 1e154 is infinite.
+// Squares and sums are float64, so the squares of float32 values cannot overflow, and the float32 result is accurate to
+// its last digit. The square of a float64 element above 1e154 is infinite.
 #pragma once
 
 #include "device.h"

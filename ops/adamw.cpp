@@ -15,8 +15,8 @@ using Tensors = std::vector<Tensor>;
 
 // ---- checks ---------------------------------------------------------------------------------------------------------
 
-// The properties of a tensor that the checks need. Each property takes a call into LibTorch, and the lists are long.
-// Therefore the properties are read once, and messages are composed only when a check fails.
+// The properties of a tensor that the checks need. Reading a property is a call into LibTorch, and the lists are long.
+// Therefore each property is read once, and the descriptions in messages are composed only when a check fails.
 struct Facts {
   int32_t dtype;  // LibTorch's number of the dtype
   int32_t device_type;
@@ -47,7 +47,8 @@ struct Facts {
     check_shim(aoti_torch_get_strides(handle_, &found));
     return found;
   }
-  // Returns whether elements at the same index have the same offset in memory. The tensors have the same shape.
+  // Returns whether the elements with the same index have the same offset in the memory of both tensors, which have the
+  // same shape.
   bool has_layout_of(const Facts& other) const {
     if (contiguous && other.contiguous) return true;
     const int64_t *mine = strides(), *others = other.strides();
@@ -81,7 +82,7 @@ void check_length(const char* name, const Tensors& list, const Tensors& params) 
     fail(op, name, " must have as many tensors as params (", params.size(), "), got ", list.size());
 }
 
-// Checks a tensor of one of the lists against its parameter.
+// Checks the device, dtype and shape of a gradient, moment or master, which depend on its parameter.
 void check_against_param(const char* name, size_t i, const Tensor& t, const Facts& facts, const Tensor& param,
                          const Facts& wanted) {
   if (!facts.is_on_device_of(wanted))
@@ -169,7 +170,8 @@ struct Lists {
   const std::optional<Tensors>& masters;
 };
 
-// Tensors of the same dtypes, which share a launch.
+// The parameters that one launch updates, with their gradients and moments. All members of a group have the same
+// dtypes.
 struct Group {
   std::array<int32_t, 3> dtypes;  // parameters, gradients, moments
   std::vector<size_t> members;    // indices in the lists

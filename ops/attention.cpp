@@ -14,8 +14,8 @@ namespace {
 
 constexpr int64_t kMaxHeadSize = 256;
 
-// A (B, heads, T, HS) tensor, or a part of a packed tensor. The last dimension is contiguous, and the other dimensions
-// may have any strides.
+// A tensor, or a part of a packed tensor, viewed as (B, heads, T, HS). The last dimension is contiguous, and the other
+// dimensions may have any strides.
 struct Heads {
   Tensor tensor;
   int64_t offset;
@@ -153,9 +153,9 @@ Tensor with_dense_rows(const Tensor& t) {
   return t.size(3) == 1 || t.stride(3) == 1 ? t : torch::stable::contiguous(t);
 }
 
-// Returns the gradient of out, or a copy if the fastest kernels do not support the gradient's strides. These 16-bit
-// kernels load the gradient by TMA, which requires strides that are positive multiples of 16 bytes. (The gradient of a
-// sum, for example, is expanded, with strides of 0.)
+// Returns the gradient of out, or a copy if the fastest kernels do not support the gradient's strides. The fastest
+// 16-bit kernels load the gradient by TMA, which requires strides that are positive multiples of 16 bytes. (The
+// gradient of a sum, for example, is expanded, with strides of 0.)
 Tensor with_tma_strides(const Tensor& t) {
   bool supported = true;
   for (int64_t i = 0; i < 3; ++i)
@@ -214,7 +214,7 @@ DropoutArguments dropout_of(const Options& options) {
   return {options.dropout_p, pointer<int64_t>(options.seed), pointer<int64_t>(options.offset)};
 }
 
-// Returns the options with contiguous bounds, which the kernels require.
+// Returns the options with contiguous key_begin and key_end, as the kernels require.
 Options with_dense_bounds(Options options) {
   options.key_begin = dense(options.key_begin);
   options.key_end = dense(options.key_end);

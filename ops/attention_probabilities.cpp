@@ -98,7 +98,8 @@ std::tuple<Tensor, Tensor> attention_probabilities_op(const Tensor& qkv, int64_t
   Tensor probabilities = allocate(s.probabilities(), qkv);
   if (qkv.numel() == 0) return {out, probabilities};
 
-  // The scale is applied in the product, before float16 could overflow.
+  // The matmul multiplies the scores by the scale before it rounds them, because unscaled scores may overflow in
+  // float16.
   const Heads scores = squares(probabilities, s);
   matmul_heads(launcher, s, scores, part(qkv_dense, kQuery, s), part(qkv_dense, kKey, s).transposed(),
                scale_or_default(scale, s));

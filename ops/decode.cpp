@@ -20,7 +20,8 @@ void check_dense(const char* name, const Tensor& t) {
   if (!t.is_contiguous()) fail(op, name, " must be contiguous");
 }
 
-// Checks one of the model's tensors. The tensor must be contiguous, because copying it at each step would be slow.
+// Checks one of the model's tensors. The tensor must be contiguous, because copying it at each decoding step would be
+// slow.
 void check_weight(const std::string& name, const Tensor& t, const Tensor& wte, const Shape& shape) {
   check_like(op, name.c_str(), t, "wte", wte);
   check_shape(op, name.c_str(), t, shape);

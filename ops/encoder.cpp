@@ -134,7 +134,8 @@ std::tuple<Tensor, Tensor> encoder_backward_op(const Tensor& dout, const Tensor&
   return {dwte, dwpe};
 }
 
-// Adds to an existing gradient of wte, which comes from an LM head that is tied to wte.
+// Adds the gradient of wte to dwte, which already contains the gradient from an LM head that is tied to wte. Returns
+// dwpe.
 Tensor encoder_backward_inplace_op(const Tensor& dout, const Tensor& tokens, Tensor dwte, int64_t max_positions) {
   constexpr const char* op = "encoder_backward_";
   check_matrix(op, "dwte", dwte);

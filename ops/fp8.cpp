@@ -66,7 +66,7 @@ Fp8Matmul<T> product_of(const Matrix& out, const Fp8Operand& a, const Fp8Operand
 }
 
 // Times the algorithms for a matmul, and returns the plan with the fastest algorithm. A matmul that accumulates is
-// timed with another output.
+// timed with another output, so that out does not change.
 template <typename T>
 Fp8Plan autotuned_plan(const Launcher& launcher, const Tensor& like, Fp8Matmul<T> p, const Fp8Plan& plan,
                        cublasHandle_t handle) {

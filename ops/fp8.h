@@ -14,7 +14,7 @@ struct Quantized {
   Tensor scale;  // 0-dim float32
 };
 
-// Fused operations before the quantisation, and additional outputs.
+// Options of quantize(): operations before the quantisation, and additional outputs.
 struct QuantizeOptions {
   bool transposed = false;
   bool values = true;               // CUDA: if false, only the transposed copy is written
@@ -86,8 +86,8 @@ struct Fp8Operand {
 
 struct Fp8ProductOptions {
   OptionalTensor bias = {};
-  bool fast_accumulation = false;  // accumulate with 14 bits of significand
-  bool accumulate = false;         // add the product to out, which is float32; no bias is allowed
+  bool fast_accumulation = false;  // the tensor cores accumulate with 14 bits of significand, which is faster
+  bool accumulate = false;         // add alpha * a @ b^T to out, which is float32; excludes bias
   float alpha = 1;
 };
 

@@ -6,7 +6,8 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// Checks a layer's weight (out_features, inner) and bias, which must have the dtype and the device of x.
+// Checks the weight (out_features, inner) and the bias of a linear layer, which must have the dtype and the device of
+// x.
 void check_fp8_layer(const char* op, const char* x_name, const Tensor& x, int64_t inner, const char* name,
                      const Tensor& weight, const char* bias_name, const OptionalTensor& bias);
 

@@ -1,5 +1,5 @@
 // linear_cross_entropy with float8 matmuls in its gradients and, with fp8_logits, for the logits (docs/fp8.md). Without
-// fp8_logits, the logits and the loss are the same as in linear_cross_entropy. No step depends on the values in a
+// fp8_logits, the logits and the loss are the same as in linear_cross_entropy. The host does not read the values of any
 // tensor, so a CUDA graph can replay the op.
 
 #include "../csrc/linear_cross_entropy.h"
@@ -26,8 +26,8 @@ std::optional<Quantized> operand(const Launcher& launcher, const Tensor& t, bool
   return quantize(launcher, dense(t), std::nullopt, kOperand, {.transposed = transposed, .values = values});
 }
 
-// Allocates the gradient of t. The gradient of a float16 tensor is float32, because float16 would underflow before the
-// backward multiplies by the loss scale.
+// Allocates the gradient of t. The gradient of a float16 tensor is float32, because a float16 gradient may underflow
+// before the backward multiplies it by the loss scale.
 Tensor gradient_if(bool wanted, const Tensor& t) {
   const ScalarType dtype = t.scalar_type() == ScalarType::Half ? ScalarType::Float : t.scalar_type();
   return allocate(wanted ? shape_of(t) : Shape{0}, dtype, t);
@@ -63,8 +63,8 @@ struct Gradients {
         dlogits_t(allocate(want_weight ? Shape{weight.size(0), fp8_padded(chunk)} : Shape{0}, kGradient, x)) {}
 };
 
-// Computes rows [begin, begin + count) of the logits, x @ weight^T, from the float8 operands. The sums are short enough
-// for fast accumulation.
+// Computes rows [begin, begin + count) of the logits, x @ weight^T, from the float8 operands. The sums have C terms,
+// few enough for fast accumulation.
 void rounded_logits(const Launcher& launcher, const Gradients& g, const Matrix& logits, int64_t begin, int64_t count) {
   fp8_product(launcher, logits, {part(flat(g.x->values), begin, count), g.x->scale},
               {g.weight->values, g.weight->scale}, {.fast_accumulation = true});
@@ -107,8 +107,8 @@ void add_dweight(const Launcher& launcher, const CrossEntropy& p, const Gradient
               {.accumulate = begin > 0, .alpha = 1 / Fp8Dlogit::kMultiplier});
 }
 
-// Computes losses (N) and the gradients, chunk by chunk. Chunk sizes are multiples of 16, because cuBLASLt requires
-// this alignment of the columns of x^T.
+// Computes losses (N) and the gradients, chunk by chunk. Every chunk begins at a multiple of 16 rows, because a chunk's
+// columns of x^T must have this alignment for cuBLASLt.
 void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Gradients& g, int64_t chunk) {
   const Tensor logits = allocate({chunk, p.columns()}, p.x.tensor);
   int64_t begin = 0;

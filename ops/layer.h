@@ -7,7 +7,7 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// The entries of the backward's mask, which are also its outputs.
+// The gradients that the backward returns, in order. The backward's mask has an entry for each of them.
 enum LayerGradient {
   kStream,
   kValues,
@@ -46,8 +46,8 @@ struct AddAndNorm {
   // elements were dropped.
   bool has_separate_gradient(const Tensor& dout) const { return is_mixed(dout, sum) || dropout.p > 0; }
 
-  // If the addend has no separate gradient, .dx is the gradient of the addend and of the residual stream, and
-  // .dresidual is undefined.
+  // Computes the gradients. If the addend has no separate gradient, .dx is the gradient of the addend and of the
+  // residual stream, and .dresidual is undefined.
   LayernormGradients backward(const char* op, const Tensor& dout, const OptionalTensor& dsum, bool need_dx,
                               bool need_weight, bool need_bias, bool need_x_bias, bool need_dresidual) const {
     std::vector<bool> mask = {need_dx, need_weight, need_bias, need_x_bias, need_dresidual};
@@ -85,8 +85,8 @@ struct LayerBackward {
   const std::vector<bool>& mask;
 };
 
-// Returns the gradients of a layer, in the order of LayerGradient. The backwards of the matmuls depend on the number
-// format:
+// Returns the gradients of a layer, in the order of LayerGradient. The three functions compute the backwards of the
+// matmuls, which depend on the number format:
 //   mlp_backward() -> dnorm_2, dfc_weight, dfc_bias, dmlp_proj_weight
 //   attn_proj_backward(dadded) -> dattended, dattn_proj_weight
 //   qkv_backward(dqkv, whether dnorm_1 is wanted) -> dnorm_1, dqkv_weight, dqkv_bias

@@ -1,5 +1,6 @@
 // The schemas of all operators. ops/<op>.cpp registers an operator's kernels, once for each device;
-// python/gptkernels/rules/<op>.py registers its rules for torch in Python (fake, autograd, autocast, flops).
+// python/gptkernels/rules/<op>.py registers its rules for torch in Python: its fake kernel, gradient formula, autocast
+// rule and flop count.
 //
 // Shapes: B batch, T tokens, C channels, V vocabulary, N = B*T rows. Gradients are d<name>. If a backward's mask
 // excludes an output, the output has no elements.
@@ -136,8 +137,8 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor(a!)? dhidden_history, Tensor(b!)? dout_history, bool[5] output_mask) "
       "-> (Tensor dx, Tensor dfc_weight, Tensor dfc_bias, Tensor dproj_weight, Tensor dproj_bias)");
 
-  // If dlosses is already known, (N) or 0-dim float32, dlogits is multiplied by dlosses, so that the logits are read
-  // and written only once.
+  // dlosses is (N) or 0-dim, in the dtype of losses. If dlosses is given, dlogits is multiplied by it, so that the
+  // backward need not read and write dlogits again.
   m.def(
       "fused_classifier(Tensor logits, Tensor targets, SymInt vocab_size=-1, int ignore_index=-100, "
       "Tensor? dlosses=None) -> (Tensor losses, Tensor dlogits)");

@@ -1,6 +1,6 @@
 // cross_entropy(x @ weight^T, targets) without materializing all logits. The rows are processed in chunks. A chunk's
 // logits are overwritten by their gradient, or by exponentials, which become the gradient when each row is multiplied
-// by a factor. No step depends on the values in a tensor, so a CUDA graph can replay the op.
+// by a factor. The host does not read the values of any tensor, so a CUDA graph can replay the op.
 
 #include "linear_cross_entropy.h"
 
@@ -30,8 +30,8 @@ namespace {
 
 // Returns the number of rows per chunk. The rows are divided evenly into chunks of at most 2^28 logits (512 MiB in
 // bfloat16), in multiples of 128 rows for efficient matmuls. Each chunk costs a pass over the float32 gradient of the
-// weight, so a few large chunks are best. With GPT-2's vocabulary a chunk has 5248 rows, and the pass takes 5 % of the
-// time of the chunk's three matmuls.
+// weight, so a few large chunks are best. With GPT-2's vocabulary a chunk has at most 5248 rows, and the pass then
+// takes 5 % of the time of the chunk's three matmuls.
 int64_t default_chunk(int64_t rows, int64_t columns) {
   constexpr int64_t kMaxLogits = int64_t(1) << 28;
   constexpr int64_t kMultiple = 128;
@@ -84,8 +84,8 @@ void chunk_logits(const Launcher& launcher, const CrossEntropy& p, const Matrix&
 
 namespace {
 
-// Computes losses and logits of rows [begin, begin + count), and dlogits, the gradient of the losses times dlosses.
-// dlosses is (N), 0-dim, or absent. dlogits may be the same memory as logits.
+// Computes the logits and the losses of rows [begin, begin + count), and dlogits, the losses' gradients for the logits,
+// multiplied by dlosses. dlosses is (N) or 0-dim; absent means 1. dlogits may be the same memory as logits.
 void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
               const Matrix& dlogits, const OptionalTensor& dlosses, int64_t begin, int64_t count) {
   chunk_logits(launcher, p, logits, begin, count);
@@ -101,7 +101,7 @@ void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& los
 
 // ---- all chunks -----------------------------------------------------------------------------------------------------
 
-// The gradients. A gradient that is not wanted has no elements.
+// The gradients of x and weight. A gradient that is not wanted has no elements.
 struct Gradients {
   bool want_x;
   bool want_weight;
@@ -147,7 +147,7 @@ std::optional<Matrix> exponentials(const Launcher& launcher, const CrossEntropy&
   launcher.check(exp_classifier(classifier, pointer<void>(scratch), launcher.stream()));
   if (gradients.want_x) {
     const Matrix dx = part(matrix(gradients.dx), begin, count);
-    // In float32, so that dx is rounded only once, after the factors are applied.
+    // The product is float32, so that dx is rounded only once, after the factors are applied.
     const Tensor product = allocate({dx.rows, dx.columns}, ScalarType::Float, dx.tensor);
     matmul(launcher, matrix(product), dlogits, p.weight);
     launcher.check(exp_classifier_dx(pointer<bfloat16>(dx.tensor) + dx.offset, pointer<float>(product),
@@ -165,9 +165,10 @@ std::optional<Matrix> exponentials(const Launcher&, const CrossEntropy&, const T
 
 #endif
 
-// Computes losses (N) and the gradients. dweight is the sum of the chunks' products, which the matmuls accumulate in
-// float32, or in float64 if x is float64. A 16-bit dweight of several chunks is rounded once, at the end. The logits
-// (N, Vp) are written if given; otherwise a chunk's logits are replaced by their gradient.
+// Computes losses (N) and the gradients, chunk by chunk. dweight is the sum of dlogits^T @ x over the chunks. If there
+// are several chunks, the matmuls add to a float32 sum (float64 if x is float64), which is rounded to dweight's dtype
+// at the end; on the CPU, each chunk's 16-bit term is also rounded before it is added (matmul.h). If `logits` (N, Vp)
+// is given, the logits are written to it; otherwise a chunk's logits are overwritten by their gradient.
 void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const OptionalTensor& dlosses,
          const Gradients& gradients, const OptionalTensor& logits = std::nullopt) {
   const int64_t most = std::min(p.chunk, p.rows());
@@ -261,7 +262,8 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_with_gradients_op(
   return {total(launcher, p, losses, scale), gradients.dx, gradients.dweight};
 }
 
-// Computes the sum of the losses times scale, the gradients of this sum, and the logits. dweight is not rounded.
+// Computes the sum of the losses times scale, the gradients of this result, and the logits. dweight has the dtype of
+// the loss (float32, or float64 if x is float64), so that it is not rounded.
 std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_with_logits_op(
     const Tensor& x, const Tensor& weight, const Tensor& targets, const OptionalTensor& scale, int64_t vocab_size,
     int64_t ignore_index, int64_t chunk_size, const std::vector<bool>& output_mask) {

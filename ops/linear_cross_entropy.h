@@ -13,8 +13,8 @@ enum class Reduction { kMean, kSum, kNone };
 
 Reduction reduction_of(const char* op, const std::string& name);
 
-// Returns a reduction to one number, 'mean' or 'sum'. The gradients can then be computed before the gradient of that
-// number is known.
+// Returns the reduction, which must be 'mean' or 'sum'. With these reductions the forward can already compute the
+// gradients, because the backward only multiplies them by one number, the gradient of the loss.
 Reduction reduction_to_number(const char* op, const std::string& name);
 
 struct CrossEntropy {

@@ -28,7 +28,8 @@ cublasHandle_t cublas() {
 }
 
 // Returns torch's handle for matmuls that cuBLASLt computes. cuBLASLt receives the stream and the workspace with each
-// matmul, and reads no math mode. torch has one handle for each thread and device, and never destroys it.
+// matmul, and reads no math mode, so the handle need not be set up by torch at each call. torch has one handle for each
+// thread and device, and never destroys it. Therefore the handle is kept after the first call.
 cublasHandle_t cublas_lt(const Tensor& like) {
   constexpr size_t kMaxDevices = 64;
   thread_local std::array<cublasHandle_t, kMaxDevices> known = {};
@@ -45,8 +46,9 @@ T* start(const Matrix& m) {
   return base ? base + m.offset : nullptr;
 }
 
-// is_transposed and leading_dimension return how a matrix is passed to BLAS, which requires that its rows (or columns)
-// are `ld` elements apart. A single row may have any stride, but BLAS checks ld as if there were a second row.
+// BLAS reads a matrix whose rows are contiguous and `ld` elements apart, or the transpose of such a matrix.
+// is_transposed() and leading_dimension() return how BLAS reads `m`. A single row may have any stride, but BLAS checks
+// `ld` as if there were a second row. leading_dimension() therefore returns at least the length of a row.
 bool is_transposed(const Matrix& m) {
   return m.column_stride != 1;
 }
@@ -56,7 +58,7 @@ int64_t leading_dimension(const Matrix& m) {
 }
 
 // Times the algorithms for a matmul, and returns the plan with the fastest algorithm. A matmul that accumulates is
-// timed with another output.
+// timed with another output, so that out does not change.
 template <typename T>
 MatmulPlan autotuned_plan(const Launcher& launcher, const Matrix& out, const Matmul<T>& p, const MatmulPlan& plan,
                           cublasHandle_t handle) {
@@ -107,8 +109,8 @@ AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, doub
   return aoti_torch_cpu_baddbmm_out(o.get(), o.get(), x.get(), y.get(), beta, alpha);
 }
 
-// Computes a float32 output from 16-bit operands. The product is rounded to the operands' dtype, then converted to
-// float32 and written to `out`, or added to it.
+// Computes a float32 output from 16-bit operands. a @ b is rounded to the operands' dtype, and then converted to
+// float32 and written to `out`, or added to `out`.
 void wide_product(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, double alpha,
                   bool accumulate) {
   const Matrix narrow = matrix(allocate({out.rows, out.columns}, a.tensor));
@@ -206,7 +208,7 @@ bool tf32_allowed() {
   return false;
 }
 
-// Returns the matmul as an argument of our own kernels, without out.
+// Returns a @ b as an argument of this package's kernels, without out and an epilogue.
 Matmul own_product(const Matrix& a, const Matrix& b) {
   const auto strided = [](const Matrix& m) {
     return Strided{pointer<float>(m.tensor) + m.offset, m.row_stride, m.column_stride};
@@ -214,7 +216,7 @@ Matmul own_product(const Matrix& a, const Matrix& b) {
   return {.a = strided(a), .b = strided(b), .rows = a.rows, .columns = b.columns, .inner = a.columns};
 }
 
-// Returns whether our own kernels compute the matmul.
+// Returns whether this package's kernels compute the matmul.
 bool uses_own_kernels(const Matrix& a, const Matrix& b, double alpha = 1) {
   return a.tensor.scalar_type() == ScalarType::Float && a.batches == 1 && b.batches == 1 && alpha == 1 &&
          matmul_supports(own_product(a, b));

@@ -1,6 +1,6 @@
 // Matmuls with an epilogue: a bias, GELU, and their gradients. The matmuls are computed by torch's BLAS on the CPU, by
-// cuBLAS on CUDA, or by our own kernels. The epilogue is fused with the matmul, or computed by our kernels after the
-// matmul.
+// cuBLAS on CUDA, or by this package's kernels. The epilogue is fused with the matmul, or computed by separate kernels
+// after the matmul.
 #pragma once
 
 #include <algorithm>
@@ -49,18 +49,18 @@ inline Tensor allocate_gradient_if(bool wanted, const Tensor& weight) {
   return allocate_strided(shape_of(weight), {1, std::max<int64_t>(weight.size(0), 1)}, weight.scalar_type(), weight);
 }
 
-// Operations on a product before it is stored. dgelu_at excludes bias and pre_gelu. All tensors are dense.
+// Operations on a @ b before it is stored. dgelu_at excludes bias and pre_gelu. All tensors are dense.
 struct Epilogue {
-  double alpha = 1;                 // a factor of the product; must be 1 if anything below is given
+  double alpha = 1;                 // factor of a @ b; must be 1 if a tensor below is given
   OptionalTensor bias = {};         // (columns): added to every row
-  OptionalTensor pre_gelu = {};     // (rows, columns): receives the product; out is then the GELU of this
-  OptionalTensor dgelu_at = {};     // (rows, columns): the product is multiplied by GELU's derivative at these values
+  OptionalTensor pre_gelu = {};     // (rows, columns): receives a @ b + bias; out is then the GELU (tanh) of pre_gelu
+  OptionalTensor dgelu_at = {};     // (rows, columns): a @ b is multiplied by GELU's derivative at these values
   OptionalTensor column_sums = {};  // (columns), with dgelu_at: receives the sums over out's rows
-  bool accumulate = false;          // add the product to out; excludes all of the above
+  bool accumulate = false;          // add alpha * a @ b to out; excludes the tensors above
 };
 
 // Allocates the output of a @ b for the case that only other matmuls read the output. The output's rows may be padded.
-// The matmul that writes the output must not have a bias or GELU in its epilogue.
+// The matmul that writes the output must not have bias or pre_gelu in its epilogue.
 Matrix allocate_intermediate(const Matrix& a, const Matrix& b);
 
 // Returns whether torch allows float32 matmuls on this device to use TF32 (torch.backends.cuda.matmul).

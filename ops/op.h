@@ -41,8 +41,8 @@ using Shape = std::vector<int64_t>;
 
 // ---- error messages -------------------------------------------------------------------------------------------------
 
-// The parts of a message are joined without streams. A stream takes its locale from the process, which a libstdc++ that
-// is linked into this library cannot access.
+// The parts of a message are joined without C++ streams. A stream uses the locale of the process, which a libstdc++
+// that is linked statically into this library cannot access.
 inline void append(std::string& text, const std::string& part) {
   text += part;
 }
@@ -102,13 +102,15 @@ template <typename... Parts>
   throw std::runtime_error(text);
 }
 
-// Throws if a C shim of LibTorch reports an error. (torch's own macro for this has had two names since 2.10.)
+// Throws if a C shim of LibTorch reports an error. (torch's macro for this check is not used, because its name differs
+// between releases.)
 inline void check_shim(AOTITorchError error) {
   if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error("gptkernels: a call into LibTorch failed");
 }
 
-// ---- checks: a message names the op and the argument, what the argument must be, and what it is
-// ------------------------------
+// ---- checks ---------------------------------------------------------------------------------------------------------
+
+// An error message names the op and the argument, and says what the argument must be and what it is.
 
 inline bool is_floating(ScalarType dtype) {
   return dtype == ScalarType::Double || dtype == ScalarType::Float || dtype == ScalarType::BFloat16 ||
@@ -243,8 +245,8 @@ inline Tensor allocate_if(bool wanted, const Shape& shape, const Tensor& like) {
   return wanted ? allocate(shape, like) : absent(like);
 }
 
-// Allocates scratch memory from torch's allocator, which reuses the memory only for launches that are queued after its
-// release.
+// Allocates scratch memory from torch's allocator. The caller may release the memory when its kernels are queued: the
+// allocator reuses it only for kernels that are queued later.
 inline Tensor workspace(int64_t bytes, const Tensor& like) {
   return allocate({bytes}, ScalarType::Byte, like);
 }
@@ -341,7 +343,7 @@ class Launcher {
 
 #else
 
-// Runs kernels on the threads of torch's own pool.
+// Runs kernels on the threads of torch's pool.
 class Launcher {
  public:
   Launcher(const char* op, const Tensor&) : op_(op) {}

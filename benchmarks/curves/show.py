@@ -69,8 +69,8 @@ def _beside(curve, first):
 def _over_seeds(curves) -> list[str]:
     """Return, for each variant with several seeds, a line with its mean difference from the first variant.
 
-    If there is a control, the line also has the difference from the mean of the first variant and the control, which
-    has less random variation.
+    If the control variant (CONTROL) was trained too, the line also has the difference from the mean of the first
+    variant and the control. This mean has less random variation.
     """
     ends = {curve["variant"]: _ends(curves, curve["variant"]) for curve in curves}
     firsts, controls = ends.pop(curves[0]["variant"]), ends.get(CONTROL, {})

@@ -1,4 +1,4 @@
-"""The training of one curve: a model, its seed and its losses."""
+"""Trains a model of one variant with one seed, and records its losses: a curve."""
 
 import time
 from collections.abc import Callable
@@ -21,7 +21,7 @@ VARIANTS = {
     "fp8-head": "float8 matmuls in the layers and the head's gradients",
     "fp8-logits": "float8 matmuls in the layers, the head's gradients and its logits",
 }
-CONTROL = "bf16-reversed"  # differs from bf16 only by rounding errors
+CONTROL = "bf16-reversed"  # only rounding errors make its losses differ from bf16's losses
 BETAS, WEIGHT_DECAY, MAX_NORM, FINAL_FRACTION = (0.9, 0.95), 0.1, 1.0, 0.1
 KEEP_EVERY = 25  # steps
 
@@ -83,7 +83,10 @@ def _model(variant, settings, device):
 
 
 def _in_order(batch, variant):
-    """Reverse the batch of the control. The gradients are then sums of the same terms in another order."""
+    """Return the batch. For the control variant, its sequences are in reverse order.
+
+    The control's gradients are then sums of the same terms in another order.
+    """
     return [part.flip(0) for part in batch] if variant == CONTROL else batch
 
 

@@ -1,1 +1,1 @@
-"""Measuring, checking and showing the cases of the ops' files."""
+"""Measures, checks and shows the cases that the ops' files define."""

@@ -24,7 +24,7 @@ class Case:
         shape: the sizes, as text for the tables.
         ours: runs this package's kernel.
         exact: yields ``(i, part, value)``: output ``i`` must equal the float64 ``value`` at ``[part]``.
-        bytes: the fewest bytes that must move, if each input is read once and each output is written once.
+        bytes: the fewest bytes that the op must read and write: each input once, and each output once.
         flops: the number of floating-point operations; approximate if the op is memory-bound.
         peers: the baselines, by their names in ``peers.PEERS``. Only the selected ones are run.
         look: selects the tensors to verify from a variant's result. It may select fewer tensors than ``exact`` yields.

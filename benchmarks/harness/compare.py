@@ -1,4 +1,4 @@
-"""Comparison with an earlier run: which kernels are slower."""
+"""Compares a run with an earlier run, and lists the kernels that have become slower."""
 
 import statistics
 

@@ -17,7 +17,7 @@ PACKAGES = ["torch", "triton", "liger-kernel", "quack-kernels", "gptkernels"]
 
 
 def describe(device) -> dict:
-    """Return everything on which the figures may depend, for JSON."""
+    """Return a dict for JSON with everything on which a run's figures may depend."""
     info = gptkernels.info()
     known = {"torch": torch.__version__, "gptkernels": info["gptkernels"]}
     versions = {name: version for name in PACKAGES if (version := known.get(name) or _version(name))}
@@ -35,7 +35,7 @@ def describe(device) -> dict:
 
 
 def title(machine) -> str:
-    """Return a description in one line."""
+    """Return a machine's description in one line."""
     gpu, versions = machine["gpu"], machine["versions"]
     where = f"{gpu['name']}, driver {gpu['driver']}" if gpu else f"{machine['cpu']}, {machine['threads']} threads"
     what = ", ".join(f"{name} {versions[name]}" for name in PACKAGES if name in versions)

@@ -18,7 +18,7 @@ from benchmarks.harness.timing import host_times, kernel_times
 OTHERS = ("__main__", "generate", "ledger")  # these files have no cases of an op
 OPS = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in OTHERS and not m.ispkg)
 
-COMPILERS = {"compile", "liger", "quack", "flex"}  # They store compiled code on disk, and the run loads it.
+COMPILERS = {"compile", "liger", "quack", "flex"}  # these store compiled code on disk, and the run loads it
 MEMORY = 8 << 30  # reserved for each process, enough for the largest case
 
 
@@ -35,7 +35,7 @@ class Settings:
 
 
 def copy(nbytes, device):
-    """Return a copy on the device by torch, which reads half of these bytes and writes the other half.
+    """Return a function that copies on the device with torch. It reads ``nbytes / 2`` bytes and writes as many.
 
     A small kernel is compared with a small copy, because neither reaches the rate of a large copy. The bytes are
     random, because zeros can be copied faster.
@@ -46,7 +46,7 @@ def copy(nbytes, device):
 
 
 def roof(device, repeats) -> list[Row]:
-    """Time the large copy and the large matmul."""
+    """Time a large copy and a large matmul, which show the machine's limits."""
     cuda = device.type == "cuda"
     nbytes, n, dtype = (2 << 30, 8192, torch.bfloat16) if cuda else (2 << 26, 1024, torch.float32)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))

@@ -34,7 +34,7 @@ def compiled(function):
 
     def call(*inputs):
         if not made:
-            torch._dynamo.reset()  # shapes of other cases would make this one dynamic, or reach a limit
+            torch._dynamo.reset()  # otherwise the shapes of earlier cases make this function dynamic, or reach a limit
             torch._functorch.config.donated_buffer = False  # the backward runs several times for one forward
             made.append(torch.compile(function, fullgraph=True, dynamic=False))
             with warnings.catch_warnings():
@@ -66,7 +66,7 @@ def backward(function, inputs, douts):
 
 
 def of_forward(formula, inputs, eager=None, saves=False):
-    """Return the eager and the compiled call. With ``saves``, the compiled call saves what its backward needs."""
+    """Return a formula's eager and compiled calls. With ``saves``, the compiled call saves what its backward needs."""
     call = training if saves else partial
     return {"torch": partial(eager or formula, *inputs), "compile": call(compiled(formula), *inputs)}
 

@@ -5,7 +5,7 @@ from dataclasses import asdict, dataclass, field
 from benchmarks.harness.timing import Time
 
 COMPUTE_BOUND = 50  # flops per byte; above it the rate is in TFLOP/s instead of GB/s
-TIE = 0.995  # two runs of one kernel differ by this factor
+TIE = 0.995  # smaller differences are noise: two runs of one kernel may differ by this factor
 
 
 @dataclass

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))  # nanoGPT's and llm.c's models
+sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))  # published.py there has nanoGPT's and llm.c's models
 
 MODELS = {"huggingface": "Hugging Face", "nanogpt": "nanoGPT", "llmc": "llm.c"}
 MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}  # modes of torch.compile

@@ -1,4 +1,4 @@
-"""Measures the host time of the parts of a training step, with this library and with plain torch, and of operators."""
+"""Measures the host's time for the parts of a training step, ours and plain torch's, and for single operators."""
 
 import statistics
 import time

@@ -1,4 +1,4 @@
-"""The kernels of one step, grouped by what they compute: their time, a lower bound of it, and the difference."""
+"""The kernels of one step, grouped by what they compute: their time, a lower bound of this time, and the difference."""
 
 import collections
 import math
@@ -39,7 +39,7 @@ PARTS = {"column_sum": "column sums", "partial_sums": "column sums", "Classifier
 PARTS |= {"exp_classifier": "factors", REDO: "factors"}
 PARTS |= {"fp8_quantize": "quantisation", "fp8_largest": "largest magnitude", "fp8_transpose": "transposition"}
 PARTS_OF_A_LAYER = PARTS | {"layernorm": "norms", "attention": "attention"}
-# The number of reads and writes of the first argument's size.
+# The number of tensors of the first argument's size that the op reads or writes.
 PASSES = {"residual_layernorm": 4, "layernorm": 2, "layernorm_backward": 3}
 HEADER = ["op", "", "size", "kernel", "launches", "ms", "floor", "excess"]
 
@@ -166,7 +166,11 @@ def _what(launch: Launch, products: collections.Counter) -> str:
 
 
 def least(op, what, shapes, sizes) -> tuple[int, int]:
-    """Return the fewest bytes and flops of one call. A number is 0 if another pass could include this work."""
+    """Return the fewest bytes and flops of one call.
+
+    For matmuls and attention the bytes are 0, because their flops take longer than their bytes. Both numbers are 0 for
+    work that another kernel could do without additional time.
+    """
     n, itemsize = math.prod(shapes[0]) if shapes else 0, sizes.itemsize
     if what in PRODUCTS.get(op, ()):
         flops = matmul_flops(op, what, shapes)

@@ -25,7 +25,7 @@ constexpr int64_t kTile = 64;  // queries of a query tile, and keys of a key til
 namespace gptkernels::cpu {
 namespace {
 
-// Calls fn with the smallest of the three scratch sizes that holds this head size.
+// Calls fn<kSize>(), where kSize is the smallest of 64, 128 and 256 that is at least head_size.
 template <typename Fn>
 void dispatch_head_size(int64_t head_size, const Fn& fn) {
   if (head_size <= 64) return fn.template operator()<64>();

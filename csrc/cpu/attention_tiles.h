@@ -17,8 +17,9 @@
 //                          dvalue += dropout(p) @ dout;  dkey += dscores @ query;  dquery += key^T @ dscores
 //
 // A tile of scores is stored transposed: one row per key, one vector lane per query. Maxima, sums and rescalings are
-// therefore elementwise operations on rows, without reductions across lanes. Only the queries, and dout in the
-// backward, must be transposed, once per tile of queries.
+// therefore elementwise operations on rows, without reductions across lanes. Keys and values keep their layout. The
+// tensors with one row per query (query and out, and in the backward also dout and dquery) are transposed, once per
+// tile of queries.
 
 namespace gptkernels::cpu::GPTKERNELS_ISA {
 
@@ -126,16 +127,16 @@ struct Part {
 struct ScoreTile {
   int64_t batch;
   int64_t head;
-  int64_t query;      // a multiple of 64
-  int64_t rows;       // queries, at most 64
+  int64_t query;      // the tile's first query, a multiple of 64
+  int64_t rows;       // number of queries, at most 64
   int64_t lanes = 0;  // rows, rounded up to a multiple of 16
   int64_t begin = 0;
   int64_t end = 0;
 
   int64_t keys() const { return end - begin; }
-  // Returns the number of terms per partial sum of a score (`length` of product()). With few queries the kernel is
-  // bound by memory bandwidth. Shorter partial sums then take no additional time, and make the score as accurate as
-  // dot() does.
+  // Returns the number of terms per partial sum of a score (`length` of product()). With at most 16 queries the kernel
+  // is bound by memory bandwidth. Shorter partial sums then take no additional time, and make the scores as accurate as
+  // the results of dot().
   int64_t sum_length() const { return lanes > 16 ? 64 : 16; }
 };
 
@@ -155,8 +156,8 @@ void for_each_part(const ScoreTile& tile, const AttentionMask<T>& mask, const Fn
 // uniform over the keys with the largest mask value.
 template <typename A>
 struct UniformQueries {
-  bool any = false;          // true if the tile has such a query
-  A shift[kTile] = {};       // per query: the largest mask value; 0 for an ordinary query
+  bool any = false;          // whether the tile has such a query
+  A shift[kTile] = {};       // per query: the largest mask value; 0 for the other queries
   A log2_count[kTile] = {};  // per query: log2 of the number of keys with that value
 
   // [begin, end) is the range of keys that the tile sees.
@@ -339,7 +340,7 @@ struct ForwardScratch {
   A decay[kTile];
 };
 
-// Processes one tile of queries of head h of sequence b, with all keys that the tile sees.
+// Computes out and logsumexp for one tile of queries (of head h of sequence b) over all keys that the tile sees.
 template <typename T>
 void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query,
                    ForwardScratch<accumulate_t<T>>& at) {
@@ -505,7 +506,8 @@ void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t 
     }
 }
 
-// dots[i] = a[0][i] * b[0][i] + a[1][i] * b[1][i] + ... for n rows of lanes, added in the order of product().
+// dots[i] = a[0][i] * b[0][i] + ... + a[n - 1][i] * b[n - 1][i] for each lane i. The terms are added in the order of
+// product().
 template <typename A>
 void dots_of_lanes(A* dots, const A* a, const A* b, int64_t lanes, int64_t n, int64_t length) {
   using V = Vector<A>;
@@ -521,8 +523,8 @@ void dots_of_lanes(A* dots, const A* a, const A* b, int64_t lanes, int64_t n, in
   }
 }
 
-// Processes one tile of queries of head h of sequence b, with all keys that the tile sees. Writes dquery and adds to
-// dkey and dvalue, which are (Tk, HS rounded up to a multiple of 16).
+// Computes the gradients for one tile of queries (of head h of sequence b) over all keys that the tile sees. Writes
+// dquery, and adds to dkey and dvalue, which are (Tk, HS rounded up to a multiple of 16).
 template <typename T>
 void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query,
                     accumulate_t<T>* dkey, accumulate_t<T>* dvalue, BackwardScratch<accumulate_t<T>>& at) {
@@ -644,7 +646,7 @@ void add_splits(const AttentionBackward<T>& p, int64_t b, int64_t kh, int64_t fi
 }
 
 // Runs tasks [begin, end). The query tiles of the heads that read a key head are divided among `splits` tasks, each of
-// which has its own sums of dkey and dvalue. Every second group of `splits` tiles is assigned to the tasks in reverse
+// which has separate sums of dkey and dvalue. Every second group of `splits` tiles is assigned to the tasks in reverse
 // order, because later tiles see more keys under a causal mask. If `splits` is 1, the task writes the gradients itself,
 // and the next task reuses the memory of the sums, which is still in the cache.
 template <int kSize, typename T>

@@ -40,8 +40,8 @@ struct CapabilityChoice {
   std::string error;  // empty, or the reason why the requested capability cannot be used
 };
 
-// `requested` is the environment variable GPTKERNELS_CPU_CAPABILITY (default, avx2 or avx512). If the variable is not
-// set, the result is the processor's highest capability, `most`.
+// Returns the capability whose copy runs. `requested` is the environment variable GPTKERNELS_CPU_CAPABILITY (default,
+// avx2 or avx512), and `most` the processor's highest capability, which is returned if the variable is not set.
 inline CapabilityChoice choose_capability(const char* requested, Capability most) {
   if (requested == nullptr || *requested == '\0') return {most, {}};
   for (const Capability capability : {Capability::kDefault, Capability::kAvx2, Capability::kAvx512}) {

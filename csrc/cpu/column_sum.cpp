@@ -21,7 +21,8 @@ int64_t row_groups(int64_t rows) {
   return std::clamp<int64_t>((rows + kMinGroupRows - 1) / kMinGroupRows, 1, kMaxGroups);
 }
 
-// float32 is summed in float64, which takes no additional time because the kernel is bound by memory bandwidth.
+// The type of the sums. float32 elements are summed in float64, which takes no additional time because the kernel is
+// bound by memory bandwidth.
 template <typename T>
 using Sum = std::conditional_t<sizeof(T) == 2, float, double>;
 

@@ -56,8 +56,8 @@ void forward_row(const EncoderForward<T, Token>& p, int64_t row) {
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// out = row(0) + ... + row(count - 1); with `accumulate`, adds the sum to out. Rows are added in runs of kRun rows. The
-// sums of the runs are added in float64 if T is float32. The rounding error therefore grows with the length of a run,
+// out = row(0) + ... + row(count - 1); with `accumulate`, adds the sum to out. Rows are added in runs of kRun rows. If
+// T is float32, the sums of the runs are added in float64, so that the rounding error grows with the length of a run,
 // not with the number of rows.
 template <typename T, typename Row>
 void sum_rows(T* out, int64_t count, int64_t width, const Row& row, bool accumulate = false) {

@@ -39,8 +39,8 @@ Status check_targets(const P& p) {
 // target's probability is nearly 1, the loss and the target's gradient depend on `rest` alone. The total, which is then
 // slightly more than 1, retains few digits of `rest`.
 //
-// If Out is the accumulation type, dlogits holds the exponentials between the two passes. A narrower Out would round
-// the exponentials, so the second pass then computes them again.
+// If Out is the accumulation type, the pass that sums the exponentials also stores them in dlogits, and the last pass
+// scales them there. A narrower Out would round the exponentials, so the last pass then computes them again.
 template <typename T, typename Out>
 void forward_row(const FusedClassifierForward<T, Out>& p, int64_t row) {
   using A = accumulate_t<T>;

@@ -1,5 +1,5 @@
-// Layer normalisation on the CPU. In the forward the rows are divided among the threads, and in the backward groups of
-// rows are. Each group of rows yields partial sums of dweight, dbias and dx_bias, which a second loop adds up.
+// Layer normalisation on the CPU. The threads divide the rows among themselves in the forward, and groups of rows in
+// the backward. Each group of rows yields partial sums of dweight, dbias and dx_bias, which a second loop adds up.
 #include "../layernorm.h"
 
 #include <algorithm>
@@ -13,15 +13,15 @@
 namespace gptkernels::cpu {
 namespace {
 
-// Returns a row filled with `value` that replaces `row`, a weight or a bias, if `row` is null. The loops then need no
-// second version. Returns an empty vector if `row` is not null.
+// Returns a row filled with `value` that replaces `row`, a weight or a bias, if `row` is null, so that the loops need
+// no version without a weight or bias. Returns an empty vector if `row` is not null.
 template <typename T>
 std::vector<T> replacement_row(const T* row, int64_t width, accumulate_t<T> value) {
   return std::vector<T>(row ? 0 : static_cast<size_t>(width), T(value));
 }
 
-// Returns the row to normalise. This is x without a residual. With a residual, the function computes dropout(x +
-// x_bias) + residual and writes it to p.sum.
+// Returns the row to normalise. If there is no residual, this is the row of x. If there is a residual, the function
+// computes dropout(x + x_bias) + residual, writes it to p.sum, and returns the row of p.sum.
 template <typename T, typename X>
 const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
@@ -44,10 +44,10 @@ const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int6
   return sum;
 }
 
-// Normalises one row, in two passes over the row; the second pass reads the row from the L1 cache. The first pass
-// computes the mean, which has a rounding error of up to |mean| * 2^-24. The second pass computes the variance about
-// the mean. The second pass also computes the mean of x - mean, which is the rounding error (`rest`). `rest` is
-// subtracted as well, so that a large offset in x costs no accuracy.
+// Normalises one row, in three passes over the row; the second and third passes read the row from the L1 cache. The
+// first pass computes the mean, which has a rounding error of up to |mean| * 2^-24. The second pass computes the
+// variance about the mean, and the mean of x - mean, which is the rounding error (`rest`). The third pass subtracts the
+// mean and `rest`, so that a large offset in x costs no accuracy, and writes the output.
 template <typename T, typename X>
 void forward_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
@@ -100,9 +100,9 @@ struct Means {
   A g, gc;
 };
 
-// The first pass over a row. Computes the means of g and g * c. (If the terms were g * c * rstd, their rounding errors
-// would not cancel, and a constant dout would not give a gradient of exactly 0.) The pass also adds the row's terms to
-// dweight and dbias, because it reads x and dout anyway.
+// The first pass over a row: computes the means of g and g * c. (If the terms were g * c * rstd, their rounding errors
+// would not cancel, and a constant dout would not give a gradient of exactly 0.) The pass reads x and dout anyway, so
+// it also adds the row's terms to the sums of dweight and dbias.
 template <bool kSums, typename T, typename X>
 Means<accumulate_t<T>> gradient_means(const LayernormBackward<T, X>& p, int64_t row, Partial<accumulate_t<T>> sums) {
   using A = accumulate_t<T>;
@@ -125,7 +125,7 @@ Means<accumulate_t<T>> gradient_means(const LayernormBackward<T, X>& p, int64_t 
   return {sum_g / A(p.width), sum_gc / A(p.width)};
 }
 
-// The second pass over a row. Writes dx and dresidual, and adds dx to the sums of dx_bias.
+// The second pass over a row: writes dx and dresidual, and adds dx to the sums of dx_bias.
 template <typename T, typename X>
 void write_dx(const LayernormBackward<T, X>& p, const Dropout& dropout, int64_t row, Means<accumulate_t<T>> means,
               accumulate_t<T>* dx_bias) {
@@ -141,7 +141,8 @@ void write_dx(const LayernormBackward<T, X>& p, const Dropout& dropout, int64_t 
   const auto gradient = [&](int64_t i) {
     return (A(dout[i]) * A(weight[i]) - avg_g - (A(x[i]) - mean) * slope) * rstd;
   };
-  // Calls write(i, gradient) for i in [begin, end). `write` stores dx[i] and returns its value before rounding.
+  // Calls write(i, gradient) for i in [begin, end), and adds the results to dx_bias if dx_bias is wanted. `write`
+  // stores dx[i] and returns its value before rounding.
   const auto write_run = [&](int64_t begin, int64_t end, const auto& write) {
     const auto with = [&](const auto& value) {
       if (p.dx_bias) {

@@ -1,4 +1,4 @@
-// Float32 matmuls on the CPU: dispatch between our kernels (matmul_tiles.h) and torch's BLAS.
+// Float32 matmuls on the CPU: dispatch between this package's kernels (matmul_tiles.h) and torch's BLAS.
 #include "matmul.h"
 
 #include <algorithm>
@@ -45,9 +45,9 @@ GemmBackend gemm_backend() {
                                      : GemmBackend::kFastest;
 }
 
-// Returns whether our kernels are faster than torch's BLAS. This holds for small matmuls on AMD processors with
-// AVX-512, because MKL does not use AVX-512 on AMD. This was measured on Zen 4 only (docs/notes/linear.md). MKL is
-// faster for large matmuls, which need blocking for the caches.
+// Returns whether this package's kernels should be faster than torch's BLAS. They are faster for small matmuls on AMD
+// processors with AVX-512, because MKL, torch's BLAS, does not use AVX-512 on AMD. This was measured on Zen 4 only
+// (docs/notes/linear.md). MKL is faster for large matmuls, which need blocking for the caches.
 bool is_faster(const Matmul& p) {
 #ifdef GPTKERNELS_X86
   static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));

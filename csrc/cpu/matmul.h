@@ -1,5 +1,4 @@
-// Float32 matmuls by this package's kernels, and conversions for 16-bit matmuls that torch's BLAS computes in
-// float32.
+// Float32 matmuls by this package's kernels, and conversions to float32 for 16-bit results of torch's BLAS.
 #pragma once
 
 #include "device.h"
@@ -24,17 +23,17 @@ struct Matmul {
   int64_t rows;
   int64_t columns;
   int64_t inner;
-  bool accumulate = false;          // the product is added to out
+  bool accumulate = false;          // a @ b is added to out
   const float* bias = nullptr;      // (columns), added to every row
-  float* pre_gelu = nullptr;        // (rows, columns), dense: receives a @ b + bias; out is the tanh GELU of this
+  float* pre_gelu = nullptr;        // (rows, columns), dense: receives a @ b + bias; out is the tanh GELU of pre_gelu
   const float* dgelu_at = nullptr;  // (rows, columns), dense: out is multiplied by GELU's derivative at these values
   float* column_sums = nullptr;     // (columns): receives the sums over out's rows
   void* workspace = nullptr;        // matmul_workspace bytes
 };
 
-// Returns whether matmul supports this matmul and, by its sizes and strides, should be faster than torch's BLAS. The
-// environment variable GPTKERNELS_MATMUL, read at each call, selects matmul for every supported matmul (`own`) or for
-// none (`blas`).
+// Returns whether matmul() supports `p` and should be faster than torch's BLAS for its sizes and strides. The
+// environment variable GPTKERNELS_MATMUL, which is read at each call, selects matmul() for every `p` that it supports
+// (`own`) or for none (`blas`).
 bool matmul_supports(const Matmul& p);
 
 // Returns the best row stride for an output that later matmuls read. Padding avoids cache conflicts, which slow down

@@ -1,6 +1,7 @@
-// Float32 matmuls. The columns of b are divided into panels as wide as the accumulators of product()
-// (vector.h). A panel is packed if its rows are not contiguous, if its rows are far apart, or if the panel is
-// incomplete. The file has no include guard, because each_instruction_set.h includes it once for each instruction set.
+// Float32 matmuls. The columns of b are divided into panels as wide as the block of accumulators of product()
+// (vector.h). A panel is packed (copied to contiguous memory) if its rows are not contiguous, if its rows are far
+// apart, or if the panel is incomplete. The file has no include guard, because each_instruction_set.h includes it once
+// for each instruction set.
 //
 //   for each panel of columns, for each 512 inner elements:       (in parallel over the (panel, tile) pairs)
 //     pack the panel
@@ -58,7 +59,8 @@ inline void multiply(float* out, int64_t ld, Left<float> rows, Panel panel, cons
   constexpr int64_t kLanes = Vector<float>::kLanes;
   if (tile.columns % kLanes == 0)
     return product(tile.rows, tile.columns, terms, rows, panel.data, panel.ld, out, ld, add, kPartTerms);
-  // The last panel may not be a multiple of the vector length: compute in a temporary tile of whole vectors.
+  // The width of the last panel may not be a multiple of the vector length. The tile is then computed in a temporary
+  // tile of whole vectors.
   alignas(64) float whole[kTileRows * kPanel];
   const int64_t columns = (tile.columns + kLanes - 1) / kLanes * kLanes;
   for (int64_t r = 0; r < tile.rows; ++r) {
@@ -107,8 +109,8 @@ template <typename Columns>
   finish_columns(p, tile, tile.columns);
 }
 
-// Prefetches a tile into the cache before its product is computed. The rows of a tile are too short and too far apart
-// for the hardware prefetcher.
+// Prefetches a tile of `matrix`, which the matmul or its epilogue will read or write, into the cache. The rows of a
+// tile are too short and too far apart for the hardware prefetcher.
 template <typename T>
 [[gnu::always_inline]] inline void prefetch(T* matrix, int64_t ld, const Tile& tile) {
   if (!matrix) return;

@@ -1,5 +1,5 @@
-// Draws the next tokens on the CPU. The sequences are divided among the threads. top_k uses std::nth_element, and top_p
-// sorts.
+// Draws the next tokens on the CPU. The sequences are divided among the threads. top_k is applied with
+// std::nth_element, and top_p by sorting.
 #include "../sample.h"
 
 #include <algorithm>

@@ -1,6 +1,7 @@
-// Function multiversioning for plain loops: vectorised(body) runs the copy of `body` that is compiled for the widest
-// vectors of this processor (capability.h). The compiler inlines the body into each copy (flatten) and vectorizes it
-// there. `#pragma omp simd reduction(...)` marks the sums that the compiler may split over lanes.
+// Function multiversioning for plain loops: vectorised(body) runs the copy of `body` that is compiled for the chosen
+// instruction set (capability.h), by default the one with the widest vectors of this processor. The compiler inlines
+// the body into each copy (flatten) and vectorizes it there. `#pragma omp simd reduction(...)` marks the sums that the
+// compiler may split over lanes.
 #pragma once
 
 #include <algorithm>
@@ -52,8 +53,8 @@ void vectorised(const Body& body) {
 #endif
 
 // Reductions keep kLanes partial results: element i is added to lane i % kLanes. 32 lanes are four AVX2 vectors of
-// float, so consecutive additions are independent of each other. The order of the additions depends on n only, so every
-// instruction set gives the same bits.
+// float. The processor can overlap the additions to different vectors, which do not depend on each other. The order of
+// the additions depends on n only, so every instruction set gives the same bits.
 constexpr int kLanes = 32;
 
 // Calls step(lane, i) for all i in [begin, end), with lane = (i - begin) % kLanes.

@@ -9,8 +9,9 @@
 
 namespace gptkernels::cpu {
 
-// out = softmax(scale * x) over n elements; out may be x. If T is the accumulation type, out holds the exponentials
-// between the two passes. A 16-bit T would round the exponentials, so the second pass then computes them again.
+// out = softmax(scale * x) over n elements; out may be x. If T is the accumulation type, the pass that sums the
+// exponentials also stores them in out, and the last pass divides them by the sum. A 16-bit T would round the
+// exponentials, so the last pass then computes them again.
 template <typename T>
 inline void softmax_row(T* out, const T* x, int64_t n, accumulate_t<T> scale) {
   using A = accumulate_t<T>;

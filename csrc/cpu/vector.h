@@ -1,10 +1,12 @@
 // Vectors of one instruction set, for kernels that keep a block of accumulators in registers. (Compilers do not do this
 // for plain loops.) The file has no include guard, because each_instruction_set.h includes it, followed by the kernels,
-// once for each instruction set. GPTKERNELS_ISA is the namespace, and the compiler targets that instruction set.
+// once for each instruction set. GPTKERNELS_ISA is the namespace for the instruction set that the compiler targets.
 //
-// Vector<A> provides kLanes; kRows and kColumns, the size of the block of accumulators that fits in the registers;
-// load, store, set, zero, fma (a * b + c, rounded once), and so on. No operation combines lanes, so every instruction
-// set gives the same bits (except x86 without FMA, where a * b + c is rounded twice).
+// Vector<A> has the constants kLanes (elements per vector), kRows and kColumns (rows and vectors of the block of
+// accumulators that fits in the registers), and functions on vectors: load, store, set, zero, fma (a * b + c, rounded
+// once), add, sub, mul, max, finite_or_zero and exp2. No function combines lanes, so the AVX2 and AVX-512 versions give
+// the same bits. The version for other processors may give other bits: it computes exp2 by std::exp2, and on x86 it
+// rounds a * b + c twice.
 
 namespace gptkernels::cpu::GPTKERNELS_ISA {
 
@@ -233,7 +235,7 @@ struct Left {
   int64_t column;
 };
 
-// Computes a block of c of kRows rows by kColumns vectors, with accumulators in registers.
+// Computes kRows rows by kColumns vectors of c, with the accumulators in registers.
 template <int kRows, int kColumns, typename A>
 [[gnu::always_inline]] inline void product_block(int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c, int64_t ldc,
                                                  bool add) {
@@ -281,9 +283,9 @@ template <int kColumns, typename A>
 }
 
 // c (rows, columns) = a (rows, inner) @ b (inner, columns). With `add`, the product is added to c. The rows of b and c
-// are ldb and ldc elements apart; `columns` is a multiple of 16. The terms of each sum are added in order, in parts of
-// `length` terms, for any division of c into blocks. Therefore the rounding error of a sum grows with `length` plus the
-// number of parts, not with `inner`. The bits of an element do not depend on the block that contains it.
+// are ldb and ldc elements apart; `columns` is a multiple of 16. Each sum is computed in parts of `length` terms, so
+// that its rounding error grows with `length` plus the number of parts, not with `inner`. The order of the additions
+// does not depend on the division of c into blocks, so neither do the bits of an element.
 template <typename A>
 void product(int64_t rows, int64_t columns, int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c, int64_t ldc,
              bool add, int64_t length = 64) {

@@ -26,7 +26,8 @@ struct WarpAttention {
       gptkernels::cuda::load_matrices(queries[i], chunk_at(tile, warp * 16 + lane % 16, 2 * i + lane / 16));
   }
 
-  // Adds the 64 keys and values of a tile. If `diagonal`, the tile's keys are the tokens of the block's queries.
+  // Adds the 64 keys and values of a tile. If `diagonal`, the tile's keys are of the same tokens as the thread block's
+  // queries.
   __device__ void add(uint32_t keys, uint32_t values, bool diagonal) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float scores[kAccumulators] = {}, rescale[2];
@@ -40,7 +41,7 @@ struct WarpAttention {
     if (diagonal) mask_diagonal(scores, warp * 16);
     softmax.add(scores, rescale);
     for (int i = 0; i < kAccumulators; ++i) out[i] *= rescale[i / 2 % 2];
-    for (int i = 0; i < 4; ++i) {  // 16 keys, whose weights, rounded and packed, are an operand
+    for (int i = 0; i < 4; ++i) {  // 16 keys; their weights are rounded and packed to an operand of mma.sync
       uint32_t weights[4];
       for (int k = 0; k < 4; ++k) {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(scores[8 * i + 2 * k], scores[8 * i + 2 * k + 1]);

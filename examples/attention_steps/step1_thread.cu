@@ -1,6 +1,7 @@
-// Step 1: a thread per query. It makes three passes over its row of the (T, T) matrix of scores, which is in global
-// memory: for the scores and their maximum, for the exponentials and their sum, and for the sum of the values. The
-// library keeps this form of attention as attention_probabilities and causal_softmax.
+// Step 1: a thread per query. The thread makes three passes over the query's row of the (T, T) matrix of scores, which
+// is in global memory: for the scores and their maximum, for the exponentials and their sum, and for the sum of the
+// values. The library's operator attention_probabilities, which calls causal_softmax, also writes this matrix to global
+// memory.
 #include "problem.h"
 
 const char* const kStep = "1 a thread per query";

@@ -1,7 +1,7 @@
 // Step 2: online softmax, a warp per query. The scores are not written to memory: a warp computes the scores of 32
 // keys, one in each lane, and adds the values of these keys to sums relative to the largest score so far. When a larger
-// score comes, the sums are rescaled. The warps of a block have neighbouring queries of one head, and share the keys
-// and values in shared memory.
+// score is found, the sums are rescaled. The warps of a thread block have neighbouring queries of one head, and share
+// the keys and values in shared memory.
 #include "problem.h"
 
 const char* const kStep = "2 online softmax, a warp";
@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kWarps * 32) attention_warp_kernel(Attention p
   __shared__ Pair keys[kKeys][kRowPairs], values[kKeys][kRowPairs];
   __shared__ float2 queries[kWarps][kPairs];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, head = blockIdx.y;
-  const int first = (gridDim.x - 1 - blockIdx.x) * kWarps;  // the blocks with the most keys start first
+  const int first = (gridDim.x - 1 - blockIdx.x) * kWarps;  // the thread blocks with the most keys start first
   const int query = first + warp;
   const auto pairs = [&](Part part, int token) { return reinterpret_cast<const Pair*>(row_of(p, part, head, token)); };
   queries[warp][lane] = __bfloat1622float2(pairs(kQuery, query)[lane]);

@@ -1,9 +1,10 @@
-// Step 5: wgmma, TMA and a loading warp. A warpgroup (four warps) multiplies tiles of 64 x 64 that it reads from shared
-// memory itself, asynchronously. A thread block has four warpgroups that compute, each with 64 queries, and one whose
-// first thread loads: one TMA instruction copies a whole tile, and an mbarrier counts its bytes.
+// Step 5: wgmma, TMA and a loading warp. With wgmma, a warpgroup (four warps) multiplies tiles of 64 x 64. The
+// instruction is asynchronous, and reads the tiles from shared memory itself. A thread block has four warpgroups that
+// compute, each with 64 queries, and one whose first thread loads: one TMA instruction copies a whole tile, and an
+// mbarrier counts its bytes.
 //
-// The stages of keys and values form a ring. A phase of `full` completes when a stage's bytes have arrived, a phase of
-// `empty` when all warps that compute have released the stage.
+// The stages of keys and values form a ring. A phase of `full` completes when a stage's bytes have arrived, and a phase
+// of `empty` completes when all warps that compute have released the stage.
 //
 // A warpgroup starts the scores of tile j + 1 before the output of tile j, and waits for the scores only. Therefore the
 // tensor cores compute the output while the warpgroup computes the softmax.
@@ -20,7 +21,8 @@ constexpr int kWarpgroups = 4;  // warpgroups that compute
 constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
 constexpr int kStages = 4;
 // A warpgroup releases neither its last tile nor any later tile. The first warpgroup's last tile is kWarpgroups - 1
-// tiles before the thread block's last tile. With fewer stages, the loading thread would wait forever for an empty one.
+// tiles before the thread block's last tile. With fewer stages, the loading thread would wait forever for an empty
+// stage.
 static_assert(kStages >= kWarpgroups);
 
 using Tile = bfloat16[kTile][kChannels];  // a panel, which TMA swizzles (ptx/wgmma.cuh)
@@ -95,11 +97,11 @@ __device__ void compute(Shared& shared, const Attention& p, int head, int first,
     barrier_wait(shared_address(&shared.full[at.slot]), at.phase);
     start_scores(at.slot);
     start_out(previous, tile == 1);
-    wgmma_wait<1>();  // for the scores
+    wgmma_wait<1>();  // waits for the scores
     pin_registers(scores);
     if (tile == last) mask_diagonal(scores, row);
     softmax.add(scores, rescale);
-    wgmma_wait<0>();  // for the output
+    wgmma_wait<0>();  // waits for the output
     pin_registers(out);
     pin_registers(weights);
     barrier_arrive_if(threadIdx.x % 32 == 0, shared_address(&shared.empty[previous]));

@@ -1,4 +1,4 @@
-"""Packages a GPT-2 of bytes for the C++ program beside this file; Python is not needed after that.
+"""Compiles a byte-level GPT-2, and packages it for generate.cpp, which runs it without Python.
 
 python examples/cpp/export.py runs/tiny model.pt2 [--device cuda]
 """
@@ -8,25 +8,25 @@ import argparse
 import torch
 from torch import Tensor
 
-import gptkernels  # noqa: F401  (its operators)
+import gptkernels  # noqa: F401  registers the operators
 from gptkernels.models import GPT2
 from gptkernels.trainer.model import model_file
 
 
 class NextToken(torch.nn.Module):
-    """Tokens (1, T) -> the logits (V) of the token that follows."""
+    """Computes the logits (V) of the next token from the tokens (1, T) before it."""
 
     def __init__(self, model: GPT2) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """T is free."""
+        """Return the logits. T may have any value from 2 to the model's block size."""
         return self.model(tokens)[0][0, -1]
 
 
 def main() -> None:
-    """Export and compile."""
+    """Export the model, compile it, and write the package."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("checkpoint", help="the folder of a run, or a model (.bin, .safetensors)")
     parser.add_argument("package", help="what to write: a .pt2 file")

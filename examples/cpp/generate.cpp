@@ -1,5 +1,5 @@
-// Continues a text with a GPT-2 of bytes that export.py has packaged. The program needs LibTorch and the libraries of
-// gptkernels, but no Python.
+// Continues a text with a byte-level GPT-2 that export.py has packaged. The program needs LibTorch and the libraries
+// of gptkernels, but no Python.
 //
 //   generate model.pt2 TEXT COUNT libgptkernels.so [libgptkernels_cuda.so]
 
@@ -15,9 +15,9 @@
 
 namespace {
 
-constexpr int64_t kFewestTokens = 2;  // must equal the number in export.py
+constexpr int64_t kFewestTokens = 2;  // must equal `min` in export.py
 
-// The operators register themselves when their library is loaded: first libgptkernels.so, which declares them.
+// Loads a library, which registers its operators. libgptkernels.so, which declares all operators, must be loaded first.
 void load_operators(const char* library) {
   if (dlopen(library, RTLD_NOW | RTLD_GLOBAL) == nullptr) throw std::runtime_error(dlerror());
 }

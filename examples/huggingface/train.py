@@ -1,4 +1,4 @@
-"""Trains a Hugging Face GPT-2 with their Trainer on the bytes of a text, swapped: one line is all that is needed.
+"""Trains Hugging Face's GPT-2 with a Trainer on the bytes of a text. The call of ``gptkernels.swap`` swaps the model.
 
 python examples/huggingface/train.py [--no-swap] [--text FILE] [--steps N] [--output FOLDER]
 """
@@ -29,7 +29,7 @@ class Windows(torch.utils.data.Dataset):
 
 
 def main() -> None:
-    """Train, and write the model where ``from_pretrained`` finds it."""
+    """Train, and save the model to the folder ``--output``, from which ``from_pretrained`` can load it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="default: a file of Python's own")
     parser.add_argument("--steps", type=int, default=200)
@@ -42,7 +42,7 @@ def main() -> None:
     tokens = {"bos_token_id": 0, "eos_token_id": 0}
     model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_head=4, n_embd=64, vocab_size=256, n_positions=LENGTH, **tokens))
     if args.swap:
-        gptkernels.swap(model)  # before the Trainer gets it
+        gptkernels.swap(model)  # before the model is passed to the Trainer
     trainer = Trainer(
         model=model,
         args=TrainingArguments(

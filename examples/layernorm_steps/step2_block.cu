@@ -6,7 +6,7 @@ const char* const kStep = "2 a thread block per row";
 
 constexpr int kThreads = 256;
 
-// Returns the sum over the block to every thread.
+// Returns, in every thread, the sum of the values of all threads of the thread block.
 __device__ float block_sum(float value) {
   __shared__ float sums[kThreads];
   __syncthreads();  // before this barrier, threads may still read the previous sum

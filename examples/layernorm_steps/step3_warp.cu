@@ -5,7 +5,7 @@
 
 const char* const kStep = "3 a warp, in registers";
 
-constexpr int kWarps = 8;  // warps of a block
+constexpr int kWarps = 8;  // warps of a thread block
 constexpr int kElements = kWidth / 32;
 
 __device__ float warp_sum(float value) {

@@ -1,6 +1,6 @@
-// Step 6: the kernel that the library launches for rows of 768 bfloat16, from csrc/cuda/norm/forward.cuh. It is
-// step 5 for any width and dtype that fit into registers, with an exact mean, optional weights, and 16-bit packs in
-// registers.
+// Step 6: the kernel that the library launches for rows of 768 bfloat16, from csrc/cuda/norm/forward.cuh. It is step 5
+// for all widths and dtypes with which a row fits into registers. Its mean is exact, the weights are optional, and the
+// packs stay in registers in 16 bits.
 #include "../../csrc/cuda/norm/forward.cuh"
 #include "problem.h"
 

@@ -1,4 +1,4 @@
-"""Trains the GPT-2 of model.py on the bytes of a text, swapped: one line is all that gptkernels needs.
+"""Trains the GPT-2 of model.py on the bytes of a text. One line, the call of ``gptkernels.swap``, swaps the model.
 
 python examples/nanogpt/train.py [--no-swap] [--text FILE] [--steps N] [--device cuda]
 """
@@ -27,14 +27,14 @@ def main() -> None:
     torch.manual_seed(1337)
     model = GPT(Config()).to(args.device)
     if args.swap:
-        gptkernels.swap(model)  # after the model is where it stays, before torch.compile and DDP
+        gptkernels.swap(model)  # after the model is moved to its device, and before torch.compile and DDP
         print(model.gptkernels_report)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.95), weight_decay=0.1)
     step_model = torch.compile(model) if args.compile else model
 
     tokens = torch.frombuffer(bytearray(args.text.read_bytes()), dtype=torch.uint8).long()
     length, begin = model.config.block_size, time.time()
-    generator = torch.Generator().manual_seed(0)  # the same batches, whatever the model draws for its dropout
+    generator = torch.Generator().manual_seed(0)  # so that the batches do not depend on the numbers drawn for dropout
     for step in range(args.steps):
         starts = torch.randint(len(tokens) - length, (args.batch_size,), generator=generator)
         batch = torch.stack([tokens[start : start + length + 1] for start in starts]).to(args.device)

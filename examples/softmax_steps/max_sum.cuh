@@ -21,14 +21,15 @@ __device__ inline MaxSum merge(MaxSum a, MaxSum b) {
   return {max, a.sum * __expf(a.max - max) + b.sum * __expf(b.max - max)};
 }
 
-// Returns the MaxSum of all lanes of the warp, to every lane. Shuffles need neither shared memory nor a barrier.
+// Returns, in every lane, the MaxSum of all lanes of the warp. Shuffles need neither shared memory nor a barrier.
 __device__ inline MaxSum warp_merge(MaxSum m) {
   for (int offset = 16; offset > 0; offset /= 2)
     m = merge(m, {__shfl_xor_sync(~0u, m.max, offset), __shfl_xor_sync(~0u, m.sum, offset)});
   return m;
 }
 
-// Returns the MaxSum of all threads of the block, to every thread, with one barrier. A kernel may call it once.
+// Returns, in every thread, the MaxSum of all threads of the thread block, with one barrier. A kernel may call this
+// function only once.
 __device__ inline MaxSum block_merge(MaxSum m) {
   __shared__ MaxSum warps[32];
   const int lane = threadIdx.x % 32;
@@ -55,7 +56,7 @@ __device__ inline void hide_padding(Pack& pack, int column) {
     if (column + k >= kVocab) pack.v[k] = __float2bfloat16(-INFINITY);
 }
 
-// Adds a pack that starts at `column`. The maximum of the pack comes first, so that the sum is rescaled once a pack.
+// Adds a pack that starts at `column`. The pack's maximum is computed first, so that the sum is rescaled once per pack.
 __device__ inline void add_pack(MaxSum& m, Pack pack, int column) {
   hide_padding(pack, column);
   float max = m.max, sum = 0;

@@ -1,6 +1,7 @@
 // Checks a step of the classifier against the formula in double, and times it. The rate counts the logits' read and the
 // gradients' write once each, as docs/benchmarks.md does. The error is the largest relative error of a loss or a
-// gradient; it must be below 1.01 * 2^-8: the rounding to bfloat16, and a hundredth of it for the float32 arithmetic.
+// gradient; it must be below 1.01 * 2^-8, which is the rounding error of bfloat16 and a hundredth of it for the
+// rounding errors of the float32 arithmetic.
 #include "problem.h"
 
 namespace {

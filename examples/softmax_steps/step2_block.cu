@@ -6,7 +6,7 @@ const char* const kStep = "2 a thread block per row";
 
 constexpr int kThreads = 1024;
 
-// Returns combine(...) of all threads' values, to every thread.
+// Combines the values of all threads of the thread block, and returns the result in every thread.
 template <typename Combine>
 __device__ float block_combine(float value, Combine combine) {
   __shared__ float values[kThreads];

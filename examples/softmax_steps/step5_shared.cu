@@ -2,8 +2,8 @@
 // global to shared memory start at once (cp.async), without registers, so that many bytes are in flight. The row is
 // read from global memory once. While one thread block of an SM computes, the other one loads.
 //
-// A thread copies the packs that it reads itself. Therefore it waits only for its own copies, and the row needs no
-// barrier.
+// A thread copies the packs that it reads itself. Therefore the thread waits only for the copies that it started, and
+// no barrier is needed before the row is read.
 #include "cuda/ptx/sm80.cuh"
 #include "max_sum.cuh"
 

@@ -40,7 +40,7 @@ std::vector<T> host_copy(const T* device, size_t size) {
   return host;
 }
 
-// Returns the larger of an error and a difference, or infinity if the difference is NaN.
+// Returns the larger of an error and the magnitude of a difference, or infinity if the difference is not finite.
 inline double larger_error(double error, double difference) {
   return std::isfinite(difference) ? std::max(error, std::abs(difference)) : INFINITY;
 }

@@ -16,7 +16,7 @@ def _fake_backward(dout, x):
 
 
 class SquaredRelu(torch.autograd.Function):
-    """x (...) -> out (...)."""
+    """Computes out (...) = max(x, 0)^2 from x (...), and its backward."""
 
     @staticmethod
     def forward(ctx, x):
@@ -42,13 +42,13 @@ class SquaredReluBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, ddx):
-        """dx = 2 dout max(x, 0): linear in dout, and piecewise linear in x."""
+        """Compute the gradients of dx = 2 dout max(x, 0) with respect to dout and x."""
         dout, x = ctx.saved_tensors
         return ops.squared_relu_backward.default(ddx, x), 2 * ddx * dout * (x > 0)
 
 
 def tangent(inputs, tangents, outputs):
-    """Multiply the derivative of each element by its tangent, as the backward multiplies it by dout."""
+    """Return the tangent of out: the derivative of each element times its tangent."""
     return ops.squared_relu_backward.default(tangents[0], inputs[0])
 
 

@@ -1,6 +1,9 @@
-"""Against float64, beside torch. In the tree it is tests/ops/test_squared_relu.py, without the first two lines of code.
+"""Compares squared_relu with its formula in float64 and in torch.
 
-python -m pytest examples/adding_an_op/tests --device cpu (with tests/ in PYTHONPATH, and LIBRARY the built libraries)
+In the source tree this file would be tests/ops/test_squared_relu.py, without the lines that load the libraries and
+import the rules. The following command needs tests/ in PYTHONPATH, and the built libraries in LIBRARY.
+
+python -m pytest examples/adding_an_op/tests --device cpu
 """
 
 import os

@@ -1,6 +1,9 @@
-"""Layers whose forwards ``kernelize`` puts in place of a module's forward. They have no constructor and no state.
+"""Layers for ``kernels.kernelize``, which replaces the forward of a module by the forward of a layer.
 
-A layer has the name that transformers (``use_kernel_forward_from_hub``) or torch.nn gives to the layer it may replace.
+The layers have no constructor and no state, because the forward then uses the module's parameters and attributes.
+
+A layer has the name that transformers (``use_kernel_forward_from_hub``) or torch.nn gives to the module that it may
+replace.
 """
 
 import torch

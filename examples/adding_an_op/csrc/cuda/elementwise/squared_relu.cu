@@ -5,7 +5,7 @@
 namespace gptkernels::cuda {
 namespace {
 
-// Each thread has one element, which is correct for any size and alignment. csrc/cuda/elementwise/gelu.cu shows how
+// Each thread computes one element. This is correct for any size and alignment. csrc/cuda/elementwise/gelu.cu shows how
 // packs of 16 bytes make such a kernel fast.
 constexpr int kThreads = 256;
 
