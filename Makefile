@@ -83,7 +83,7 @@ bench: $(BUILT)
 # small shapes, and one shape for each kind of memory in which a kernel keeps a row. memcheck and synccheck also run a
 # test with one more tile than SMs. racecheck and initcheck fail only for reports about this package's kernels, because
 # torch's sums load uninitialised values and ignore them.
-SANITIZED_TESTS = (matches_float64 and 33) or (wherever and bfloat16) or long_sums
+SANITIZED_TESTS = (matches_float64 and 33) or (each_kind_of_memory and bfloat16) or long_sums
 SANITIZED = $(PY) -m pytest --device cuda -m "not large" $(ARGS) -k
 
 sanitize: $(BUILT) $(STAMPS)/test-tools
