@@ -88,10 +88,10 @@ __device__ Rows<T> rows_of(const HeadsView<const T>& t, int64_t b, int64_t h, in
   return {t.at(b, h, 0), t.token, count};
 }
 
-// tile = x y^T, where x and y are (64, HS) and S is the type of the sums. Each chunk of columns is summed separately,
-// because a single sum over 256 columns would have several times the rounding error. The tile is written to shared
-// memory, where loops apply masks and dropout to it. (If the tile stayed in registers, the compiler would repeat the
-// code of masks and dropout for each of a thread's 16 elements.)
+// Computes tile = x y^T, where x and y are (64, HS) and S is the type of the sums. Each chunk of columns is summed
+// separately, because a single sum over 256 columns would have several times the rounding error. The tile is written to
+// shared memory, where loops apply masks and dropout to it. (If the tile stayed in registers, the compiler would repeat
+// the code of masks and dropout for each of a thread's 16 elements.)
 template <typename S, typename T>
 __device__ void multiply_rows(accumulate_t<T>* tile, const Rows<T>& x, const Rows<T>& y, int head_size,
                               accumulate_t<T>* shared) {
@@ -141,9 +141,10 @@ __device__ void multiply_rows(accumulate_t<T>* tile, const Rows<T>& x, const Row
       tile[(4 * ty + i) * TileShape<A>::kWeightPitch + tx + 16 * j] = static_cast<A>(sums[i][j]);
 }
 
-// sums (64, HS) += weights (64, 64), which are in shared memory, times rows of x. A thread computes rows 4 * ty + i and
-// columns tx + 16 * c. The kRowsAtATime rows of an iteration are summed separately. The rounding error of a sum over
-// thousands of rows then grows with the number of iterations, not of rows.
+// Adds to sums (64, HS) the matmul of weights (64, 64), which are in shared memory, with 64 rows of x. A thread
+// computes rows 4 * ty + i and columns tx + 16 * c. The kRowsAtATime rows of an iteration are summed separately. The
+// rounding error of a sum over thousands of rows then grows with the number of iterations instead of the number of
+// rows.
 template <typename T, int kColumns>
 __device__ void add_weighted_rows(accumulate_t<T> (&sums)[4][kColumns], const accumulate_t<T>* weights,
                                   const Rows<T>& x, int head_size, accumulate_t<T>* shared) {

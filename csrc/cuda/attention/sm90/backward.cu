@@ -1,6 +1,6 @@
 // Attention's backward for sm_90a in two kernels, one for dq and one for dk and dv. Both kernels sum in registers and
-// in a fixed order, so they need no atomics, and no array of the size of the scores. Notation: ' is the transpose, S =
-// q k' are the scores, P the probabilities, and g is the gradient of out. For each query, D = sum(g out) - dlogsumexp
+// in a fixed order. They need no atomics, and no array of the size of the scores. Notation: ' is the transpose, S = q
+// k' are the scores, P are the probabilities, and g is the gradient of out. For each query, D = sum(g out) - dlogsumexp
 // and bias = -logsumexp log2(e). scale_log2 is scale log2(e). Then
 //
 //   dS = P (g v' - D)    dq = scale dS k    dk = scale dS' q    dv = P' g
@@ -36,7 +36,8 @@ constexpr int kThreads = DkeyShared::kThreads;
 
 constexpr int kBlock = DkeyShared::kBlock;
 
-// Stores the warpgroup's 64 rows from registers, times `factor` and rounded, to shared and then to global memory.
+// Multiplies the warpgroup's 64 rows in registers by `factor`, rounds them, and stores them through shared memory to
+// global memory.
 template <typename T>
 __device__ void store_tile(const float (&tile)[32], float factor, const CUtensorMap& map, uint32_t shared, int row,
                            int head, int batch, int barrier) {
@@ -218,7 +219,8 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
 #pragma unroll
     for (int i = 0; i < 32; ++i) dkey[i] = dvalue[i] = 0;
 
-    // The first blocks of a head may contain only queries that see none of the warpgroup's keys.
+    // For each head, the tile's first blocks of 64 queries may contain only queries that see none of this warpgroup's
+    // 64 keys. The warpgroup skips these blocks.
     int own_first = tile.first;
     if constexpr (Mask::kCausal) own_first = max(tile.first, (first_row - p.problem.query_offset) / kBlock);
     const int end = tile.first + tile.blocks;

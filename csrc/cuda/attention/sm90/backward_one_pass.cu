@@ -1,7 +1,7 @@
 // The backward of attention for sm_90a with one thread block per head. The kernel computes the scores once, and needs
 // five matmuls, whereas the kernels of attention/sm90/backward.cu need seven. It supports heads of up to 1024 queries
-// and 64 channels, if there are enough heads to keep the SMs busy. Notation: S are the scores, P the probabilities, g
-// is the gradient of out, and D = sum(g out) - dlogsumexp for each query.
+// and 64 channels, if there are enough heads to keep the SMs busy. Notation: S are the scores, P are the probabilities,
+// g is the gradient of out, and D = sum(g out) - dlogsumexp for each query.
 //
 // A thread block processes its head's tiles of 128 keys, and for each tile the blocks of 64 queries that see it. Its
 // four warpgroups are
@@ -220,7 +220,8 @@ __device__ inline void store_shared(uint32_t shared, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(x) : "memory");
 }
 
-// Computes -logsumexp * log2(e) and D for all heads of the thread block, at most one head before they are used.
+// Computes -logsumexp * log2(e) and D for all heads of the thread block. Each of the helper warps computes kHelperRows
+// queries of each block. The warps are at most one head ahead of the warpgroups that use the results.
 template <typename T>
 __device__ void compute_statistics(const HeadBackward<T>& p, const Shared& shared, int helper) {
   const int lane = threadIdx.x % 32;
@@ -338,7 +339,7 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
         float* const sums = own_sums + block * kSums;
         int last = p.tiles - 1;
         if (kCausal) last = min(last, (block * kBlock + kBlock - 1 + p.problem.query_offset) / kRows);
-        // The last tile of a block of queries starts from the sums of the earlier tiles.
+        // In the last tile of keys that a block of queries sees, the matmul starts from the sums of the earlier tiles.
         const bool finish = tile == last && tile > 0;
         if (finish) {
 #pragma unroll
@@ -558,7 +559,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();
 
-  // The register counts per thread of the four warpgroups add up to 512.
+  // Per thread, the four warpgroups have 32, 192, 192 and 96 registers, 512 in all: the 65536 registers of an SM
+  // divided by 128 threads.
   const int role = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (role == 0) {
     dealloc_registers<32>();
@@ -621,9 +623,9 @@ Status launch(const AttentionBackward<T>& p, Stream stream) {
 template <typename T>
 bool attention_backward_sm90_head_supports(const AttentionBackward<T>& p) {
   // All heads take the same time, and an SM processes one head at a time, so some SMs are idle in the last round. The
-  // kernel is used if the SMs have work for at least kBusy, or with short heads kBusyWithShort, of the time. (The
-  // longer the heads, the more idle time the kernels of backward.cu avoid by their smaller units of work:
-  // docs/notes/attention.md.)
+  // kernel is used if the SMs then have work for at least the fraction kBusy of the time, or kBusyWithShort if a head
+  // has at most kShort queries. Otherwise the kernels of backward.cu are faster, because their smaller units of work
+  // leave the SMs less idle (docs/notes/attention.md).
   constexpr int64_t kShort = 512;
   constexpr double kBusy = 0.8, kBusyWithShort = 0.7;
   const AttentionSizes& s = p.sizes;
