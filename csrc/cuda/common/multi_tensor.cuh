@@ -18,8 +18,9 @@ template <int kPointers, int kCapacity>
 struct TensorList {
   static constexpr int capacity = kCapacity;
   int32_t count;
-  int32_t first_chunk[kCapacity + 1];  // chunks of all tensors before this one; the last entry is the total
-  int32_t last_chunk_size[kCapacity];  // elements of a tensor's last chunk; all other chunks have kSize elements
+  int32_t first_chunk[kCapacity + 1];  // number of chunks before each tensor's first chunk; the last entry is the total
+  // number of elements of a tensor's last chunk; all other chunks have kSize elements
+  int32_t last_chunk_size[kCapacity];
   void* pointers[kCapacity][kPointers];
 };
 

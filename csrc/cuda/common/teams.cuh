@@ -71,13 +71,13 @@ struct BlockCombine {
   }
 };
 
-constexpr int kMaxClusterBlocks = 16;  // maximum number of blocks of a cluster
+constexpr int kMaxClusterBlocks = 16;  // maximum number of thread blocks of a cluster
 
 #if GPTKERNELS_HOPPER
-// Combines over a cluster: each block writes its value to the shared memory of all blocks, and waits for the values of
-// the other blocks. A block must have started before other blocks may write to its shared memory. The constructor
-// announces that this block has started. Construct the object before the row's loads, so that the loads hide the wait
-// for the other blocks.
+// Combines over a cluster: each thread block writes its value to the shared memory of all thread blocks, and waits for
+// the values of the other thread blocks. A thread block must have started before other thread blocks may write to its
+// shared memory. The constructor announces that this thread block has started. Construct the object before the row's
+// loads, so that the loads hide the wait for the other thread blocks.
 template <typename V>
 class ClusterCombine {
  public:
@@ -116,7 +116,7 @@ class ClusterCombine {
 
 // ---- the teams ------------------------------------------------------------------------------------------------------
 
-// Each warp processes several narrow rows. The block is one-dimensional and has kThreads threads.
+// Each warp processes several narrow rows. The thread block is one-dimensional and has kThreads threads.
 template <int kLanes_, int kThreads>
 struct Lanes {
   static constexpr int kLanes = kLanes_;
@@ -137,7 +137,7 @@ struct Warp {
   static __device__ int threads() { return kWarp; }
 };
 
-// Each block processes one row. The block is one-dimensional.
+// Each thread block processes one row. The thread block is one-dimensional.
 struct Block {
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
@@ -149,11 +149,12 @@ struct Block {
   static __device__ void barrier() { __syncthreads(); }
 };
 
-// Each block processes several rows, and several warps process each row. Every row uses its own named barrier. A block
-// can use at most 16 named barriers. Few blocks that use so many barriers fit on an SM, so this team is for kernels
-// with one block per SM.
+// Each thread block processes several rows, and several warps process each row. Every row uses its own named barrier. A
+// thread block can use at most 16 named barriers. Few thread blocks that use so many barriers fit on an SM, so this
+// team is for kernels with one thread block per SM.
 struct BlockPart {
-  static constexpr int kMaxRows = 15;  // maximum rows per block: 16 barriers, of which __syncthreads uses barrier 0
+  // maximum rows per thread block: there are 16 barriers, and __syncthreads uses barrier 0
+  static constexpr int kMaxRows = 15;
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
   static __device__ int64_t row() { return int64_t(blockIdx.x) * blockDim.y + threadIdx.y; }
@@ -166,7 +167,7 @@ struct BlockPart {
 };
 
 #if GPTKERNELS_HOPPER
-// Each cluster processes one row. Blocks are one-dimensional.
+// Each cluster processes one row. Thread blocks are one-dimensional.
 struct Cluster {
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;

@@ -52,8 +52,8 @@ cublasComputeType_t compute_type(cublasHandle_t handle) {
 // ---------------------------------------------------------------------------------------------------------------
 // Products without an epilogue, computed by cublasGemmEx.
 
-// Forbids cuBLAS to round partial sums to bfloat16 or float16 when it splits a sum over blocks (split-K). The handle
-// belongs to torch, so the destructor restores the handle's mode.
+// Forbids cuBLAS to round partial sums to bfloat16 or float16 when it splits a sum over thread blocks (split-K). The
+// handle belongs to torch, so the destructor restores the handle's mode.
 template <typename T>
 class WideSums {
  public:
@@ -231,7 +231,8 @@ MatmulPlan plan_of(const LtAlgorithm& algorithm) {
 std::mutex plans_mutex;
 std::map<ProductKey, MatmulPlan> plans;
 
-// Returns whether the matmul is not batched, runs on the tensor cores, and has at least kMinFlops operations.
+// Returns whether autotuning is enabled, and the matmul is not batched, runs on the tensor cores, and has at least
+// kMinFlops operations.
 template <typename T>
 bool is_worth_autotuning(const Matmul<T>& p, cublasComputeType_t compute) {
   constexpr double kMinFlops = 4e9;

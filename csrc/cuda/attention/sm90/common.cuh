@@ -147,8 +147,8 @@ bool has_bounds(const AttentionMask<T>& mask) {
 }
 
 // Returns whether a kernel for sm_90a supports a call, apart from its mask and its largest head size. The kernel must
-// be compiled with wgmma for this GPU, TMA must support the tensors, the head size must be a multiple of 8, the scale
-// must be positive, dropout must keep some elements, and the sizes must be below 2^30.
+// be compiled with wgmma for this GPU, and TMA must support the tensors. The head size must be a multiple of 8, the
+// scale must be positive, dropout must keep some elements, and the sizes must be below 2^30.
 template <typename T, auto kKernel, typename Params>
 bool sm90_supports(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
