@@ -299,8 +299,8 @@ __device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderW
   }
 }
 
-// The first `batch_blocks` blocks of a slab (blockIdx.y) compute dwpe. The sums of dwpe do not depend on the sort, so
-// these blocks start without waiting for the sort. The other blocks compute dwte.
+// The first `batch_blocks` thread blocks of a slab (blockIdx.y) compute dwpe. The sums of dwpe do not depend on the
+// sort, so these thread blocks start without waiting for the sort. The other thread blocks compute dwte.
 template <typename T, typename Token, int kVec, bool kAccumulate>
 __global__ void __launch_bounds__(kSumsThreads, kSumsBlocksPerSM)
     encoder_backward_sums_kernel(const EncoderBackward<T, Token> p, const EncoderWorkspace<T> w,

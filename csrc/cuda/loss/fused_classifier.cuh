@@ -85,7 +85,7 @@ struct Classifier {
   __device__ A gradient(A x) const { return exp_for<T>(x - max) * scale; }
 };
 
-// ---- any row: one block per row reads the row from memory in both passes ----
+// ---- any row: one thread block per row reads the row from memory in both passes ----
 
 template <int kVec, typename T, typename Out>
 __device__ void classify_row(const FusedClassifierForward<T, Out>& p, int64_t row) {

@@ -46,7 +46,7 @@ __device__ inline double product(double a, double b) {
   return __dmul_rn(a, b);
 }
 
-// ---- any row: one block per row reads x and dout from memory in both passes ----
+// ---- any row: one thread block per row reads x and dout from memory in both passes ----
 
 // The kernel sums g * c, where c = x - mean, rather than g * n. In a short row the rounding errors of n would not
 // cancel, and the gradient for a constant dout would not be 0.

@@ -43,7 +43,7 @@ __device__ void load_affine(accumulate_t<T> (&weight)[kVec], accumulate_t<T> (&b
   if (kBoth || p.bias) load_wide<kVec>(bias, p.bias + column);
 }
 
-// ---- any row: one block per row reads the row from memory in every pass ----
+// ---- any row: one thread block per row reads the row from memory in every pass ----
 
 template <typename T, int kVec, typename X>
 __global__ void __launch_bounds__(kSimpleThreads)
@@ -106,9 +106,9 @@ __device__ inline void store_statistic(float* p, float value) {
 template <typename R>
 __device__ Moments<float> row_moments(R& row, int width, float inverse, double eps) {
   // A float32 sum of 16-bit numbers of similar magnitude is exact, because the significands of the numbers have at
-  // least 13 bits less than the significand of a float32. With different magnitudes the largest numbers dominate the
-  // sum. Therefore sum - C * mean is the sum of x - mean. A second sum would have rounding errors of its own, and a row
-  // of equal numbers would not become 0.
+  // least 13 bits less than the significand of a float32. If the magnitudes differ, the rounding errors of the sum are
+  // small compared with the largest numbers. The sum of x - mean is therefore computed as sum - C * mean. A second pass
+  // that sums x - mean would have rounding errors, and a row of equal numbers would not be normalised to 0.
   constexpr bool kExactSum = sizeof(typename R::T) == 2;
   float sum[1] = {};
   row.each(width, [&](int, const float (&x)[R::kVec]) {

@@ -123,8 +123,8 @@ __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int col
       : "memory");
 }
 
-// Starts loading the box into every block of the cluster whose bit is set in `blocks`, at the same shared memory
-// address. In each of these blocks the mbarrier at the address `barrier` counts the bytes that arrive there.
+// Starts loading the box into every thread block of the cluster whose bit is set in `blocks`, at the same shared memory
+// address. In each of these thread blocks the mbarrier at the address `barrier` counts the bytes that arrive there.
 __device__ inline void tma_load_multicast(uint32_t shared, const CUtensorMap& map, int column, int row,
                                           uint32_t barrier, uint16_t blocks) {
   asm volatile(

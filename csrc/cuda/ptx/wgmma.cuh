@@ -1,6 +1,5 @@
 // Wrappers of wgmma, the tensor core instructions of a warpgroup (four warps) on sm_90a: D (64 x N) += A (64 x 16) * B
-// (16 x N). B is read from shared memory, A from shared memory or registers. The names have the meanings that they have
-// in PTX.
+// (16 x N). B is read from shared memory, A from shared memory or registers. A, B, D and N are PTX's names.
 //
 // Accumulators: a warp holds 16 of the 64 rows. Of every 8 columns 8t..8t+7, lane l holds columns 8t + 2(l%4) and 8t +
 // 2(l%4) + 1: row l/4 in d[4t] and d[4t+1], row l/4 + 8 in d[4t+2] and d[4t+3]. If A is in registers, a thread holds
