@@ -38,11 +38,13 @@ constexpr int kRowItems = 4;  // packs per thread in registers
 struct RowShapes {
   int arrays = 1;    // number of arrays whose rows are kept on the chip
   int resident = 2;  // thread blocks per SM, 1 or 2; with 2, one thread block loads while the other computes
-  // whether a single thread block may keep packs in shared memory; otherwise a cluster does
+  // Whether a single thread block may keep packs in shared memory. Otherwise a cluster does.
   bool overflow_in_block = true;
-  // most packs of a row that a thread block of a cluster should hold; exceeded if the largest cluster is too small
+  // The most packs of a row that a thread block of a cluster should hold. They are exceeded if the largest cluster is
+  // too small.
   int cluster_packs = 2048;
-  // most packs that a thread of a cluster should hold; exceeded if a thread block cannot have enough threads
+  // The most packs that a thread of a cluster should hold. They are exceeded if a thread block cannot have enough
+  // threads.
   int cluster_items = 12;
   bool wide_head_tail = false;  // whether rows that a warp cannot hold always use the code with head and tail
 };

@@ -1,4 +1,5 @@
-// Teams: the threads that share a row of a matrix. A kernel over rows is a template on its team, a type with
+// Teams: the threads that share a row of a matrix. (In the tables below, a block is a thread block.) A kernel over rows
+// is a template on its team, a type with
 //
 //   row()                the row of this thread's team
 //   thread(), threads()  this thread's index in its team, and the number of threads of the team
@@ -153,7 +154,7 @@ struct Block {
 // thread block can use at most 16 named barriers. Few thread blocks that use so many barriers fit on an SM, so this
 // team is for kernels with one thread block per SM.
 struct BlockPart {
-  // maximum rows per thread block: there are 16 barriers, and __syncthreads uses barrier 0
+  // The largest number of rows per thread block: there are 16 named barriers, and __syncthreads uses barrier 0.
   static constexpr int kMaxRows = 15;
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
@@ -192,7 +193,7 @@ __device__ void team_sums(A (&values)[kN], int slot) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) values[n] = warp_reduce<Sum>(values[n]);
   if constexpr (!Team::kOneWarp) {
-    __shared__ A warps[2][kWarp][kN];  // [slot][warp of the block, row by row][sum]
+    __shared__ A warps[2][kWarp][kN];  // [slot][warp of the thread block, row by row][sum]
     const int row_warps = blockDim.x / kWarp;
     A(*row)[kN] = warps[slot] + threadIdx.y * row_warps;
     if (threadIdx.x % kWarp == 0)

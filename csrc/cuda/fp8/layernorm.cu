@@ -8,8 +8,8 @@
 // The same kernel is launched twice:
 //
 // - The first launch normalises, quantises and updates the amax history, if the scale is known. If the scale is not
-//   known (the history is all zeros), the launch writes only the sums, the statistics and each thread block's largest
-//   magnitude, and updates the history.
+//   known (there is no history, or it is all zeros), the launch writes only the sums, the statistics and each thread
+//   block's largest magnitude, and updates the history.
 // - The second launch returns at once if the scale was known. Otherwise it computes the scale from these magnitudes,
 //   normalises again, and quantises.
 #include <limits>

@@ -1,7 +1,8 @@
 // Quantisation of a matrix (N, C) to float8, with an optional transposed copy and column sums.
 //
 // There are two kernels:
-//   fp8_largest_kernel   finds max |x| if there is no amax history yet; otherwise returns immediately
+//   fp8_largest_kernel   finds the amax of the values to quantise if there is no amax history yet; otherwise returns
+//                        immediately
 //   fp8_quantize_kernel  computes the scale, quantises, and updates the amax history
 //
 // fp8_quantize_kernel reads x, which has N * C * sizeof(T) bytes, once. For GELU's gradient it also reads u, the input
@@ -36,7 +37,7 @@ constexpr int kWarpBands = kWarp / kGroups;  // bands per warp
 // ---------------------------------------------------------------------------------------------------------------
 // The function of x and u that is quantised (Fp8Source).
 
-// kResident is the number of resident thread blocks per SM that was measured to be the fastest (docs/fp8.md).
+// kResident is the number of resident thread blocks per SM that was measured to be the fastest (docs/notes/fp8.md).
 struct ValuesSource {
   static constexpr bool kReadsU = false;
   static constexpr int kResident = 3;

@@ -60,7 +60,7 @@ constexpr int kAStep = kRows * kStepBytes;
 constexpr int kTransposedBytes = kPieceColumns * kRows;
 constexpr int kBBytes = 256 * 768;
 
-// The columns of a strip: 256, or 128 if 256 rows of b do not fit in shared memory.
+// Returns the number of columns of a strip: 256, or 128 if 256 rows of b do not fit in shared memory.
 constexpr int strip_columns(int64_t inner) {
   return inner <= 768 ? 256 : 128;
 }
@@ -243,8 +243,9 @@ __device__ __forceinline__ void apply_function(Pair& values, const Pair& product
     }
 }
 
-// A step of a reduce-scatter between two lanes whose indices differ in `bit`. The lane with the bit set keeps the upper
-// half of its values, and the other lane keeps the lower half. Each adds its partner's values of the same half.
+// Performs one step of a reduce-scatter between two lanes whose indices differ in `bit`. The lane with the bit set
+// keeps the upper half of its values, and the other lane keeps the lower half. Each adds its partner's values of the
+// same half.
 template <int n>
 __device__ __forceinline__ void exchange_half(float (&half)[n], const float (&values)[2 * n], int lane, int bit) {
   const bool high = lane & bit;
@@ -492,9 +493,9 @@ __global__ void __launch_bounds__(kStubThreads) fp8_gelu_wgmma_kernel(const __gr
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// Returns a tensor map of a dense matrix of bytes whose row index is split in kRank dimensions: `sizes`, `strides` (in
-// rows) and `boxes` describe these dimensions, the fastest first. The innermost dimension of the map has the columns,
-// 128 per box.
+// Returns a tensor map of a dense matrix of bytes whose row index is split into kRank dimensions: `sizes`, `strides`
+// (in rows) and `boxes` describe these dimensions, the fastest first. The innermost dimension of the map has the
+// columns, 128 per box.
 template <int kRank>
 CUtensorMap block_map(const void* data, int64_t columns, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank],
                       const int (&boxes)[kRank]) {

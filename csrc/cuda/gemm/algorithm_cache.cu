@@ -79,7 +79,7 @@ std::string line_of(const ProductKey& k, const LtAlgorithm& algorithm) {
   return line.str();
 }
 
-// Adds the algorithm of a line. Ignores an incomplete line.
+// Adds to `algorithms` the algorithm that a line of the file describes. Ignores an incomplete line.
 void read_line(const std::string& text, int device, Algorithms& algorithms) {
   std::istringstream line(text);
   std::array<int64_t, 21> v;

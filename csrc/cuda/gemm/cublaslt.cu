@@ -71,7 +71,7 @@ class WideSums {
   cublasMath_t before_;
 };
 
-// Computes a matmul whose inner dimension is 0.
+// Computes a matmul whose inner dimension is 0: sets the result to 0, or leaves it unchanged if p.accumulate.
 template <typename Out, typename T>
 MatmulStatus zero(Out* out, const Matmul<T>& p, Stream stream) {
   if (p.accumulate) return {};
@@ -140,10 +140,10 @@ bool on_tensor_cores(cublasComputeType_t compute) {
   return sizeof(T) == 2 || compute == CUBLAS_COMPUTE_32F_FAST_TF32;
 }
 
-// Returns whether cublasGemmEx, which does not report its algorithm, may choose an algorithm that drops terms
-// (adds_all_terms in algorithm_cache.cu). If terms are dropped, at least `rest` terms are dropped, where `rest` is the
-// number of terms after the last whole step, or at least a whole step if `rest` is 0. The number of dropped terms is
-// smaller than the number of splits, which is at most the number of whole steps.
+// Returns whether cuBLAS, which does not report its algorithm, may choose an algorithm that drops terms (adds_all_terms
+// in algorithm_cache.cu). If terms are dropped, at least `rest` terms are dropped, where `rest` is the number of terms
+// after the last whole step, or at least a whole step if `rest` is 0. The number of dropped terms is smaller than the
+// number of splits, which is at most the number of whole steps.
 template <typename T>
 bool may_drop_terms(const Matmul<T>& p, cublasComputeType_t compute) {
   if (!on_tensor_cores<T>(compute) || gelu_matrix(p) || p.rows == 0 || p.columns == 0 || p.batches == 0) return false;
@@ -231,8 +231,8 @@ MatmulPlan plan_of(const LtAlgorithm& algorithm) {
 std::mutex plans_mutex;
 std::map<ProductKey, MatmulPlan> plans;
 
-// Returns whether autotuning is enabled, and the matmul is not batched, runs on the tensor cores, and has at least
-// kMinFlops operations.
+// Returns whether autotuning is enabled, and the matmul is not batched or scaled, runs on the tensor cores, and has at
+// least kMinFlops operations.
 template <typename T>
 bool is_worth_autotuning(const Matmul<T>& p, cublasComputeType_t compute) {
   constexpr double kMinFlops = 4e9;

@@ -47,8 +47,8 @@ struct Matmul {
 struct MatmulPlan {
   // At most one of `cublaslt` and `sm90` is true. With cublaslt, cublasLtMatmul computes the matmul and the epilogue.
   // With sm90, our own kernel (gemm/sm90_gelu.h) computes the matmul, the epilogue and column_sums. If both are false,
-  // cublasGemmEx computes the matmul, and our kernel adds the bias. The caller computes column_sums unless sm90 is
-  // true.
+  // cuBLAS (cublasGemmStridedBatchedEx) computes the matmul, and our kernel adds the bias. The caller computes
+  // column_sums unless sm90 is true.
   bool cublaslt;
   bool separate_gelu;   // our kernels compute GELU or its gradient after the matmul
   bool needs_autotune;  // matmul_autotune may find a faster algorithm

@@ -1,8 +1,8 @@
 // Decoding attention: one query per attention head over the keys and values in the cache.
 //
-// decode_attention_kernel is for sm_90, 16-byte aligned tensors, and HS of 4, 8, 16 or 32 packs of 16 bytes. A cluster
-// of 8 thread blocks processes an attention head. A lane loads one pack of a key, so HS / pack lanes form a team that
-// loads a whole key. The teams of the cluster take the keys round robin:
+// decode_attention_kernel is for sm_90 and later, 16-byte aligned tensors other than float64, and HS of 4, 8, 16 or 32
+// packs of 16 bytes. A cluster of 8 thread blocks processes an attention head. A lane loads one pack of a key, so HS /
+// pack lanes form a team that loads a whole key. The teams of the cluster take the keys round robin:
 //
 //   each team, with kDepth keys and values in registers:
 //     load the first keys and values

@@ -1,5 +1,5 @@
 // One decoding step: computes GPT-2's logits for the newest token of each of B sequences, with the keys and values of
-// earlier tokens in a cache. A layer consists of five kernels:
+// earlier tokens in a cache. A layer consists of five kernels, and two more if its layer norms are not fused:
 //
 //   residual = wte[token] + wpe[position]
 //   for each layer:

@@ -65,7 +65,7 @@ constexpr int block_count() {
 constexpr int kStep = block_count() * kThreads;     // distance between consecutive logits of a thread
 constexpr int kRoom = kCandidates / block_count();  // the most candidates of a thread block
 
-// A barrier of all threads of the cluster, split in arrive and wait.
+// A barrier of all threads of the cluster, split into an arrival and a wait.
 __device__ void all_blocks_arrive() {
 #if __CUDA_ARCH__ >= 900
   cluster_arrive();

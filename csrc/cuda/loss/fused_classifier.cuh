@@ -57,7 +57,7 @@ struct Classifier {
 
   A logit;  // the target's logit; 0 in a row without a loss
   A dloss;
-  // Set by set_sum():
+  // set_sum() sets the following members.
   A max = 0;
   A rest = 0;  // the sum of exp(x - max) over all columns but the target's
   A scale = 0;

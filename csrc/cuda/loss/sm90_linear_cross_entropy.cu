@@ -225,7 +225,7 @@ struct ExpEpilogue {
 
 // ---- after ----------------------------------------------------------------------------------------------------------
 
-constexpr int kAfterRows = 32, kAfterParts = 8;  // rows per block; threads per row
+constexpr int kAfterRows = 32, kAfterParts = 8;  // rows per thread block; threads per row
 
 // Computes the loss of a row from E at the target and the sum of E over the other columns (`others`), stores -others as
 // the target's E, and returns the factor. If E is out of range, marks the row to be redone and returns 1.

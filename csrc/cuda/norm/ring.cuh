@@ -105,7 +105,7 @@ class RowRing {
   }
 
  private:
-  // Shared memory is counted in elements of X, the narrower dtype.
+  // Positions in shared memory are counted in elements of X, the narrower dtype.
   static constexpr int kWide = sizeof(T) / sizeof(X);  // elements of X per element of T
 
   // Returns the stage after `stage`.

@@ -35,7 +35,7 @@ __device__ inline void copy_async_4(uint32_t to, const void* from, bool inside) 
 #endif
 }
 
-// Ends a group: all copies that this thread has started since the previous group.
+// Ends a group, which consists of all copies that this thread has started since the previous group.
 __device__ inline void copy_async_commit() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");

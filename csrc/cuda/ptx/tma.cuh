@@ -141,7 +141,7 @@ __device__ inline void tma_store(const CUtensorMap& map, uint32_t shared, int co
                : "memory");
 }
 
-// Closes a group: all stores that this thread has started since the previous group.
+// Ends a group, which consists of all stores that this thread has started since the previous group.
 __device__ inline void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

@@ -640,8 +640,8 @@ bool mma_supports(const Params& p) {
          suits_chunks(p.out);
 }
 
-// Returns whether a call has no mask except causality, no dropout, and a positive scale, so that the largest dot
-// product of queries and keys has the largest score.
+// Returns whether a call has a positive scale, and no dropout, key bounds or mask except causality. With a positive
+// scale, the largest dot product of queries and keys has the largest score.
 template <typename T, typename Params>
 bool is_plain(const Params& p) {
   return p.scale > 0 && p.dropout.probability == 0 && !p.mask.key_begin && !p.mask.key_end && !p.mask.allowed &&

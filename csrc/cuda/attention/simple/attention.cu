@@ -1,7 +1,7 @@
-// Attention without tensor cores, for every dtype, head size, mask and device. These kernels compute all float64 calls,
-// and all calls that the kernels with tensor cores do not support. A thread block of 256 threads computes tiles of 64
-// rows by 64 columns. With tx = threadIdx.x % 16 and ty = threadIdx.x / 16, a thread computes rows 4 * ty + i and
-// columns tx + 16 * j of each tile.
+// Attention without tensor cores, for every dtype, supported head size, mask and device. These kernels compute all
+// float64 calls, and all calls that the kernels with tensor cores do not support. A thread block of 256 threads
+// computes tiles of 64 rows by 64 columns. With tx = threadIdx.x % 16 and ty = threadIdx.x / 16, a thread computes rows
+// 4 * ty + i and columns tx + 16 * j of each tile.
 #include <type_traits>
 
 #include "cuda/attention/logsumexp_correction.cuh"
@@ -413,8 +413,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-// Calls fn.template operator()<S, kColumns>() with the smallest instance for which 16 threads with kColumns columns
-// each cover a row of the head.
+// Calls fn.template operator()<S, kColumns>() for the smallest compiled kColumns with which 16 threads cover the
+// columns of a head.
 template <typename S, typename Fn>
 Status for_columns(int64_t head_size, const Fn& fn) {
   if (head_size <= 32) return fn.template operator()<S, 2>();
@@ -425,8 +425,8 @@ Status for_columns(int64_t head_size, const Fn& fn) {
 
 // Calls fn as for_columns() does, where S is the type in which scores are summed. S is float64 if the inputs are
 // float32 and there are few queries or keys. In this case torch computes a matrix-vector product, which is very
-// accurate because many threads sum short parts of a row. An error of a score becomes a relative error of its
-// probability.
+// accurate because many threads sum short parts of a row. The accuracy of a score matters, because its error becomes a
+// relative error of its probability.
 template <typename T, typename Fn>
 Status for_shape(const AttentionSizes& s, const Fn& fn) {
   constexpr int64_t kFew = 64;

@@ -55,12 +55,12 @@ struct Sm90Backward {
 #endif
 };
 
-// The kernels for head sizes of 72 to 128 (attention/sm90/backward_128.cu).
+// Launches the kernels for head sizes of 72 to 128 (attention/sm90/backward_128.cu).
 template <typename T>
 Status attention_backward_sm90_128(const AttentionBackward<T>& p, Stream stream);
 
-// The kernel for many short heads (attention/sm90/backward_one_pass.cu). These functions require that
-// attention_backward_sm90_supports() is true.
+// Support, workspace and launch of the kernel for many short heads (attention/sm90/backward_one_pass.cu). These
+// functions require that attention_backward_sm90_supports() is true.
 template <typename T>
 bool attention_backward_sm90_head_supports(const AttentionBackward<T>& p);
 template <typename T>

@@ -139,7 +139,7 @@ struct BlockWalk {
   }
 };
 
-// Returns the first block with a query that sees key `key` or a later key.
+// Returns the first block of queries with a query that sees key `key` or a later key.
 template <bool kCausal, typename T>
 __device__ int first_block(const HeadBackward<T>& p, int key) {
   return kCausal ? min(max(key - p.problem.query_offset, 0) / kBlock, p.blocks) : 0;
@@ -151,13 +151,13 @@ __device__ BlockWalk walk_of_tile(const HeadBackward<T>& p, int tile) {
 }
 
 // Returns the half of a tile that a warpgroup computes. The warpgroups exchange the halves at each tile, because under
-// the causal mask one half sees one block more than the other half.
+// the causal mask one half of the keys is seen by one block of queries more than the other half.
 __device__ inline int half_of(int tile, int warpgroup) {
   return (tile + warpgroup) % 2;
 }
 
-// Returns the first block that sees one of the 64 keys from `key` on, or p.blocks if all of these keys are beyond the
-// last key.
+// Returns the first block of queries with a query that sees one of the 64 keys from `key` on, or p.blocks if all of
+// these keys are beyond the last key.
 template <bool kCausal, typename T>
 __device__ int own_first_block(const HeadBackward<T>& p, int key) {
   return key < p.problem.keys ? first_block<kCausal>(p, key) : p.blocks;

@@ -44,7 +44,7 @@ struct Sm90Problem {
   int keys;
   int heads;
   int batches;
-  int group;  // query heads for each key head
+  int group;  // number of query heads that share a key head
   int query_offset;
   float scale;
   float scale_log2;  // scale * log2(e)

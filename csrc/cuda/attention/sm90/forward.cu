@@ -51,8 +51,8 @@ struct ForwardTile {
 };
 
 using FourWarpgroups = ForwardTile<64, 4, 64, 8>;
-// A key tile has 128 keys with up to 64 channels. With dropout it has 64 keys, because the random numbers need
-// registers.
+// A key tile has 128 keys if there are up to 64 channels and no dropout, otherwise 64 keys. Dropout needs registers for
+// random numbers.
 template <int HS, bool kDropout>
 using TwoWarpgroups = ForwardTile<HS, 2, HS == 64 && !kDropout ? 128 : 64, 4>;
 

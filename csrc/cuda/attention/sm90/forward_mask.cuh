@@ -109,7 +109,7 @@ struct BlockMask {
       seen.for_each_from_last<kUnits>([&](int unit) { load(unit / kUnits); });
       if (seen_count == 0) load(0);
     }
-    // Returns the classes of a key tile for the computing warpgroups.
+    // Returns the record that describes a key tile to the computing warpgroups.
     __device__ MaskedBlock block(int tile) const {
       return {tile * kKeys, seen.classes<kUnits>(tile * kUnits), mask_head, 0};
     }
