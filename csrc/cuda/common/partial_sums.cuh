@@ -30,8 +30,8 @@ struct PartialSums {
   T* third = nullptr;
 };
 
-// Warps per thread block. There are at most a few hundred rows of partial sums, so each thread issues only a few loads,
-// which are all in flight at once.
+// Warps per thread block. With 1024 rows of partial sums, each thread issues 32 loads, of which 8 are in flight at
+// once.
 constexpr int kSumRows = 32;
 
 template <typename T, typename A>

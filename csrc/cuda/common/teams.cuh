@@ -50,7 +50,7 @@ namespace gptkernels::cuda {
 
 // A Combine is called as combine(value, merge) and gives every thread the combination of the values of all threads of
 // the team. On entry `value` must be the same in all lanes of a warp; merge(value) combines the values of a warp's
-// lanes. A default-constructed V must be neutral. A kernel may call a Combine once: a second call would overwrite
+// lanes. A default-constructed V must be neutral. A kernel may call a Combine only once: a second call would overwrite
 // shared memory that threads may still be reading, unless a barrier precedes the call.
 
 // The Combine of teams of one warp or less, in which all lanes already hold the combined value.

@@ -103,9 +103,9 @@ __device__ void sum_rows(Total (&sum)[kVec], const Column<T>& column, int count,
 
 // ---- sums of several parts ----
 
-// Each of `count` warps calls this function after it has written a partial sum. Returns true in the last warp, which
-// may then read all partial sums. Lane 0's fences, between warp barriers, order every lane's writes before the
-// increment, and the increment before every lane's reads.
+// Each of `count` warps calls this function after it has written a partial sum. Returns true in the last warp that
+// calls the function; this warp may then read all partial sums. Lane 0's fences, between warp barriers, order every
+// lane's writes before the increment, and the increment before every lane's reads.
 __device__ inline bool last_to_arrive(int* arrived, int count) {
   __syncwarp();
   random_delay();

@@ -119,10 +119,10 @@ const void* gelu_matrix(const Matmul<T>& p) {
   return p.dgelu_at ? p.dgelu_at : p.pre_gelu;
 }
 
-// Returns whether cuBLASLt supports the GELU epilogue, and is not slower than a matmul followed by our GELU kernel.
+// Returns whether cuBLASLt's GELU epilogue can be used, and is not slower than a matmul followed by our GELU kernel.
 // cuBLASLt requires a leading dimension of the GELU matrix that is divisible by 8. cuBLASLt does not document the
-// accuracy of its tanh, but 16-bit results do not differ. For float32, cuBLASLt's GELU epilogue is slower than a TF32
-// matmul followed by our kernel (docs/notes/mlp.md).
+// accuracy of its tanh, but 16-bit results do not differ. For float32, the epilogues are not used, because in the
+// backward a TF32 matmul followed by our kernels is faster (docs/notes/mlp.md).
 template <typename T>
 bool supports_gelu_epilogue(const Matmul<T>& p) {
   return sizeof(T) == 2 && p.columns % 8 == 0 && alignment(gelu_matrix(p)) >= 16;

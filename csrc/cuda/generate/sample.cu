@@ -1,5 +1,6 @@
 // Draws the next token of each row of logits. A cluster of 8 thread blocks processes a row (one thread block below
-// sm_90). The logits are read once, and x stays in shared memory, up to 8192 elements per thread block.
+// sm_90). x stays in shared memory, up to 8192 elements per thread block. If all x of a row fit, the logits are read
+// once; otherwise each pass reads the remaining logits again.
 //
 //   x = logits / temperature
 //   if max x is not finite: return -1
@@ -9,7 +10,7 @@
 //     candidates = all x >= bound                             for random logits slightly more than top_k
 //     if at most 128 of each thread block are candidates, the first thread block does the rest:
 //       keep a candidate if fewer than top_k candidates are larger
-//       if top_p < 1: of these, keep it if the larger ones have less than top_p of their probability
+//       if top_p < 1: keep only candidates for which the larger ones have less than top_p of the kept probability
 //       return argmax of exp(x - max x) / noise over the kept candidates
 //     threshold = k-th largest x                              by radix search with weights 1
 //   if top_p < 1: threshold = smallest x that top_p keeps     by radix search with weights exp(x - max x)

@@ -129,9 +129,9 @@ __device__ float reduce_four(const float (&row_values)[4], int lane) {
 // Implements the Epilogue interface of gemm/sm90_mainloop.cuh. An epilogue warp reads the 16 rounded rows of its MMA
 // warp from shared memory, four rows at a time, with 8 neighbouring columns per lane.
 //
-// Tiles are ordered column by column: the part of the weight for one column of tiles is read from memory once, and x
-// comes from the L2 cache. If kRedoOnly, only row blocks with rows to redo are computed, and the logits of these rows
-// are stored.
+// Tiles are ordered column by column, so that the part of the weight for one column of tiles is read from memory once,
+// and x comes from the L2 cache. If kRedoOnly, only row blocks with rows to redo are computed, and the logits of these
+// rows are stored.
 template <bool kRedoOnly>
 struct ExpEpilogue {
   using Arguments = ExpArguments;

@@ -1,5 +1,5 @@
-// Helpers for the kernels for sm_90a whose warpgroups have different roles: mbarriers by address, rings of buffers, and
-// stmatrix.
+// Helpers for the kernels for sm_90a whose warpgroups have different roles: functions for mbarriers, which take the
+// address of the barrier in shared memory, rings of buffers, and stmatrix.
 #pragma once
 
 #include "cuda/common/launch.cuh"

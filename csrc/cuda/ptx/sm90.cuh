@@ -9,7 +9,7 @@
 
 namespace gptkernels::cuda {
 
-// 1 in device code compiled for sm_90 or later; 0 in host code.
+// 1 in device code compiled for sm_90 or later, otherwise 0.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define GPTKERNELS_HOPPER 1
 #else

@@ -32,7 +32,7 @@ struct RowStatistics {
 // ---- dq -------------------------------------------------------------------------------------------------------------
 
 // A warp computes 16 queries, or 32 if kM = 2. With 32 queries, keys and values are loaded from shared memory, and
-// rounded there, half as often per query.
+// rounded in shared memory, half as often per query.
 template <typename T, int HS, bool kExact>
 struct DqueryShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;

@@ -240,8 +240,8 @@ __device__ inline float unless_nan(float small) {
   return fminf(small, 3.402823466e38f);
 }
 
-// Computes d = rows tile', where the tile has 8 * kN rows. Steps beyond the head size, in groups of kExactSteps, are
-// left out.
+// Computes d = rows tile', where the tile has 8 * kN rows. Groups of kExactSteps steps that are beyond the head size
+// are left out.
 template <int HS, int kM, int kN>
 __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOperand<float, HS, kM, false>& rows,
                                             uint32_t tile, int head_size) {

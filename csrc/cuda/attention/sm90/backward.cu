@@ -166,7 +166,8 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
       return now;
     };
 
-    // Releases the block of the previous call, whose dq is complete. The block in `slot` is released by the next call.
+    // Releases the block that was passed to the previous call, because its dq is complete. The next call releases the
+    // block in `slot`.
     int freed = -1;
     const auto free_block = [&](int slot) {
       barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty[max(freed, 0)]);
@@ -277,8 +278,8 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       return now;
     };
 
-    // Releases the block of the previous call, whose dv and dk are complete. The block in `slot` is released by the
-    // next call.
+    // Releases the block that was passed to the previous call, because its dv and dk are complete. The next call
+    // releases the block in `slot`.
     int freed = -1;
     const auto free_block = [&](int slot) {
       barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty[max(freed, 0)]);

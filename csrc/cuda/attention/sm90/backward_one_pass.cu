@@ -6,7 +6,7 @@
 // A thread block processes its head's tiles of 128 keys, and for each tile the blocks of 64 queries that see it. Its
 // four warpgroups are
 //
-//   - one that loads tiles, and in which two warps compute D of the next head,
+//   - one that loads tiles; two of its warps compute D of the next head,
 //   - two that process 64 keys each, sum dk and dv in registers, and pass dS^T in shared memory to the last warpgroup,
 //   - one that computes dq of the block of queries for these keys, and adds dq to the sums of earlier tiles.
 //
@@ -522,8 +522,8 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
       }
       if (tile % 2 == 1) pass_over();
 
-      // Each warp stores its own 16 rows of dv and dk. dv is staged in the warp's 16 rows of the values, which no other
-      // warp reads.
+      // Each warp stores 16 rows of dv and dk. dv is staged in the warp's 16 rows of the values, which no other warp
+      // reads.
       release();
       if (lane == 0) tma_store_wait_read();
       __syncwarp();
