@@ -217,7 +217,7 @@ __device__ __forceinline__ void round_piece(Pair& product, const float (&sums)[n
     }
 }
 
-// Stores a piece of the product. `at` is the index of the thread's first element in the tile.
+// Stores a piece of the product. `at` is the index in the matrix of the thread's first element of the tile.
 template <typename T>
 __device__ __forceinline__ void store_product(const GeluProduct<T>& p, int64_t at, int piece, const Pair& product) {
 #pragma unroll

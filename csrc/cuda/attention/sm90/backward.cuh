@@ -42,7 +42,7 @@ struct Sm90Backward {
   const float* logsumexp;
   const float* dlogsumexp;
   // The kernel for dq computes these two statistics of each query, and the kernel for dk and dv reads them.
-  float* row_bias;   // -logsumexp * log2(e)
+  float* row_bias;   // -logsumexp * log2(e); shifted_bias() in a row with a shift
   float* row_delta;  // D = sum(dout * out) - dlogsumexp; with dropout, (1 - p) D
   int64_t pitch;     // elements per head of row_bias and of row_delta
   Sm90Problem<T> problem;

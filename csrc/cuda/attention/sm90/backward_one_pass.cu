@@ -397,7 +397,8 @@ __device__ void hide_scores(float (&scores)[32], const HeadBackward<T>& p, int o
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int key = own_key + 8 * r;
-    int limit = kCausal ? key - p.problem.query_offset - first_query : 0;  // the first query that sees the key
+    // index in the block of the first query that sees the key
+    int limit = kCausal ? key - p.problem.query_offset - first_query : 0;
     if (key >= p.problem.keys) limit = kBlock;
     limit -= 2 * (threadIdx.x % 4);
 #pragma unroll

@@ -35,7 +35,8 @@ enum MaskClass : int {
   kMaskSeen = 3,    // every query sees every key
 };
 
-// A row has a shift if none of its values is above kLowValue: -2^100 in bfloat16, -2^10 in float16.
+// A row has a shift if none of its values is above kLowValue (-2^100 in bfloat16, -2^10 in float16), but not all are
+// -inf.
 template <typename T>
 constexpr float kLowValue = std::is_same_v<T, bfloat16> ? -1.2676506002282294e30f : -1024;
 // -2^120. In a bfloat16 mask, a value at or below kHidingValue hides its key if the row has no shift.
