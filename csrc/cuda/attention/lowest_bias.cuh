@@ -1,7 +1,7 @@
 // Far biases: values of an additive mask that are so low that adding a score to them rounds the score away. An example
 // is torch.finfo(torch.float32).min, which Hugging Face's masks contain instead of -inf. If all biases of a query are
-// far, its probabilities are uniform over the keys with the largest bias. (The kernels for sm_90a read bits instead of
-// biases: sm90/block_mask.cuh.)
+// far, its probabilities are uniform over the keys with the largest bias. (sm90/block_mask.cuh describes how the
+// kernels for sm_90a treat such biases.)
 //
 // The kernels compute scores in units of log2, that is, multiplied by log2(e). A far bias times log2(e) may overflow to
 // -inf, which would hide the key. Therefore half of the bias replaces the score. Halving keeps the order of far biases,

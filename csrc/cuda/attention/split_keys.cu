@@ -1,9 +1,10 @@
 // Attention's forward for few queries, as in decoding. The keys of a head are split among thread blocks, so that all
 // SMs read keys. A thread block writes its part of the result to the workspace, and a second kernel combines the parts
-// in a fixed order. The query heads that share a key head are rows of the same tile of 16: keys are read once.
+// in a fixed order. The query heads that share a key head are rows of the same tile of 16 rows, so that a tile reads
+// their keys only once.
 //
-// In a thread block, each warp computes its own 16 of a stage's keys for all rows, and has its own maximum and sums per
-// row. At the end the thread block adds the sums of its warps.
+// Each warp of a thread block computes 16 of a stage's keys for all rows of the tile, with a maximum and sums per row.
+// At the end the sums of the warps are added.
 #include "cuda/attention/mma/tiles.cuh"
 #include "variants.h"
 
@@ -15,7 +16,7 @@ constexpr int kSplitRows = 16;
 constexpr int kMaxSplits = 256;
 constexpr int kCombineThreads = 128;
 
-// A stage has kKeys keys, 16 for each warp, and their values. While one stage is computed, the others are loaded.
+// A stage has kKeys keys, 16 for each warp, and their values. While one stage is computed, the other stages are loaded.
 template <typename T, int HS>
 struct SplitShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
@@ -31,15 +32,15 @@ struct SplitShape {
   static_assert(kSharedBytes <= 99 << 10);
 };
 
-// The number of splits, and if there is more than one, the parts of the result.
+// The number of splits, and, if there are several splits, the arrays for the parts of the result.
 struct SplitPlan {
   int splits;
   float* sums;         // (B, NH, Tq, splits, HS): sums of the values, weighted by exponentials relative to the maximum
   float2* statistics;  // (B, NH, Tq, splits): the maximum, in units of log2, and the sum of the exponentials
 };
 
-// What a thread block computes: a tile of the rows that share a key head, for one split of the keys. Row i is query
-// i % Tq of the key head's query head i / Tq.
+// The work of a thread block: a tile of the rows that share a key head, for one split of the keys. Row i is query i %
+// Tq of query head i / Tq among the query heads that share the key head.
 struct SplitTile {
   int queries;  // Tq
   int rows;     // number of rows that share the key head
@@ -47,7 +48,7 @@ struct SplitTile {
   int row;  // first row of the tile
   int64_t batch;
   int64_t key_head;
-  int64_t first_head;  // the key head's query head 0
+  int64_t first_head;  // first of the query heads that share the key head
 
   struct Row {
     int64_t head;
@@ -81,7 +82,7 @@ __device__ void copy_queries(uint32_t shared, const AttentionForward<T>& p, cons
   }
 }
 
-// Rounds the queries like round_rows. A thread rounds the chunks that it has copied.
+// Rounds the queries to TF32, unless kExact. Each thread rounds the chunks that it has copied itself.
 template <typename T, int HS, bool kExact>
 __device__ void round_queries(uint8_t* shared) {
   using Rows = MmaRows<T, HS>;
@@ -92,8 +93,8 @@ __device__ void round_queries(uint8_t* shared) {
     }
 }
 
-// Writes the warp's sums of each row to shared memory, relative to the maximum of all warps. Writes the warp's own
-// maximum and sum of exponentials to `statistics`. Afterwards all threads may read both.
+// Writes the warp's sums of each row to shared memory, relative to the maximum of all warps. Writes the warp's maximum
+// and its sum of exponentials to `statistics`. Afterwards all threads may read the sums and the statistics.
 template <typename Shape, int kOut>
 __device__ void share_sums(float* sums, float2 (&statistics)[Shape::kWarps][kSplitRows], const float (&out)[1][kOut][4],
                            const float (&maximum)[1][2], const float (&sum)[1][2], int warp, int lane) {
@@ -156,7 +157,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
                                    const __grid_constant__ SplitPlan plan) {
   using Shape = SplitShape<T, HS>;
   constexpr int kKeys = Shape::kKeys, kThreads = Shape::kThreads, kStages = Shape::kStages;
-  let_next_kernel_start();  // the one that combines the parts: it waits for this one to end
+  let_next_kernel_start();  // the kernel that combines the parts; it waits until this kernel has ended
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   __shared__ float2 warp_statistics[Shape::kWarps][kSplitRows];
   const uint32_t query_tile = shared_window(shared_bytes);
@@ -170,8 +171,8 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   const T* key = p.key.at(tile.batch, tile.key_head, 0);
   const T* value = p.value.at(tile.batch, tile.key_head, 0);
 
-  // The blocks of kKeys keys that any query sees are divided among the splits. This one has the keys from `first` to
-  // `end`.
+  // The blocks of kKeys keys that any query sees are divided among the splits. This split has the keys from `first` to
+  // `end` - 1.
   const KeyBounds<true> bounds(p.mask, s, tile.batch);
   const int last = p.mask.causal ? min(bounds.end, queries + offset) : bounds.end;
   const int begin = bounds.begin / kKeys;
@@ -198,7 +199,8 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   __syncthreads();
   const RowOperand<T, HS, 1, !kExact && (Shape::kBytes <= 256)> query(query_tile, 0);
 
-  // Each of this thread's two rows sees its own range of keys. All queries see the keys before narrow_end.
+  // Each of this thread's two rows sees the keys from `low` to `high` - 1. All queries see the keys from bounds.begin
+  // to narrow_end - 1.
   int low[1][2], high[1][2];
   int64_t mask_row[2];
   bool inside[2];
@@ -220,7 +222,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
     copy_async_wait<kStages - 2>();
     round_rows<T, HS, kExact, 2 * kKeys, kThreads>(shared_bytes + kSplitRows * Shape::kBytes +
                                                    stage * 2 * Shape::kStageBytes);  // the values follow the keys
-    __syncthreads();  // this stage is loaded, and no warp reads the one before any more
+    __syncthreads();  // this stage is loaded, and no warp reads the previous stage any more
     const int ahead = block + (kStages - 1) * kKeys;
     if (ahead < end) copy_stage(ahead, stage == 0 ? kStages - 1 : stage - 1);
     copy_async_commit();
@@ -248,8 +250,9 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   store_tile<Shape>(p, plan, tile, sums, warp_statistics, head_size);
 }
 
-// A thread block combines the parts of one row. A thread adds four columns of every `groups`-th part. Then the sums of
-// the groups are added in a fixed order. So many parts are loaded at the same time.
+// A thread block combines the parts of one row. Each thread of group g (of `groups` groups) adds four columns of the
+// parts g, g + groups, ..., so that many parts are loaded at the same time. Then the sums of the groups are added in a
+// fixed order.
 template <typename T>
 __global__ void __launch_bounds__(kCombineThreads)
     attention_forward_combine_kernel(const __grid_constant__ AttentionForward<T> p,
@@ -324,9 +327,10 @@ int64_t split_tiles(const AttentionSizes& s) {
   return s.batches * s.key_heads * ceil_div(s.heads / s.key_heads * s.queries, kSplitRows);
 }
 
-// Returns the number of splits: enough for two thread blocks per SM, or for 12 if there are 4 or more tiles per SM.
-// Then not all thread blocks are resident, and the last long ones would run alone. With several splits, each has at
-// least 128 keys on average.
+// Returns the number of splits. There are enough splits for two thread blocks per SM, or for 12 thread blocks per SM if
+// there are 4 or more tiles per SM. In the latter case not all thread blocks are resident at once, and if they were
+// fewer and longer, the last of them would keep only some SMs busy. With several splits, each split has at least 128
+// keys on average.
 template <typename T>
 int splits_of(const AttentionForward<T>& p) {
   constexpr int kFewestKeys = 128;

@@ -27,7 +27,8 @@ Status attention_forward_sm90(const AttentionForward<T>& p, Stream stream);
 template <typename T>
 Status attention_backward_sm90(const AttentionBackward<T>& p, Stream stream);
 
-// mma/ supports bfloat16, float16 and float32 (with TF32 or exactly) on sm_80 and later, with every mask and dropout.
+// mma/ supports bfloat16, float16 and float32 (with TF32 or exactly) on sm_80 and later, with every mask and dropout,
+// if *_supports returns true.
 template <typename T>
 bool attention_forward_mma_supports(const AttentionForward<T>& p);
 template <typename T>
@@ -39,8 +40,8 @@ Status attention_forward_mma(const AttentionForward<T>& p, Stream stream);
 template <typename T>
 Status attention_backward_mma(const AttentionBackward<T>& p, Stream stream);
 
-// split_keys.cu supports the same dtypes and GPUs as mma/, for few queries. It divides the keys of a head among thread
-// blocks.
+// split_keys.cu supports the same dtypes and GPUs as mma/, for few queries without dropout. It divides the keys of a
+// head among thread blocks.
 template <typename T>
 bool attention_forward_split_supports(const AttentionForward<T>& p);
 template <typename T>

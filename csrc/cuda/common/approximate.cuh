@@ -18,14 +18,14 @@ constexpr float kLn2 = 0.6931471805599453f;
 // inexact to be subtracted from the argument of an exponential.
 constexpr float kFarFromZero = 0x1p24f;
 
-// Returns 2^x in one instruction: relative error up to 2^-22; results below 2^-126 are flushed to 0.
+// Returns 2^x in one instruction, with a relative error of up to 2^-22. Results below 2^-126 are flushed to 0.
 __device__ inline float exp2_approximately(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 
-// Returns 1 / x for x >= 1 in one instruction: relative error up to 2^-23.
+// Returns 1 / x for x >= 1 in one instruction, with a relative error of up to 2^-23.
 __device__ inline float reciprocal_approximately(float x) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));

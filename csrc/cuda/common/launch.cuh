@@ -58,7 +58,7 @@ inline unsigned grid_size(int64_t blocks) {
   return static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, kMaxGrid));
 }
 
-// Returns how many blocks of kThreads threads of this kernel are resident on an SM of the current device.
+// Returns how many thread blocks of kThreads threads of this kernel can be resident on an SM of the current device.
 template <auto kKernel, int kThreads>
 int blocks_per_multiprocessor() {
   return once_a_device([](int) {
@@ -68,8 +68,9 @@ int blocks_per_multiprocessor() {
   });
 }
 
-// The second argument of __launch_bounds__ (minimum resident blocks per SM): 2, or 1 if an SM has too few threads for
-// two blocks of kThreads (sm_86 to sm_89, and sm_110 and later, have 1536).
+// The second argument of __launch_bounds__ (minimum number of resident thread blocks per SM): 2, or 1 if an SM has too
+// few threads for two thread blocks of kThreads threads. (SMs of sm_86 to sm_89, and of sm_110 and later, have 1536
+// threads.)
 #if defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1100)
 constexpr int kMultiprocessorThreads = 1536;
 #else
@@ -90,9 +91,9 @@ void with_constant(int value, const Fn& fn) {
   fn(Constant<kMax>{});
 }
 
-// Returns the largest dynamic shared memory, in bytes, of a block of this kernel on the current device: the device's
-// limit minus the kernel's static shared memory. The first call on a device raises the kernel's limit to this value
-// (the default is 48 KB).
+// Returns the largest dynamic shared memory, in bytes, of a thread block of this kernel on the current device: the
+// device's limit minus the kernel's static shared memory. The first call on a device raises the kernel's limit to this
+// value (the default is 48 KB).
 template <auto kKernel>
 int64_t max_dynamic_shared_memory() {
   return once_a_device([](int device) {

@@ -1,6 +1,7 @@
 // One launch over many tensors. The tensors' pointers and sizes are part of the kernel's argument, so nothing is copied
 // to the device before the launch, and a captured graph contains them. Every tensor is divided into chunks of equal
-// size. A thread block processes one chunk, and finds the chunk's tensor by a binary search in constant memory.
+// size (the last chunk may be smaller). A thread block processes one chunk, and finds the chunk's tensor by a binary
+// search in constant memory.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +19,9 @@ template <int kPointers, int kCapacity>
 struct TensorList {
   static constexpr int capacity = kCapacity;
   int32_t count;
-  int32_t first_chunk[kCapacity + 1];  // chunks of all tensors before this one; the last entry is the total
-  int32_t last_chunk_size[kCapacity];  // elements of a tensor's last chunk; all other chunks have kSize elements
+  int32_t first_chunk[kCapacity + 1];  // number of chunks before each tensor's first chunk; the last entry is the total
+  // The number of elements of each tensor's last chunk. All other chunks have kSize elements.
+  int32_t last_chunk_size[kCapacity];
   void* pointers[kCapacity][kPointers];
 };
 

@@ -1,7 +1,7 @@
-// The second stage of a sum over the rows of a large matrix. Each block of the first stage wrote one row of partial
-// sums; partial_sums_kernel adds these rows in a fixed order, so equal inputs give equal bits.
+// The second stage of a sum over the rows of a large matrix. Each thread block of the first stage wrote one row of
+// partial sums; partial_sums_kernel adds these rows in a fixed order, so equal inputs give equal bits.
 //
-// A block of kWarp x kSumRows threads processes kWarp columns:
+// A thread block of kWarp x kSumRows threads processes kWarp columns:
 //
 //   each warp adds every kSumRows-th row of these columns, one column per lane
 //   the warps' sums are transposed through shared memory
@@ -30,8 +30,8 @@ struct PartialSums {
   T* third = nullptr;
 };
 
-// Warps per block. There are at most a few hundred rows of partial sums, so each thread issues only a few loads, which
-// are all in flight at once.
+// Warps per thread block. With 1024 rows of partial sums, each thread issues 32 loads, of which 8 are in flight at
+// once.
 constexpr int kSumRows = 32;
 
 template <typename T, typename A>

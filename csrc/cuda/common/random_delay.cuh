@@ -1,5 +1,5 @@
 // Random delays, in builds with GPTKERNELS_RANDOM_DELAYS (CONTRIBUTING.md). They cause orders of events between warps,
-// blocks and clusters that are otherwise rare.
+// thread blocks and clusters that are otherwise rare.
 #pragma once
 
 namespace gptkernels::cuda {

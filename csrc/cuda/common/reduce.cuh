@@ -1,5 +1,5 @@
-// Sums and maxima over the lanes of a warp or the threads of a block. The order of the additions depends on the launch
-// shape only, so equal launches give equal bits.
+// Sums and maxima over the lanes of a warp or the threads of a thread block. The order of the additions depends on the
+// launch shape only, so equal launches give equal bits.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ struct Sum {
   }
 };
 
-// The maximum of two numbers, ignoring NaNs, in one instruction.
+// The maximum of two numbers, ignoring NaNs. For float32 it takes one instruction.
 struct FiniteMax {
   template <typename A>
   __device__ A operator()(A a, A b) const {
@@ -31,7 +31,7 @@ __device__ A warp_reduce(A value, Op op = {}) {
   return value;
 }
 
-// Returns the sum over a one-dimensional block to every thread. All threads must call this function.
+// Returns the sum over a one-dimensional thread block to every thread. All threads must call this function.
 template <typename A>
 __device__ A block_sum(A value) {
   value = warp_reduce<Sum>(value);

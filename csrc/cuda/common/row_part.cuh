@@ -103,8 +103,8 @@ class RowColumns {
     if (unmasked(AtEdge{})) fn(AtEdge{});
   }
 
-  // Writes this thread's part of the row: what fn(place) returns in unmasked columns, and 0 in masked columns.
-  // store_narrow may be overloaded for the element type Out.
+  // Writes this thread's part of the row: the values that fn(place) returns in unmasked columns, and 0 in masked
+  // columns. store_narrow may be overloaded for the element type Out.
   template <typename Out, typename Fn>
   __device__ void store(Out* base, const Fn& fn) const {
     Out* row = base + begin_;
@@ -186,7 +186,7 @@ class RowPart {
 
  public:
   // Starts the loads. Every load is issued before the first value is used, to have as many bytes in flight as possible.
-  // `slots` points to shared memory, with one slot for each pack beyond kItems of each thread of the block.
+  // `slots` points to shared memory, with one slot for each pack beyond kItems of each thread of the thread block.
   __device__ RowPart(const T* base, const Columns& columns, void* slots) : slots_(static_cast<Slot*>(slots)) {
     const T* row = base + columns.begin();
 #pragma unroll

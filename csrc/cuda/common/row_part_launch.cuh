@@ -2,10 +2,10 @@
 // The width of a row selects the kernel:
 //
 //   up to 128 packs of 16 bytes    registers of 8, 16 or 32 lanes                      rows_by_lanes_kernel
-//   up to 4096 packs (64 KB)       registers of a block                                rows_by_block_kernel
-//   up to about 160 KB             registers and shared memory of a block              rows_by_block_kernel
+//   up to 4096 packs (64 KB)       registers of a thread block                         rows_by_block_kernel
+//   up to about 160 KB             registers and shared memory of a thread block       rows_by_block_kernel
 //   up to 4 MB (sm_90 and later)   registers and shared memory of a cluster of up to
-//                                  16 blocks                                           rows_by_cluster_kernel
+//                                  16 thread blocks                                    rows_by_cluster_kernel
 //
 // The computation on a row is an Op:
 //
@@ -13,12 +13,12 @@
 //     using T, Arguments;                    Arguments has `rows` and `width`
 //     static constexpr RowShapes kShapes;
 //     template <bool kHasHeadTail, bool kOverflow>
-//     static constexpr int kThreads;         the largest block
+//     static constexpr int kThreads;         the largest number of threads of a thread block
 //     template <typename Team, int kItems, bool kHasHeadTail, bool kOverflow>
 //     static __device__ void run(const Arguments& p, uint4* slots, int overflow);   processes the team's row
 //   };
 //
-// `slots` is the block's dynamic shared memory. For each array in turn, it contains `overflow` packs per thread.
+// `slots` is the thread block's dynamic shared memory. For each array in turn, it contains `overflow` packs per thread.
 #pragma once
 
 #include <algorithm>
@@ -36,17 +36,22 @@ constexpr int kRowItems = 4;  // packs per thread in registers
 
 // Launch parameters that an Op chooses by measurement.
 struct RowShapes {
-  int arrays = 1;                 // number of arrays whose rows are kept on the chip
-  int resident = 2;               // blocks per SM, 1 or 2: with two blocks, one loads while the other computes
-  bool overflow_in_block = true;  // whether a single block may keep packs in shared memory; otherwise a cluster does
-  int cluster_packs = 2048;       // maximum packs of a row per block of a cluster
-  int cluster_items = 12;         // maximum packs per thread of a cluster
-  bool wide_head_tail = false;    // whether rows that a warp cannot hold always use the code with head and tail
+  int arrays = 1;    // number of arrays whose rows are kept on the chip
+  int resident = 2;  // thread blocks per SM, 1 or 2; with 2, one thread block loads while the other computes
+  // Whether a single thread block may keep packs in shared memory. Otherwise a cluster does.
+  bool overflow_in_block = true;
+  // The most packs of a row that a thread block of a cluster should hold. They are exceeded if the largest cluster is
+  // too small.
+  int cluster_packs = 2048;
+  // The most packs that a thread of a cluster should hold. They are exceeded if a thread block cannot have enough
+  // threads.
+  int cluster_items = 12;
+  bool wide_head_tail = false;  // whether rows that a warp cannot hold always use the code with head and tail
 };
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
-// Threads per block for Lanes teams. Small blocks balance the load best.
+// Threads per thread block for Lanes teams. Small thread blocks balance the load best.
 template <int kItems>
 constexpr int kLanesThreads = kItems == 1 ? 128 : 64;
 
@@ -78,8 +83,9 @@ __global__ void __launch_bounds__(kRowThreads<Op, kHasHeadTail, true>, kRowBlock
 
 // ---- shapes ---------------------------------------------------------------------------------------------------------
 
-// The block shape for a row of `packs` packs in each of `arrays` arrays, or for the part of such a row that one block
-// of a cluster holds. Packs that do not fit into registers (kRowItems per thread) are in shared memory.
+// The shape of a thread block for a row of `packs` packs in each of `arrays` arrays, or for the part of such a row that
+// one thread block of a cluster holds. Packs that do not fit into registers (kRowItems per thread) are in shared
+// memory.
 struct BlockShape {
   unsigned threads;
   int overflow;  // packs per thread and array in shared memory
@@ -91,13 +97,13 @@ struct BlockShape {
         shared_bytes(arrays * overflow * threads * 16) {}
 };
 
-// Returns the smallest number of threads, in whole warps, that hold `packs` packs with `items` packs each.
+// Returns the smallest number of threads, a multiple of 32, that can hold `packs` packs with `items` packs per thread.
 inline int64_t threads_for(int64_t packs, int64_t items) {
   return ceil_div(ceil_div(packs, items), kWarp) * kWarp;
 }
 
-// Returns the smallest block that needs at most kRowItems packs per thread or, if that is more than max_threads, the
-// fewest packs per thread.
+// Returns the smallest thread block whose threads hold at most kRowItems packs each. If it would have more than
+// max_threads threads, the threads hold as few packs each as possible.
 inline BlockShape block_shape(int64_t packs, int arrays, int64_t max_threads) {
   const int64_t items = std::max<int64_t>(ceil_div(packs, max_threads), kRowItems);
   return {packs, arrays, threads_for(packs, items)};
@@ -117,8 +123,9 @@ struct ClusterShape {
   BlockShape block;
 };
 
-// Returns the smallest cluster, up to max_blocks, whose blocks have at most cluster_packs packs of the row each (32 or
-// 64 KB). An SM then runs blocks of several rows. Some of these blocks load while other blocks compute or synchronise.
+// Returns the smallest cluster, of up to max_blocks thread blocks, whose thread blocks have at most cluster_packs packs
+// of the row each (32 or 64 KB). An SM then runs thread blocks of several rows. Some of these thread blocks load while
+// other thread blocks compute or synchronise.
 inline ClusterShape cluster_shape(const RowShapes& op, int64_t packs, int64_t max_blocks, int64_t max_threads) {
   constexpr int64_t kStep = 256;
   int64_t blocks = 2;
@@ -128,8 +135,8 @@ inline ClusterShape cluster_shape(const RowShapes& op, int64_t packs, int64_t ma
   return {blocks, {part, op.arrays, threads}};
 }
 
-// Returns the largest cluster, a power of 2, that the current device supports for this kernel with blocks of any shape,
-// or 1 if the device does not support clusters.
+// Returns the largest cluster, a power of 2, that the current device supports for this kernel with thread blocks of any
+// shape, or 1 if the device does not support clusters.
 template <auto kKernel, int kMaxThreads>
 int64_t max_cluster_blocks() {
   if (!built_for_hopper<kKernel>()) return 1;
@@ -185,7 +192,7 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
   if constexpr (Op::kShapes.overflow_in_block) {
     constexpr auto kernel = rows_by_block_kernel<Op, kRowItems, kHasHeadTail, true>;
     constexpr int kResident = Op::kShapes.resident;
-    constexpr int kReserved = 1024;  // bytes of shared memory that CUDA reserves for each block
+    constexpr int kReserved = 1024;  // bytes of shared memory that CUDA reserves for each thread block
     const BlockShape block = block_shape(line_packs, Op::kShapes.arrays, kRowThreads<Op, kHasHeadTail, true>);
     if (block.shared_bytes <= max_dynamic_shared_memory<kernel>() / kResident - kReserved * (kResident - 1)) {
       kernel<<<grid, block.threads, block.shared_bytes, stream>>>(p, block.overflow);
@@ -196,8 +203,8 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
 }
 
 // Launches the kernel that supports these rows. Returns false, without a launch, if there are more rows than a grid can
-// have blocks, or if the rows are too wide for all kernels. `base` is the array whose addresses determine how the
-// columns are divided into packs (RowColumns); all arrays must have the same offset from a multiple of 16 bytes.
+// have thread blocks, or if the rows are too wide for all kernels. `base` is the array whose addresses determine how
+// the columns are divided into packs (RowColumns); all arrays must have the same offset from a multiple of 16 bytes.
 // `aligned` means that every row starts at a multiple of 16 bytes and consists of whole packs. Such rows use code
 // without head and tail, and several narrow rows share a warp.
 template <typename Op>

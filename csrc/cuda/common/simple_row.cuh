@@ -1,5 +1,5 @@
-// Helpers for the simple kernels (*_simple_kernel): one block per row, which reads the row from memory again in each
-// pass. The simple kernels are the fallback for every width, alignment and dtype that an op's fast kernels do not
+// Helpers for the simple kernels (*_simple_kernel): one thread block per row, which reads the row from memory again in
+// each pass. The simple kernels are the fallback for every width, alignment and dtype that an op's fast kernels do not
 // support.
 #pragma once
 
@@ -14,8 +14,8 @@ namespace gptkernels::cuda {
 
 constexpr int kSimpleThreads = 512;
 
-// Returns the threads per block of a simple kernel: as many whole warps as a row of `width` elements needs with kVec
-// elements per thread, up to kSimpleThreads threads.
+// Returns the number of threads of a thread block of a simple kernel: as many whole warps as a row of `width` elements
+// needs with kVec elements per thread, up to kSimpleThreads threads.
 template <int kVec>
 unsigned simple_threads(int64_t width) {
   return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(width, kVec * kWarp), 1, kSimpleThreads / kWarp) * kWarp);

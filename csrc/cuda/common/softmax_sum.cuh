@@ -50,7 +50,7 @@ struct SoftmaxSum {
     max = largest;
   }
 
-  // Combines the values of a block's threads; every thread gets the result.
+  // Combines the values of a thread block's threads; every thread gets the result.
   __device__ void block_reduce() {
     __syncthreads();  // threads may still be reading the values of the previous call
     warp_reduce();

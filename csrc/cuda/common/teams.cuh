@@ -1,4 +1,5 @@
-// Teams: the threads that share a row of a matrix. A kernel over rows is a template on its team, a type with
+// Teams: the threads that share a row of a matrix. (In the tables below, a block is a thread block.) A kernel over rows
+// is a template on its team, a type with
 //
 //   row()                the row of this thread's team
 //   thread(), threads()  this thread's index in its team, and the number of threads of the team
@@ -49,7 +50,7 @@ namespace gptkernels::cuda {
 
 // A Combine is called as combine(value, merge) and gives every thread the combination of the values of all threads of
 // the team. On entry `value` must be the same in all lanes of a warp; merge(value) combines the values of a warp's
-// lanes. A default-constructed V must be neutral. A kernel may call a Combine once: a second call would overwrite
+// lanes. A default-constructed V must be neutral. A kernel may call a Combine only once: a second call would overwrite
 // shared memory that threads may still be reading, unless a barrier precedes the call.
 
 // The Combine of teams of one warp or less, in which all lanes already hold the combined value.
@@ -71,13 +72,13 @@ struct BlockCombine {
   }
 };
 
-constexpr int kMaxClusterBlocks = 16;  // maximum number of blocks of a cluster
+constexpr int kMaxClusterBlocks = 16;  // maximum number of thread blocks of a cluster
 
 #if GPTKERNELS_HOPPER
-// Combines over a cluster: each block writes its value to the shared memory of all blocks, and waits for the values of
-// the other blocks. A block must have started before other blocks may write to its shared memory. The constructor
-// announces that this block has started. Construct the object before the row's loads, so that the loads hide the wait
-// for the other blocks.
+// Combines over a cluster: each thread block writes its value to the shared memory of all thread blocks, and waits for
+// the values of the other thread blocks. A thread block must have started before other thread blocks may write to its
+// shared memory. The constructor announces that this thread block has started. Construct the object before the row's
+// loads, so that the loads hide the wait for the other thread blocks.
 template <typename V>
 class ClusterCombine {
  public:
@@ -116,7 +117,7 @@ class ClusterCombine {
 
 // ---- the teams ------------------------------------------------------------------------------------------------------
 
-// Each warp processes several narrow rows. The block is one-dimensional and has kThreads threads.
+// Each warp processes several narrow rows. The thread block is one-dimensional and has kThreads threads.
 template <int kLanes_, int kThreads>
 struct Lanes {
   static constexpr int kLanes = kLanes_;
@@ -137,7 +138,7 @@ struct Warp {
   static __device__ int threads() { return kWarp; }
 };
 
-// Each block processes one row. The block is one-dimensional.
+// Each thread block processes one row. The thread block is one-dimensional.
 struct Block {
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
@@ -149,11 +150,12 @@ struct Block {
   static __device__ void barrier() { __syncthreads(); }
 };
 
-// Each block processes several rows, and several warps process each row. Every row uses its own named barrier. A block
-// can use at most 16 named barriers. Few blocks that use so many barriers fit on an SM, so this team is for kernels
-// with one block per SM.
+// Each thread block processes several rows, and several warps process each row. Every row uses its own named barrier. A
+// thread block can use at most 16 named barriers. Few thread blocks that use so many barriers fit on an SM, so this
+// team is for kernels with one thread block per SM.
 struct BlockPart {
-  static constexpr int kMaxRows = 15;  // maximum rows per block: 16 barriers, of which __syncthreads uses barrier 0
+  // The largest number of rows per thread block: there are 16 named barriers, and __syncthreads uses barrier 0.
+  static constexpr int kMaxRows = 15;
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
   static __device__ int64_t row() { return int64_t(blockIdx.x) * blockDim.y + threadIdx.y; }
@@ -166,7 +168,7 @@ struct BlockPart {
 };
 
 #if GPTKERNELS_HOPPER
-// Each cluster processes one row. Blocks are one-dimensional.
+// Each cluster processes one row. Thread blocks are one-dimensional.
 struct Cluster {
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
@@ -191,7 +193,7 @@ __device__ void team_sums(A (&values)[kN], int slot) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) values[n] = warp_reduce<Sum>(values[n]);
   if constexpr (!Team::kOneWarp) {
-    __shared__ A warps[2][kWarp][kN];  // [slot][warp of the block, row by row][sum]
+    __shared__ A warps[2][kWarp][kN];  // [slot][warp of the thread block, row by row][sum]
     const int row_warps = blockDim.x / kWarp;
     A(*row)[kN] = warps[slot] + threadIdx.y * row_warps;
     if (threadIdx.x % kWarp == 0)

@@ -13,7 +13,7 @@ struct DropoutDraw {
   uint32_t threshold = 0;
   int64_t seed = 0;
   int64_t offset = 0;
-  double keep_scale = 1;  // 1 / (1 - probability); 0 if everything is dropped
+  double keep_scale = 1;  // 1 / (1 - probability); 0 if the probability is 1
 
   __device__ explicit DropoutDraw(const DropoutArguments& dropout) {
     if (dropout.probability <= 0) return;
@@ -35,8 +35,8 @@ struct DropoutDraw {
   __device__ bool keeps_upper(uint32_t word) const { return word >= threshold << 16; }
 };
 
-// Return a * b. The compiler cannot fuse the product with a following addition, which it would do in some kernels only:
-// all kernels must round dropout in the same way.
+// Return a * b, rounded. Without this function, the compiler would fuse the multiplication with a following addition in
+// some kernels, but all kernels must round dropout in the same way.
 __device__ inline float rounded_product(float a, float b) {
   return __fmul_rn(a, b);
 }
@@ -60,7 +60,8 @@ struct DenseDropout {
 
   explicit DenseDropout(const DropoutArguments& dropout)
       : seed(dropout.seed), offset(dropout.offset), threshold(dropout_threshold(dropout.probability)) {
-    // A threshold above 0xFFFF keeps nothing. The factor is then 0, because the kernels compare only 16 bits.
+    // If the probability rounds to 1, the threshold is 0x10000. The kernels compare only its lower 16 bits, which are
+    // 0, and would therefore keep every element. The factor 0 drops the elements instead.
     keep_scale = threshold > 0xFFFFu ? A(0) : A(1 / (1 - dropout.probability));
     if (kOptional && dropout.probability == 0) seed = nullptr;
   }

@@ -91,7 +91,7 @@ constexpr double kDensityAtZero = 0.3989422804014327;  // 1 / sqrt(2 pi)
 
 // Returns Tail at x >= 0 in about 30 instructions, few enough for float32 to run at memory bandwidth. The approximate
 // exponential and reciprocal have relative errors of up to 2^-22, which is accurate enough for x >= 1. If the result is
-// 1 - Q, Q is less than 1/6, and so is its share of the result's error. If the result is Q itself, torch's error is
+// 1 - Q, Q is less than 1/6, so its error hardly affects the result. If the result is Q itself, torch's error is
 // larger.
 template <typename T>
 __device__ Tail<float> tail(float x) {

@@ -1,4 +1,4 @@
-// A stable counting sort by one block, and the prefix sums that it needs.
+// A stable counting sort by one thread block, and the prefix sums that it needs.
 #pragma once
 
 #include <cstdint>
@@ -19,8 +19,8 @@ __device__ inline int inclusive_scan(int value) {
   return value;
 }
 
-// Replaces values[0..count), in shared memory, by their exclusive prefix sums. All threads of the block must call this
-// function. Each thread scans a range of odd length, so that the lanes of a warp use different banks.
+// Replaces values[0..count), in shared memory, by their exclusive prefix sums. All threads of the thread block must
+// call this function. Each thread scans a range of odd length, so that the lanes of a warp use different banks.
 __device__ inline void exclusive_scan(int* values, int count) {
   __shared__ int warps[kWarp];
   const int lane = threadIdx.x % kWarp;
@@ -43,7 +43,7 @@ __device__ inline void exclusive_scan(int* values, int count) {
   __syncthreads();
 }
 
-// A stable counting sort by one block, in which each warp processes a contiguous range of the entries:
+// A stable counting sort by one thread block, in which each warp processes a contiguous range of the entries:
 //
 //   1. count()   each warp counts the digits of its entries
 //   2. scan()    an exclusive scan, digit by digit and within a digit warp by warp, turns the counts into the
@@ -52,7 +52,7 @@ __device__ inline void exclusive_scan(int* values, int count) {
 struct CountingSort {
   int* counts;  // (digits, warps + 1) in shared memory; the last column stores the digits' ends
 
-  // Returns the largest block, up to `most` threads, whose counts fit into shared memory without an opt-in.
+  // Returns `most`, halved until the counts of so many threads fit into shared memory without an opt-in.
   static int threads(int most, int64_t digits) {
     constexpr int64_t kSharedBytes = 46 * 1024;
     int warps = most / kWarp;

@@ -2,8 +2,8 @@
 // sizeof(T) bytes, once. It reads wpe, and each row of wte that occurs, from memory once; repeated reads come from the
 // L2 cache.
 //
-// A warp computes 512 bytes of each of two rows, and blocks are small. Persistent grids, and more rows per warp (which
-// could share a row of wpe), were up to 10 % slower, because such grids read and write in bursts.
+// A warp computes 512 bytes of each of two rows, and thread blocks are small. Persistent grids, and more rows per warp
+// (which could share a row of wpe), were up to 10 % slower, because such grids read and write in bursts.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +21,10 @@ constexpr int kForwardWarps = kForwardThreads / kWarp;
 constexpr int kForwardRows = 2;  // rows per warp
 constexpr int kForwardBlockRows = kForwardWarps * kForwardRows;
 
-// The grid is (slabs, sequences, blocks of a sequence), flattened with the last index fastest.
+// The grid is (slabs, sequences, thread blocks of a sequence), flattened with the last index fastest.
 struct ForwardBlocks {
-  unsigned per_sequence;  // blocks of one sequence and slab
-  unsigned per_slab;      // blocks of one slab: per_sequence for each sequence
+  unsigned per_sequence;  // thread blocks of one sequence and slab
+  unsigned per_slab;      // thread blocks of one slab: per_sequence for each sequence
 };
 
 template <typename T, typename Token, int kVec>

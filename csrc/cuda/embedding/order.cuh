@@ -146,7 +146,7 @@ __global__ void __launch_bounds__(kTileThreads)
   const int share = w.tile_size / static_cast<int>(blockDim.x / kWarp);  // a multiple of kWarp
   const int begin = tile_begin + threadIdx.x / kWarp * share;
   const int end = min(begin + share, w.n);
-  const Token first = begin + lane < end ? p.tokens[begin + lane] : Token(0);  // loaded during the loop below
+  const Token first = begin + lane < end ? p.tokens[begin + lane] : Token(0);  // this load overlaps with the loop below
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < w.zeros; i += int64_t(gridDim.x) * blockDim.x)
     reinterpret_cast<int*>(w.long_runs)[i] = 0;
   const auto token_at = [&](int i) { return i == begin + lane ? first : p.tokens[i]; };

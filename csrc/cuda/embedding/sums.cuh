@@ -103,9 +103,9 @@ __device__ void sum_rows(Total (&sum)[kVec], const Column<T>& column, int count,
 
 // ---- sums of several parts ----
 
-// Each of `count` warps calls this function after it has written a partial sum. Returns true in the last warp, which
-// may then read all partial sums. Lane 0's fences, between warp barriers, order every lane's writes before the
-// increment, and the increment before every lane's reads.
+// Each of `count` warps calls this function after it has written a partial sum. Returns true in the last warp that
+// calls the function; this warp may then read all partial sums. Lane 0's fences, between warp barriers, order every
+// lane's writes before the increment, and the increment before every lane's reads.
 __device__ inline bool last_to_arrive(int* arrived, int count) {
   __syncwarp();
   random_delay();
@@ -299,8 +299,8 @@ __device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderW
   }
 }
 
-// The first `batch_blocks` blocks of a slab (blockIdx.y) compute dwpe. The sums of dwpe do not depend on the sort, so
-// these blocks start without waiting for the sort. The other blocks compute dwte.
+// The first `batch_blocks` thread blocks of a slab (blockIdx.y) compute dwpe. The sums of dwpe do not depend on the
+// sort, so these thread blocks start without waiting for the sort. The other thread blocks compute dwte.
 template <typename T, typename Token, int kVec, bool kAccumulate>
 __global__ void __launch_bounds__(kSumsThreads, kSumsBlocksPerSM)
     encoder_backward_sums_kernel(const EncoderBackward<T, Token> p, const EncoderWorkspace<T> w,

@@ -23,7 +23,7 @@ __device__ inline int32_t history_amax(const int32_t* history) {
   return bits;
 }
 
-// Returns the largest finite magnitude over a 1D or 2D block of kWarps warps to the block's first thread.
+// Returns the largest finite magnitude over a 1D or 2D thread block of kWarps warps to the block's first thread.
 template <int kWarps>
 __device__ float block_amax(float magnitude) {
   __shared__ float warps[kWarps];
@@ -37,8 +37,8 @@ __device__ float block_amax(float magnitude) {
   return magnitude;
 }
 
-// Updates the history. One thread of every block calls this function with the block's amax. The last block to arrive
-// shifts the history by one call and resets the two working cells.
+// Updates the history. One thread of every thread block calls this function with the thread block's amax. The last
+// thread block to arrive shifts the history by one call and resets the two working cells.
 __device__ inline void update_history(int32_t* history, int32_t bits) {
   int32_t* in_progress = history + kFp8Calls;
   atomicMax(in_progress, bits);

@@ -1,14 +1,15 @@
 // Layernorm with float8 output. Per element the kernel reads x (2 bytes) and writes the float8 number twice, 4 bytes in
 // all. With a residual it also reads the residual and writes the sum, 8 bytes in all.
 //
-// A warp keeps a row in registers, as in layernorm_forward_registers_kernel. A block processes tiles of 32 whole rows
-// and assembles the tile's bytes in shared memory, so that the transposed copy is stored in whole sectors of 32 bytes.
+// A warp keeps a row in registers, as in layernorm_forward_registers_kernel. A thread block processes tiles of 32 whole
+// rows and assembles the tile's bytes in shared memory, so that the transposed copy is stored in whole sectors of 32
+// bytes.
 //
-// Two launches of the same kernel:
+// The same kernel is launched twice:
 //
 // - The first launch normalises, quantises and updates the amax history, if the scale is known. If the scale is not
-//   known (the history is all zeros), the launch writes only the sums, the statistics and each block's largest
-//   magnitude, and updates the history.
+//   known (there is no history, or it is all zeros), the launch writes only the sums, the statistics and each thread
+//   block's largest magnitude, and updates the history.
 // - The second launch returns at once if the scale was known. Otherwise it computes the scale from these magnitudes,
 //   normalises again, and quantises.
 #include <limits>
@@ -32,10 +33,10 @@ constexpr int kMaxBlocks = 2048;
 // The workspace, which the first launch writes and the second launch reads.
 struct CalibrationWorkspace {
   int32_t active;             // 1 if there was no scale, so that the second launch must quantise
-  float largest[kMaxBlocks];  // largest magnitude of each block of the first launch
+  float largest[kMaxBlocks];  // largest magnitude of each thread block of the first launch
 };
 
-// Resident blocks per SM, limited by registers.
+// Resident thread blocks per SM, limited by registers.
 template <typename R>
 constexpr int kResident = R::kItems <= 3   ? 4
                           : R::kItems <= 5 ? 3
@@ -174,7 +175,7 @@ __global__ void __launch_bounds__(kThreads, kResident<R>)
 
 // ---- launches ----
 
-// Launches the kernel and returns its number of blocks.
+// Launches the kernel and returns its number of thread blocks.
 template <typename R, bool kResidual, bool kCalibrated>
 unsigned launch(const LayernormForward<typename R::T>& p, const Fp8Quantize<typename R::T>& quantization,
                 CalibrationWorkspace* first, int count, Stream stream) {

@@ -15,8 +15,8 @@ bool fp8_layernorm_supports(const LayernormForward<T>& norm, const Fp8Quantize<T
 // Returns the size of `quantization.workspace` in bytes.
 int64_t fp8_layernorm_workspace();
 
-// Computes the norm and quantises the result. norm.out and quantization.x are ignored. If there is no scale yet (the
-// history is all zeros), the norm is computed a second time when the amax of the result is known.
+// Computes the norm and quantises the result. norm.out and quantization.x are ignored. If there is no scale yet (there
+// is no history, or it is all zeros), the norm is computed a second time when the amax of the result is known.
 template <typename T>
 Status fp8_layernorm(const LayernormForward<T>& norm, const Fp8Quantize<T>& quantization, Stream stream);
 

@@ -1,15 +1,16 @@
 // Quantisation of a matrix (N, C) to float8, with an optional transposed copy and column sums.
 //
-// Two kernels:
-//   fp8_largest_kernel   finds max |x| if there is no amax history yet; otherwise returns immediately
+// There are two kernels:
+//   fp8_largest_kernel   finds the amax of the values to quantise if there is no amax history yet; otherwise returns
+//                        immediately
 //   fp8_quantize_kernel  computes the scale, quantises, and updates the amax history
 //
 // fp8_quantize_kernel reads x, which has N * C * sizeof(T) bytes, once. For GELU's gradient it also reads u, the input
-// of GELU, which has the same size. It writes N * C bytes, and as many again for the transposed copy. A block processes
-// every gridDim.y-th tile of 128 rows of a strip of 64 columns. A thread processes 4 rows x 8 columns of a tile: it
-// rounds the elements, and transposes their bytes in registers. The transposed tile is assembled in shared memory, so
-// that the stores to the transposed copy are whole 128-byte lines. The loads of the next tile are issued before the
-// barrier of the current tile.
+// of GELU, which has the same size. It writes N * C bytes, and as many again for the transposed copy. A thread block
+// processes every gridDim.y-th tile of 128 rows of a strip of 64 columns. A thread processes 4 rows x 8 columns of a
+// tile: it rounds the elements, and transposes their bytes in registers. The transposed tile is assembled in shared
+// memory, so that the stores to the transposed copy are whole 128-byte lines. The loads of the next tile are issued
+// before the barrier of the current tile.
 #include "../../fp8.h"
 #include "../../fp8_scale.h"
 #include "amax_history.cuh"
@@ -36,7 +37,7 @@ constexpr int kWarpBands = kWarp / kGroups;  // bands per warp
 // ---------------------------------------------------------------------------------------------------------------
 // The function of x and u that is quantised (Fp8Source).
 
-// kResident is the number of resident blocks per SM that was measured to be the fastest (docs/fp8.md).
+// kResident is the number of resident thread blocks per SM that was measured to be the fastest (docs/notes/fp8.md).
 struct ValuesSource {
   static constexpr bool kReadsU = false;
   static constexpr int kResident = 3;
@@ -106,7 +107,7 @@ __device__ bool is_already_quantized(const Fp8Quantize<T>& p) {
 // ---------------------------------------------------------------------------------------------------------------
 // The amax of x, which determines the scale if there is no amax history.
 
-constexpr int kMaxAmaxBlocks = 1024;  // maximum number of blocks; each block writes its largest magnitude
+constexpr int kMaxAmaxBlocks = 1024;  // maximum number of thread blocks; each of them writes its largest magnitude
 
 template <typename T, typename Source, bool kVector>
 __global__ void __launch_bounds__(kThreads) fp8_largest_kernel(const Fp8Quantize<T> p, float* largest) {
@@ -239,8 +240,8 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
 
 constexpr int64_t kAmaxBytes = kMaxAmaxBlocks * sizeof(float);
 
-// Returns the grid. Its x dimension is the number of strips. Its y dimension is the number of blocks per strip with
-// which the grid fills one wave of `resident` blocks per SM.
+// Returns the grid. Its x dimension is the number of strips. Its y dimension is the number of thread blocks per strip
+// with which the grid fills one wave of `resident` thread blocks per SM.
 dim3 quantize_grid(int64_t rows, int64_t width, int resident) {
   constexpr int64_t kMaxRuns = 1024;
   const int64_t strips = std::max<int64_t>(ceil_div(width, kTileColumns), 1);

@@ -1,9 +1,9 @@
 // Float8 matmuls for sm_90a whose epilogue computes GELU or its gradient, and quantises the result.
-//
-// The columns of the result are divided into `strips` of 256 (128 if inner > 768). A thread block has one strip, whose
-// rows of b, with the whole inner dimension, stay in shared memory. It processes every `parts`-th tile of 64 rows. One
-// thread loads the operands; two pairs of warpgroups alternate tiles, so that the tensor cores compute one pair's
-// matmul while the other pair runs its epilogue. Each warpgroup of a pair has half of the tile's columns.
+// The columns of the result are divided into `strips` of 256 (128 if inner > 768). A thread block computes one strip.
+// The rows of b for this strip stay in shared memory, with the whole inner dimension. The thread block processes every
+// `parts`-th tile of 64 rows. One thread loads the operands. Two pairs of warpgroups process the tiles alternately, so
+// that the tensor cores compute one pair's matmul while the other pair runs its epilogue. Each warpgroup of a pair
+// computes half of the tile's columns.
 //
 //   loader:  load the strip's rows of b
 //            for each tile, for each step of 128 terms: wait until the stage is empty, load 64 rows of a into it
@@ -19,12 +19,13 @@
 //                column sums += values (gradient only); amax = max(amax, |values|)
 //            store the column sums; update the amax history
 //
-// Without a scale (an all-zero amax history) the kernel writes only the product. fp8_quantize, which is launched
-// afterwards, then does the rest; otherwise it only adds the column sums.
+// If there is no scale yet (the amax history is all zeros), the kernel writes only `product`, and fp8_quantize(), which
+// is launched afterwards, does the rest. If there is a scale, fp8_quantize() only adds the column sums.
 //
 // TMA permutes the rows of a and b on their way to shared memory (rows_map, columns_map), so that in every 32 columns a
 // thread's accumulators are 8 neighbouring columns of 2 neighbouring rows. Thus a thread stores 16 bytes of T or 8
-// bytes of float8 at once. For the transposed copy, stmatrix assembles pairs of bytes to 16 rows of a column.
+// bytes of float8 at once. For the transposed copy, stmatrix combines the threads' pairs of bytes (two rows of a
+// column) to 16 rows of a column.
 #include <cuda_fp8.h>
 
 #include <algorithm>
@@ -52,14 +53,14 @@ constexpr int kStepBytes = kPanelRowBytes;  // terms of a step; each is a byte
 constexpr int kStages = 3;
 constexpr int kPieceColumns = 32;
 constexpr int kPairs = 2;               // pairs of warpgroups that compute tiles
-constexpr int kConsumers = 2 * kPairs;  // with a single warpgroup per tile, 8 warps would hide less latency than 16
+constexpr int kConsumers = 2 * kPairs;  // two warpgroups per tile, because 16 warps hide more latency than 8
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kAStep = kRows * kStepBytes;
 constexpr int kTransposedBytes = kPieceColumns * kRows;
 constexpr int kBBytes = 256 * 768;
 
-// The columns of a strip: 256, or 128 if 256 rows of b do not fit in shared memory.
+// Returns the number of columns of a strip: 256, or 128 if 256 rows of b do not fit in shared memory.
 constexpr int strip_columns(int64_t inner) {
   return inner <= 768 ? 256 : 128;
 }
@@ -71,7 +72,7 @@ template <typename T>
 struct GeluProduct {
   CUtensorMap a, b;
   Fp8Quantize<T> pass;
-  T* product;     // (rows, columns): always written for GELU; for its gradient only without a scale
+  T* product;     // (rows, columns): always written for GELU; written for its gradient only if there is no scale
   const T* bias;  // or null
   const float* scale_a;
   const float* scale_b;
@@ -106,7 +107,8 @@ struct Shared {
   __device__ uint32_t at(size_t offset, int i, int bytes) const {
     return first + static_cast<uint32_t>(offset) + i * bytes;
   }
-  // The address of a row of b, which is a column of the strip of `columns` columns.
+  // Returns the address of the row of b for a column of the strip, in the part of b for a step. The strip has `columns`
+  // columns.
   __device__ uint32_t b(int step, int columns, int column) const {
     return first + (step * columns + column) * kStepBytes;
   }
@@ -132,7 +134,7 @@ struct Shared {
 
 // ---- warpgroup 0 ----------------------------------------------------------------------------------------------------
 
-// Loads the strip's rows of b, then the rows of a, tile by tile, into the ring. Called by one thread.
+// Loads the strip's rows of b, then the rows of a, tile by tile, into the ring. One thread calls this function.
 template <int kColumns, typename T>
 __device__ void load_operands(const GeluProduct<T>& p, const Shared& shared, int strip, int part) {
   mbarrier_expect(shared.b_full(), p.steps * (kColumns * kStepBytes));
@@ -215,7 +217,7 @@ __device__ __forceinline__ void round_piece(Pair& product, const float (&sums)[n
     }
 }
 
-// Stores a piece of the product. `at` is the index of the thread's first element in the tile.
+// Stores a piece of the product. `at` is the index in the matrix of the thread's first element of the tile.
 template <typename T>
 __device__ __forceinline__ void store_product(const GeluProduct<T>& p, int64_t at, int piece, const Pair& product) {
 #pragma unroll
@@ -241,8 +243,9 @@ __device__ __forceinline__ void apply_function(Pair& values, const Pair& product
     }
 }
 
-// A step of a reduce-scatter between two lanes whose indices differ in `bit`. The lane with the bit set keeps the upper
-// half of its values, and the other lane keeps the lower half. Each adds its partner's values of the same half.
+// Performs one step of a reduce-scatter between two lanes whose indices differ in `bit`. The lane with the bit set
+// keeps the upper half of its values, and the other lane keeps the lower half. Each adds its partner's values of the
+// same half.
 template <int n>
 __device__ __forceinline__ void exchange_half(float (&half)[n], const float (&values)[2 * n], int lane, int bit) {
   const bool high = lane & bit;
@@ -322,8 +325,9 @@ __device__ __forceinline__ void store_float8(uint8_t* to, int stride, const uint
          {__byte_perm(words[0], words[1], 0x7531), __byte_perm(words[2], words[3], 0x7531)});
 }
 
-// Where a thread writes to and reads from the warpgroup's piece of the transposed copy in shared memory. The piece has
-// 64 bytes per column. 16-byte chunk i of a column is at index i ^ (column / 8), which avoids bank conflicts.
+// The places at which a thread writes to and reads from the warpgroup's piece of the transposed copy in shared memory.
+// The piece has 64 bytes per column. 16-byte chunk i of a column is at index i ^ (column / 8), which avoids bank
+// conflicts.
 struct TransposedPiece {
   uint32_t put_at, get_at;  // addresses
   int get_row, get_column;  // the thread reads 16 rows of a column
@@ -489,9 +493,9 @@ __global__ void __launch_bounds__(kStubThreads) fp8_gelu_wgmma_kernel(const __gr
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// Returns a tensor map of a dense matrix of bytes whose row index is split in kRank dimensions: `sizes`, `strides` (in
-// rows) and `boxes` describe these dimensions, the fastest first. The innermost dimension of the map has the columns,
-// 128 per box.
+// Returns a tensor map of a dense matrix of bytes whose row index is split into kRank dimensions: `sizes`, `strides`
+// (in rows) and `boxes` describe these dimensions, the fastest first. The innermost dimension of the map has the
+// columns, 128 per box.
 template <int kRank>
 CUtensorMap block_map(const void* data, int64_t columns, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank],
                       const int (&boxes)[kRank]) {
@@ -510,13 +514,15 @@ CUtensorMap block_map(const void* data, int64_t columns, const int64_t (&sizes)[
   return map;
 }
 
-// Loads the even rows of every 16 first, so that rows g and g + 8 of a warp's accumulators are rows 2g and 2g + 1 of a.
+// Returns the map of a. Of every 16 rows it loads the even rows first, so that rows g and g + 8 of a warp's
+// accumulators are rows 2g and 2g + 1 of a.
 CUtensorMap rows_map(const void* data, int64_t rows, int64_t columns) {
   return block_map<3>(data, columns, {8, 2, rows / 16}, {2, 1, 16}, {8, 2, kRows / 16});
 }
 
-// Loads row 8 t + 2 j + i of every 32 (t, j = 0..3, i = 0, 1) to row 8 j + 2 t + i of shared memory. Lane t of every 4
-// holds columns 8 j + 2 t + i of the accumulators, which are then the 8 neighbouring rows 8 t + 2 j + i of b.
+// Returns the map of b. It loads row 8 t + 2 j + i of every 32 (t, j = 0..3, i = 0, 1) to row 8 j + 2 t + i of shared
+// memory. Lane t of every 4 holds columns 8 j + 2 t + i of the accumulators, which are then the 8 neighbouring rows 8 t
+// + 2 j + i of b.
 CUtensorMap columns_map(const void* data, int64_t rows, int64_t columns, int box_rows) {
   return block_map<4>(data, columns, {2, 4, 4, rows / 32}, {1, 8, 2, 32}, {2, 4, 4, box_rows / 32});
 }

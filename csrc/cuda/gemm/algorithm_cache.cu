@@ -80,7 +80,7 @@ std::string line_of(const ProductKey& k, const LtAlgorithm& algorithm) {
   return line.str();
 }
 
-// Adds the algorithm of a line. Ignores an incomplete line.
+// Adds to `algorithms` the algorithm that a line of the file describes. Ignores an incomplete line.
 void read_line(const std::string& text, int device, Algorithms& algorithms) {
   std::istringstream line(text);
   std::array<int64_t, 21> v;
@@ -156,9 +156,10 @@ Algorithms& algorithms_of(int device) {
 }
 
 // Returns whether the algorithm adds all terms of the matmul's sums. Split-K divides a sum among thread blocks, which
-// read the terms in steps of 128 bytes. cuBLASLt's kernels behave as if each block had inner / splits terms, rounded
-// down and then up to whole steps: if the quotient is a whole number of steps, the last inner % splits terms are
-// dropped. This was observed with 16-bit operands (examples/cublas_tail); the rule is applied to all types.
+// read the terms in steps of 128 bytes. cuBLASLt's kernels behave as if each thread block had inner / splits terms,
+// where the quotient is first rounded down to an integer and then up to whole steps. If the integer is already a whole
+// number of steps, the last inner % splits terms are dropped. This was observed with 16-bit operands
+// (examples/cublas_tail); the rule is applied to all types.
 bool adds_all_terms(const cublasLtMatmulAlgo_t& algorithm, const ProductKey& key) {
   int32_t splits = 1;
   size_t written = 0;

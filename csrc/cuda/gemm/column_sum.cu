@@ -1,6 +1,6 @@
 // The sum over the rows of x (N, C), for bias gradients. The kernel reads x, which has N * C * sizeof(T) bytes, once.
 //
-// A block processes a strip of columns, one pack per lane. The block sums every gridDim.y-th run of kRows rows, and
+// A thread block processes a strip of columns, one pack per lane. It sums every gridDim.y-th run of kRows rows, and
 // writes one row of partial sums. partial_sums_kernel adds these rows in order, so equal inputs give equal bits.
 #include "../../column_sum.h"
 #include "cuda/common/partial_sums.cuh"
@@ -51,8 +51,8 @@ __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const 
   }
 }
 
-// Returns the grid (strips of columns, blocks per strip). There are as many blocks per strip as fill one wave of
-// blocks, as long as each thread adds at least kAhead rows.
+// Returns the grid (strips of columns, thread blocks per strip). There are as many thread blocks per strip as are
+// resident at once, but so few that each thread adds about kAhead rows or more.
 template <typename T, int kVec>
 dim3 partial_grid(int64_t rows, int64_t width) {
   constexpr int64_t kMaxRuns = 1024;

@@ -52,8 +52,8 @@ cublasComputeType_t compute_type(cublasHandle_t handle) {
 // ---------------------------------------------------------------------------------------------------------------
 // Products without an epilogue, computed by cublasGemmEx.
 
-// Forbids cuBLAS to round partial sums to bfloat16 or float16 when it splits a sum over blocks (split-K). The handle
-// belongs to torch, so the destructor restores the handle's mode.
+// Forbids cuBLAS to round partial sums to bfloat16 or float16 when it splits a sum over thread blocks (split-K). The
+// handle belongs to torch, so the destructor restores the handle's mode.
 template <typename T>
 class WideSums {
  public:
@@ -71,7 +71,7 @@ class WideSums {
   cublasMath_t before_;
 };
 
-// Computes a matmul whose inner dimension is 0.
+// Computes a matmul whose inner dimension is 0: sets the result to 0, or leaves it unchanged if p.accumulate.
 template <typename Out, typename T>
 MatmulStatus zero(Out* out, const Matmul<T>& p, Stream stream) {
   if (p.accumulate) return {};
@@ -119,10 +119,10 @@ const void* gelu_matrix(const Matmul<T>& p) {
   return p.dgelu_at ? p.dgelu_at : p.pre_gelu;
 }
 
-// Returns whether cuBLASLt supports the GELU epilogue, and is not slower than a matmul followed by our GELU kernel.
+// Returns whether cuBLASLt's GELU epilogue can be used, and is not slower than a matmul followed by our GELU kernel.
 // cuBLASLt requires a leading dimension of the GELU matrix that is divisible by 8. cuBLASLt does not document the
-// accuracy of its tanh, but 16-bit results do not differ. For float32, cuBLASLt's GELU epilogue is slower than a TF32
-// matmul followed by our kernel (docs/notes/mlp.md).
+// accuracy of its tanh, but 16-bit results do not differ. For float32, the epilogues are not used, because in the
+// backward a TF32 matmul followed by our kernels is faster (docs/notes/mlp.md).
 template <typename T>
 bool supports_gelu_epilogue(const Matmul<T>& p) {
   return sizeof(T) == 2 && p.columns % 8 == 0 && alignment(gelu_matrix(p)) >= 16;
@@ -140,10 +140,10 @@ bool on_tensor_cores(cublasComputeType_t compute) {
   return sizeof(T) == 2 || compute == CUBLAS_COMPUTE_32F_FAST_TF32;
 }
 
-// Returns whether cublasGemmEx, which does not report its algorithm, may choose an algorithm that drops terms
-// (adds_all_terms in algorithm_cache.cu). If terms are dropped, at least `rest` terms are dropped, where `rest` is the
-// number of terms after the last whole step, or at least a whole step if `rest` is 0. The number of dropped terms is
-// smaller than the number of splits, which is at most the number of whole steps.
+// Returns whether cuBLAS, which does not report its algorithm, may choose an algorithm that drops terms (adds_all_terms
+// in algorithm_cache.cu). If terms are dropped, at least `rest` terms are dropped, where `rest` is the number of terms
+// after the last whole step, or at least a whole step if `rest` is 0. The number of dropped terms is smaller than the
+// number of splits, which is at most the number of whole steps.
 template <typename T>
 bool may_drop_terms(const Matmul<T>& p, cublasComputeType_t compute) {
   if (!on_tensor_cores<T>(compute) || gelu_matrix(p) || p.rows == 0 || p.columns == 0 || p.batches == 0) return false;
@@ -231,7 +231,8 @@ MatmulPlan plan_of(const LtAlgorithm& algorithm) {
 std::mutex plans_mutex;
 std::map<ProductKey, MatmulPlan> plans;
 
-// Returns whether the matmul is not batched, runs on the tensor cores, and has at least kMinFlops operations.
+// Returns whether autotuning is enabled, and the matmul is not batched or scaled, runs on the tensor cores, and has at
+// least kMinFlops operations.
 template <typename T>
 bool is_worth_autotuning(const Matmul<T>& p, cublasComputeType_t compute) {
   constexpr double kMinFlops = 4e9;

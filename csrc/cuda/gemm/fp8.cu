@@ -1,4 +1,4 @@
-// Products of float8 matrices by cuBLASLt. cuBLASLt is column-major, so our out = a @ b^T is computed as out^T = b @
+// Matmuls of float8 matrices by cuBLASLt. cuBLASLt is column-major, so our out = a @ b^T is computed as out^T = b @
 // a^T: cuBLASLt's A is our b, transposed, and cuBLASLt's B is our a. This is the only layout of float8 matrices that
 // cuBLASLt supports on Hopper: in both operands the terms of a sum are contiguous.
 #include <map>

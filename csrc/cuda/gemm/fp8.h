@@ -26,7 +26,7 @@ struct Fp8Matmul {
   Fp8Format a_format;
   Fp8Format b_format;  // a and b are not both e5m2
   bool fast_accumulation;
-  bool accumulate;  // add the product to out; excludes a bias
+  bool accumulate;  // add the matmul to out; excludes a bias
   float alpha;
 };
 

@@ -1,4 +1,4 @@
-// Products of row-major matrices with an epilogue (bias, GELU, GELU's gradient), by cuBLAS and cuBLASLt, or by our own
+// Matmuls of row-major matrices with an epilogue (bias, GELU, GELU's gradient), by cuBLAS and cuBLASLt, or by our own
 // kernel where it is faster (gemm/sm90_gelu.h). Host code may include this header.
 #pragma once
 
@@ -10,10 +10,10 @@
 namespace gptkernels::cuda {
 
 // out (rows, columns) = alpha * a (rows, inner) @ b (inner, columns), for each of `batches` batches. Sums are in
-// float32, or float64 for float64. Products of float32 are in TF32 if the handle's math mode allows it. Element (i, j)
-// of a matrix is at i * ld + j; of a transposed matrix it is at j * ld + i. The pointers below `alpha` may be null.
-// With an epilogue (bias, pre_gelu, dgelu_at, column_sums), alpha and batches are 1 and out is dense. dgelu_at excludes
-// bias and pre_gelu. wide_out and accumulate exclude an epilogue.
+// float32, or float64 for float64. float32 matmuls use TF32 if the handle's math mode allows it. Element (i, j) of a
+// matrix is at i * ld + j; of a transposed matrix it is at j * ld + i. The pointers below `alpha` may be null. With an
+// epilogue (bias, pre_gelu, dgelu_at, column_sums), alpha and batches are 1 and out is dense. dgelu_at excludes bias
+// and pre_gelu. wide_out and accumulate exclude an epilogue.
 template <typename T>
 struct Matmul {
   T* out;
@@ -33,10 +33,10 @@ struct Matmul {
   int64_t b_stride;
   double alpha;
   const T* bias;      // (columns): added to every row
-  T* pre_gelu;        // (rows, columns), dense: receives the product; out is the tanh GELU of this
+  T* pre_gelu;        // (rows, columns), dense: receives the matmul plus bias; out is the tanh GELU of pre_gelu
   const T* dgelu_at;  // (rows, columns), dense: out is multiplied by GELU's derivative at these values
-  accumulate_t<T>* wide_out = nullptr;  // if not null, receives the unrounded product in place of out
-  bool accumulate = false;              // add the product to out (beta = 1)
+  accumulate_t<T>* wide_out = nullptr;  // if not null, receives the unrounded result in place of out
+  bool accumulate = false;              // add the matmul to out, or to wide_out if that is not null (beta = 1)
   T* column_sums = nullptr;             // (columns), with dgelu_at: receives out's sums over the rows if plan.sm90
 };
 
@@ -47,8 +47,8 @@ struct Matmul {
 struct MatmulPlan {
   // At most one of `cublaslt` and `sm90` is true. With cublaslt, cublasLtMatmul computes the matmul and the epilogue.
   // With sm90, our own kernel (gemm/sm90_gelu.h) computes the matmul, the epilogue and column_sums. If both are false,
-  // cublasGemmEx computes the matmul, and our kernel adds the bias. The caller computes column_sums unless sm90 is
-  // true.
+  // cuBLAS (cublasGemmStridedBatchedEx) computes the matmul, and our kernel adds the bias. The caller computes
+  // column_sums unless sm90 is true.
   bool cublaslt;
   bool separate_gelu;   // our kernels compute GELU or its gradient after the matmul
   bool needs_autotune;  // matmul_autotune may find a faster algorithm
@@ -75,8 +75,9 @@ MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle);
 
 // Times cuBLASLt's algorithms for a plan with needs_autotune. Returns the plan with the fastest algorithm, which
 // matmul_plan returns from then on. No other function here synchronises with the device. If p accumulates, the matmuls
-// are written to `out`, scratch memory with the layout of p.out or p.wide_out. p.pre_gelu is written. The workspace has
-// kAutotuneWorkspace bytes. During graph capture the function returns the plan unchanged.
+// are written to `out`, scratch memory with the layout of p.out or p.wide_out. Otherwise they are written to p.out.
+// p.pre_gelu is written, too. The workspace has kAutotuneWorkspace bytes. During graph capture the function returns the
+// plan unchanged.
 template <typename T>
 MatmulPlan matmul_autotune(const Matmul<T>& p, const MatmulPlan& plan, void* out, void* workspace,
                            cublasHandle_t handle, Stream stream);

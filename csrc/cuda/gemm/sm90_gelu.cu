@@ -33,7 +33,7 @@ __device__ Words gelu_of(const Words& x) {
   return result;
 }
 
-// Returns the product times GELU's derivative at `at`, and adds the unrounded results to `sums`.
+// Returns `product` times GELU's derivative at `at`, and adds the unrounded results to `sums`.
 template <typename T>
 __device__ Words times_derivative(const Words& product, const Words& at, float (&sums)[8]) {
   Words result;

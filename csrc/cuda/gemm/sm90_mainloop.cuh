@@ -1,9 +1,9 @@
-// Matmuls for sm_90a by wgmma and TMA, for gemm/sm90_gelu.cu and loss/sm90_linear_cross_entropy.cu. The epilogue of a
-// tile is computed by other warps while the tensor cores work on the next tile.
+// Matmuls for sm_90a by wgmma and TMA, for gemm/sm90_gelu.cu and loss/sm90_linear_cross_entropy.cu. Separate warps
+// compute the epilogue of a tile while the tensor cores compute the next tile.
 //
-// A cluster of two thread blocks computes tiles of 256 x 256, one after the other. Each block computes 128 of the rows.
-// The tile's columns of b are multicast: each block loads half of them into the shared memory of both blocks. A block
-// has five warpgroups:
+// A cluster of two thread blocks computes tiles of 256 x 256, one after the other. Each thread block computes 128 of
+// the rows. The tile's columns of b are multicast: each thread block loads half of them into the shared memory of both
+// thread blocks. A thread block has five warpgroups:
 //
 //   0     one thread loads the operands into a ring in shared memory
 //   1, 2  the MMA warps: each warpgroup computes 64 rows of the tile, in float32 registers
@@ -13,11 +13,12 @@
 // bias) to T, stores them in shared memory, and continues with the next tile. The epilogue warp processes these rows
 // while the next tile is computed. Each lane processes 8 columns, so that the warp reads and writes whole rows.
 //
-// kRowsAreK is true if b is stored as (inner, columns), and false if b is stored as (columns, inner).
+// kRowsAreK is true if b is stored as (inner, columns), and false if b is stored as (columns, inner). An epilogue is a
+// class with these members:
 //
 //   struct Epilogue {
 //     using Arguments;                   derived from TileProduct<T>, with the epilogue's own arguments
-//     static constexpr bool kBias;       whether the bias is added before the product is rounded
+//     static constexpr bool kBias;       whether the bias is added before the sums are rounded
 //     static constexpr bool kMayBeIdle;  whether there may be fewer tiles than clusters
 //     static __device__ int tiles(const Arguments& p);
 //     static __device__ TilePosition tile_at(const Arguments& p, int tile, int rank);
@@ -39,7 +40,7 @@
 namespace gptkernels::cuda::tile_product {
 
 constexpr int kCluster = 2;                              // thread blocks per cluster
-constexpr int kRows = 128, kColumns = 256, kInner = 64;  // a block's part of a tile; kInner: terms per step
+constexpr int kRows = 128, kColumns = 256, kInner = 64;  // the thread block's part of a tile; a step sums kInner terms
 constexpr int kStages = 3;
 constexpr int kThreads = 5 * kWarpgroup;
 constexpr int kPairs = 8;  // pairs of an MMA warp and an epilogue warp
@@ -54,7 +55,7 @@ constexpr int kRoundedRowBytes = 2 * kColumns;
 constexpr int kRoundedAt = kStages * kStageBytes;
 constexpr int kSumsAt = kRoundedAt + kRows * kRoundedRowBytes;
 constexpr int kSumsBytes = kPairs * kColumns * 4;  // bytes of each of two buffers, which are used alternately
-constexpr int kBiasAt = kSumsAt;                   // kernels with a bias have no sums
+constexpr int kBiasAt = kSumsAt;  // the bias is in the place of the sums, which kernels with a bias do not have
 constexpr int kMaxBias = 2 * kSumsBytes / 2;
 constexpr int kBarriersAt = kSumsAt + 2 * kSumsBytes;
 constexpr int kBarriers = 2 * kStages + 2 * kPairs;
@@ -77,7 +78,7 @@ struct TileProduct {
 
 #if GPTKERNELS_WGMMA
 
-// The first row and column of a block's part of a tile.
+// The first row and column of a thread block's part of a tile.
 struct TilePosition {
   int row;
   int column;
@@ -100,7 +101,7 @@ __device__ inline TilePosition tile_position(int down, int across, int rank) {
 
 // ---- warpgroup 0 ----------------------------------------------------------------------------------------------------
 
-// Loads the operands of all of the block's tiles into the ring. One thread calls this function.
+// Loads the operands of all of the thread block's tiles into the ring. One thread calls this function.
 template <typename Epilogue, bool kRowsAreK>
 __device__ void load_operands(const typename Epilogue::Arguments& p, uint32_t shared, const Barriers& barriers,
                               int rank) {
@@ -116,7 +117,7 @@ __device__ void load_operands(const typename Epilogue::Arguments& p, uint32_t sh
       mbarrier_expect(full, kStageBytes);
       tma_load(a, p.a, step * kInner, at.row, full);
       if constexpr (kRowsAreK) {
-        constexpr int kPanels = kColumns / kPanelColumns / kCluster;  // panels that each block loads
+        constexpr int kPanels = kColumns / kPanelColumns / kCluster;  // panels that each thread block loads
         for (int i = rank * kPanels; i < (rank + 1) * kPanels; ++i)
           tma_load_multicast(b + i * kBPanel, p.b, at.column + i * kPanelColumns, step * kInner, full, kAll);
       } else {
@@ -171,7 +172,7 @@ __device__ void multiply(const typename Epilogue::Arguments& p, uint8_t* shared_
   const int pair = __shfl_sync(~0u, threadIdx.x / 32 - 4, 0);
   const uint32_t rounded = shared + kRoundedAt + pair * kWarpRows * kRoundedRowBytes;
   const uint32_t own = rounded + rounded_offset(lane % 16, lane / 16);
-  // Lane 0 tells block 0 that a stage has been read, lane 1 tells block 1.
+  // When a stage has been read, lane 0 tells thread block 0 of the cluster, and lane 1 tells thread block 1.
   const uint32_t empty_barriers = in_block(shared_bytes + kBarriersAt + 8 * kStages, lane % kCluster);
 
   float sums[2][kColumns / 4];  // one array for each half of the columns
@@ -181,7 +182,7 @@ __device__ void multiply(const typename Epilogue::Arguments& p, uint8_t* shared_
   const auto start = [&](auto half, bool first) {
     constexpr int kHalf = decltype(half)::value;
     constexpr int kHalfStep = (kRowsAreK ? 2 * kBPanel : kColumns / 2 * kPanelRowBytes) >> 4;
-    // A wgmma descriptor takes the lower 18 bits of an address; the bits above select a block of the cluster.
+    // A wgmma descriptor takes the lower 18 bits of an address; the bits above select a thread block of the cluster.
     const uint32_t stage = (shared & 0x3FFFF) + ring.slot * kStageBytes;
     const uint64_t a = panel_descriptor(stage + warpgroup * 64 * kPanelRowBytes);
     const uint64_t b = panel_descriptor(stage + kABytes, kRowsAreK ? kBPanel : 16) + kHalf * kHalfStep;
@@ -202,7 +203,7 @@ __device__ void multiply(const typename Epilogue::Arguments& p, uint8_t* shared_
     const int first = column + kHalf * (kColumns / 2);
     round_half<Epilogue::kBias, T>(sums[kHalf], own + kHalf * kColumns, shared + kBiasAt + 2 * (first + lane % 4 * 2));
   };
-  // Rounds the second half and hands the rows over to the epilogue warp.
+  // Rounds the second half of the columns, and hands the rows over to the epilogue warp.
   const auto hand_over = [&](int column) {
     round(Constant<1>{}, column);
     __syncwarp();
@@ -265,7 +266,7 @@ __device__ inline Words load_shared(uint32_t shared) {
 }
 
 // Loads 8 elements that are read once, if `inside` is true. The function has no branch and no return value, because
-// with these the compiler would wait for the load at once.
+// with either of them the compiler would wait for the load at once.
 template <typename T>
 __device__ void load_once(Words& w, const T* global, bool inside) {
   asm volatile(
@@ -321,7 +322,7 @@ __global__ void __launch_bounds__(kThreads, 1)
     dealloc_registers<64>();
     Epilogue::run(p, shared_bytes, barriers, rank);
   }
-  cluster_barrier();  // before this barrier, the other block may write to this block's shared memory
+  cluster_barrier();  // until this barrier, the other thread block may write to this one's shared memory
 }
 
 #else
@@ -357,8 +358,8 @@ struct Operands {
   int64_t rows, columns, inner, a_ld, b_ld;
 };
 
-// Returns whether the kernel supports the operands: TMA and 32-bit indices support their sizes and addresses, and rows
-// can be accessed 16 bytes at a time.
+// Returns whether the kernel supports the operands: TMA and 32-bit indices support their sizes and addresses, rows can
+// be accessed 16 bytes at a time, and the sums have more than kInner terms.
 template <typename T>
 bool supports(const Operands<T>& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;

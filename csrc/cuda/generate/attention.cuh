@@ -1,8 +1,8 @@
 // Decoding attention: one query per attention head over the keys and values in the cache.
 //
-// decode_attention_kernel is for sm_90, 16-byte aligned tensors, and HS of 4, 8, 16 or 32 packs of 16 bytes. A cluster
-// of 8 thread blocks processes an attention head. A lane loads one pack of a key, so HS / pack lanes form a team that
-// loads a whole key. The teams of the cluster take the keys round robin:
+// decode_attention_kernel is for sm_90 and later, 16-byte aligned tensors other than float64, and HS of 4, 8, 16 or 32
+// packs of 16 bytes. A cluster of 8 thread blocks processes an attention head. A lane loads one pack of a key, so HS /
+// pack lanes form a team that loads a whole key. The teams of the cluster take the keys round robin:
 //
 //   each team, with kDepth keys and values in registers:
 //     load the first keys and values
@@ -167,8 +167,8 @@ __device__ void store_remote(V* shared, V value, unsigned rank) {
                : "memory");
 }
 
-// Loads the keys and values `start`, start + kAtOnce, ...; those from `end` on are 0. `keys` and `values` point to the
-// lane's pack of key 0 and value 0.
+// Loads the keys and values `start`, start + kAtOnce, ...; sets keys and values from `end` on to 0. `keys` and `values`
+// point to the lane's pack of key 0 and value 0.
 template <typename T, int kLanes>
 __device__ __forceinline__ void load_keys(DecodeKeys<T, kLanes>& loaded, const T* keys, const T* values, int64_t start,
                                           int64_t end) {
@@ -263,7 +263,7 @@ __global__ void DECODE_CLUSTER __launch_bounds__(kDecodeAttentionThreads)
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int split = static_cast<int>(cluster_rank());
   const int64_t row = blockIdx.x / kDecodeSplits, position = min(p.lengths[row / p.heads], p.capacity) - 1;
-  const int column = threadIdx.x % kLanes * kVec;                      // the first of the lane's pack
+  const int column = threadIdx.x % kLanes * kVec;                      // the first column of the lane's pack
   const int64_t first = threadIdx.x / kLanes * kDecodeSplits + split;  // the team's first key
   const T* keys = p.keys + row * p.capacity * kHeadSize + column;
   const T* values = p.values + row * p.capacity * kHeadSize + column;
@@ -322,7 +322,7 @@ __global__ void DECODE_CLUSTER __launch_bounds__(kDecodeAttentionThreads)
 
 // ---- the launch -----------------------------------------------------------------------------------------------------
 
-// Launches the fast kernel if HS is one of the listed numbers of packs. Returns whether it did.
+// Launches the fast kernel if HS is one of the listed numbers of packs. Returns whether the kernel has been launched.
 template <typename T, int... kLanes>
 bool launch_decode_attention(const DecodeAttention<T>& p, Stream stream) {
   const auto launch = [&](auto lanes) {

@@ -1,5 +1,5 @@
 // One decoding step: computes GPT-2's logits for the newest token of each of B sequences, with the keys and values of
-// earlier tokens in a cache. A layer consists of five kernels:
+// earlier tokens in a cache. A layer consists of five kernels, and two more if its layer norms are not fused:
 //
 //   residual = wte[token] + wpe[position]
 //   for each layer:
@@ -25,8 +25,8 @@ struct NewestToken {
   int64_t position, token;
 };
 
-// Returns the position and the token of sequence b. The host does not read lengths and tokens, so an invalid one fails
-// a device-side assertion.
+// Returns the position and the token of sequence b. The host does not read lengths and tokens, so an invalid length or
+// token fails a device-side assertion.
 template <typename T>
 __device__ NewestToken newest_token(const Decode<T>& p, int64_t b) {
   const int64_t length = p.lengths[b], most = min(p.capacity, p.sequence_length);
@@ -40,7 +40,7 @@ __device__ NewestToken newest_token(const Decode<T>& p, int64_t b) {
   return {length - 1, max(token, int64_t{0})};
 }
 
-// out (B, C) = wte[token] + wpe[position]. One thread block per row.
+// Computes out (B, C) = wte[token] + wpe[position]. Each thread block computes one row.
 template <typename T>
 __global__ void __launch_bounds__(kDecodeThreads)
     decode_embedding_kernel(accumulate_t<T>* out, const __grid_constant__ Decode<T> p) {

@@ -1,8 +1,8 @@
 // Matmuls of a matrix and a few vectors, out (B, M) = x (B, K) @ weight (M, K)^T, with an epilogue and optionally a
-// preceding layer norm of x. The kernels take the time in which the weights are read once. x and all sums are float32
+// preceding layer norm of x. The kernels take about as long as reading the weights once. x and all sums are float32
 // (float64 for float64).
 //
-// decode_product_kernel: a thread block computes `block_rows` rows of the weight. A row is divided into `slices` of
+// In decode_product_kernel, a thread block computes `block_rows` rows of the weight. A row is divided into `slices` of
 // equal size, and each warp multiplies one slice of its rows:
 //
 //   load the first rows of the weight (and of the norm)   they do not depend on earlier kernels
@@ -42,7 +42,7 @@ struct DecodeEpilogue {
   A* out;         // kAdd, kGelu*: (B, M), added to or written; kQueryKeyValue: the query (B, C)
   T* narrow_out;  // kLogits: (B, M); kQueryKeyValue: the layer's keys and values (2, B, NH, capacity, HS)
   // For kQueryKeyValue only:
-  const int64_t* lengths = nullptr;  // (B): tokens including the newest
+  const int64_t* lengths = nullptr;  // (B): number of tokens, including the newest
   int64_t width = 0;                 // C
   int64_t head_size = 0;             // HS
   int64_t capacity = 0;
@@ -99,7 +99,7 @@ constexpr int kDecodeWarps = kDecodeThreads / kWarp;
 
 // ---- the simple kernels: any shape ----------------------------------------------------------------------------------
 
-// out (B, K) = layernorm(x). One thread block per row of x.
+// Computes out (B, K) = layernorm(x). Each thread block computes one row.
 template <typename T>
 __global__ void __launch_bounds__(kDecodeThreads)
     decode_norm_kernel(accumulate_t<T>* out, const __grid_constant__ DecodeProduct<T> p) {
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
   }
 }
 
-// One warp per row of the weight.
+// Each warp multiplies one row of the weight with all rows of x.
 template <typename T>
 __global__ void __launch_bounds__(kDecodeThreads)
     decode_product_simple_kernel(const __grid_constant__ DecodeProduct<T> p) {
@@ -142,7 +142,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
 
 // ---- the fast kernel ------------------------------------------------------------------------------------------------
 
-// The division of the work.
+// The division of a matmul among warps and thread blocks.
 struct DecodeLayout {
   int slices;      // slices of a weight row, each for one warp; 0: the fast kernel does not support the shape
   int packs;       // packs of a slice (the last slice may be shorter)
@@ -234,7 +234,8 @@ struct DecodeVector {
   }
 };
 
-// The norm's weight and bias in registers, distributed like DecodeVector. They are not converted to float32.
+// The norm's weight and bias in registers, distributed like DecodeVector. They stay in T, which takes fewer registers
+// than float32.
 template <typename T, int kPacks>
 struct DecodeNorm {
   static constexpr int kVec = kPack<T>;
@@ -348,8 +349,8 @@ __global__ void __launch_bounds__(kDecodeThreads, kNorm&& kPacks > 3 ? 1 : 2)
 
 constexpr int kDecodeMaxPacks = 8;  // maximum packs of a slice per lane
 
-// Returns 0 slices if the fast kernel does not support the shape: rows that do not begin at multiples of 16 bytes, or
-// rows too long for kDecodeWarps slices.
+// Returns the division of the matmul. It has 0 slices if the fast kernel does not support the shape: rows that do not
+// begin at multiples of 16 bytes, or rows too long for kDecodeWarps slices.
 template <typename T>
 DecodeLayout decode_layout(const DecodeProduct<T>& p) {
   constexpr int kMaxShared = 32 << 10, kBlocksEach = 2;
@@ -361,7 +362,8 @@ DecodeLayout decode_layout(const DecodeProduct<T>& p) {
   // Without a norm, prefer slices of at most 4 packs per lane: then several rows are in flight per warp.
   while (!p.norm_weight && slices < kDecodeWarps && ceil_div(packs, slices) > int64_t{4} * kWarp) slices *= 2;
   if (slices > kDecodeWarps) return {};
-  // One thread block per SM leaves room for the next kernel's thread blocks. With many rows there are two per SM.
+  // One thread block per SM leaves room for the next kernel's thread blocks. With many rows there are two thread blocks
+  // per SM.
   int64_t rows = ceil_div(p.sizes.rows, multiprocessors());
   if (rows > kFewRows) rows = ceil_div(p.sizes.rows, int64_t{kBlocksEach} * multiprocessors());
   rows = std::min(rows, kMaxShared / (p.sizes.batch * slices * static_cast<int64_t>(sizeof(accumulate_t<T>))));

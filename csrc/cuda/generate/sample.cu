@@ -1,5 +1,6 @@
 // Draws the next token of each row of logits. A cluster of 8 thread blocks processes a row (one thread block below
-// sm_90). The logits are read once, and x stays in shared memory, up to 8192 elements per thread block.
+// sm_90). x stays in shared memory, up to 8192 elements per thread block. If all x of a row fit, the logits are read
+// once; otherwise each pass reads the remaining logits again.
 //
 //   x = logits / temperature
 //   if max x is not finite: return -1
@@ -9,7 +10,7 @@
 //     candidates = all x >= bound                             for random logits slightly more than top_k
 //     if at most 128 of each thread block are candidates, the first thread block does the rest:
 //       keep a candidate if fewer than top_k candidates are larger
-//       if top_p < 1: of these, keep it if the larger ones have less than top_p of their probability
+//       if top_p < 1: keep only candidates for which the larger ones have less than top_p of the kept probability
 //       return argmax of exp(x - max x) / noise over the kept candidates
 //     threshold = k-th largest x                              by radix search with weights 1
 //   if top_p < 1: threshold = smallest x that top_p keeps     by radix search with weights exp(x - max x)
@@ -37,8 +38,8 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocks = 8;         // thread blocks per cluster
-constexpr int kSlots = 8192;       // x that a thread block keeps: 65536 per cluster; further logits are read again
+constexpr int kBlocks = 8;    // thread blocks per cluster
+constexpr int kSlots = 8192;  // number of x that a thread block keeps, 65536 per cluster; further logits are read again
 constexpr int kCandidates = 1024;  // the most candidates of a row; each thread block has an equal share
 constexpr int kDigitBits = 8;
 constexpr int kDigits = 1 << kDigitBits;
@@ -65,7 +66,7 @@ constexpr int block_count() {
 constexpr int kStep = block_count() * kThreads;     // distance between consecutive logits of a thread
 constexpr int kRoom = kCandidates / block_count();  // the most candidates of a thread block
 
-// A barrier of all threads of the cluster, split in arrive and wait.
+// A barrier of all threads of the cluster, split into an arrival and a wait.
 __device__ void all_blocks_arrive() {
 #if __CUDA_ARCH__ >= 900
   cluster_arrive();
@@ -131,7 +132,7 @@ __device__ void await_blocks([[maybe_unused]] uint64_t* arrived) {
 
 // ---- keys and their maxima ------------------------------------------------------------------------------------------
 
-// Returns the key of x: an unsigned integer with the same order. NaN has the largest key.
+// Returns the key of x, an unsigned integer. The order of the keys is the order of the x. NaN has the largest key.
 __device__ uint32_t key_of(float x) {
   if (isnan(x)) return ~0u;
   const uint32_t bits = __float_as_uint(x + 0.0f);  // -0 becomes 0
@@ -142,7 +143,7 @@ __device__ float value_of(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key);
 }
 
-// Returns NaN if one of the arguments is NaN.
+// Returns the larger argument, or NaN if one of the arguments is NaN.
 __device__ float max_or_nan(float a, float b) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
@@ -188,8 +189,8 @@ struct Shared {
 };
 static_assert(kDigits <= kThreads && kCandidates == kThreads);
 
-// Initialises the mbarriers and counters. Called by one thread, before the thread block arrives at the first cluster
-// barrier.
+// Initialises the mbarriers and counters. One thread calls this function before its thread block arrives at the first
+// cluster barrier.
 __device__ void init_shared(Shared& shared) {
   shared.candidate_count = 0;
   shared.bound = ~0u;
@@ -209,7 +210,7 @@ __device__ KeyIndex warp_max(KeyIndex best) {
   return {key, __reduce_min_sync(~0u, best.key == key ? best.index : kNoKeyIndex.index)};
 }
 
-// Returns the maximum over all threads of the cluster to each of them. The warps' maxima stay in
+// Returns the maximum over all threads of the cluster to every thread. The warps' maxima stay in
 // shared.warp_maxima[call]. All thread blocks must have called init_shared() before.
 __device__ KeyIndex row_max(KeyIndex best, int call, Shared& shared) {
   const int lane = threadIdx.x % kWarp, warp = block_rank() * kWarps + static_cast<int>(threadIdx.x) / kWarp;
@@ -247,7 +248,8 @@ class Row {
         noise_(p.noise ? p.noise + row * p.vocabulary : nullptr),
         temperature_(p.noise ? static_cast<float>(p.temperature) : 1.0f) {}
 
-  // Stores the thread's x in shared memory and returns the largest. It must be called before x().
+  // Stores the thread's x in shared memory, and returns the key and the index of the largest. Must be called before
+  // x().
   __device__ KeyIndex load(int64_t vocabulary) const {
     constexpr int kAtOnce = kSlots / kThreads;  // loads in flight per thread
     float largest = -INFINITY;
@@ -297,7 +299,7 @@ class Row {
 
 // ---- radix search ---------------------------------------------------------------------------------------------------
 
-// Weight 1 for every key, for the search of the k-th largest.
+// A weight of 1 for every key, for the search for the k-th largest x.
 struct UnitWeight {};
 
 // Sums the weights of the lanes in the mask `lanes`.
@@ -315,15 +317,15 @@ __device__ Count sum_of(unsigned lanes, unsigned weight) {
 template <typename Weight>
 __device__ void add_to_histogram(Count* histogram, bool active, unsigned digit, Weight weight) {
   const unsigned all = __ballot_sync(~0u, active);
-  if (!active) return;  // nearly all lanes after the first pass
+  if (!active) return;  // after the first pass, nearly all lanes return here
   const unsigned same_digit = __match_any_sync(all, digit);
   const Count sum = sum_of(same_digit, weight);
   if (static_cast<int>(threadIdx.x % kWarp) == __ffs(same_digit) - 1) atomicAdd(histogram + digit, sum);
 }
 
 // Stores the largest digit d with sum(histogram[d..255]) >= shared.requested in shared.digit, and subtracts the weight
-// of the larger digits from shared.requested. Called by the first warp. In the first pass, the requested weight is
-// requested_of(sum of all weights).
+// of the larger digits from shared.requested. The first warp calls this function. In the first pass, the requested
+// weight is requested_of(sum of all weights).
 template <typename Requested>
 __device__ void find_digit(bool first_pass, const Requested& requested_of, Shared& shared) {
   constexpr int kEach = kDigits / kWarp;  // digits per lane; lane 0 has the largest digits
@@ -407,8 +409,8 @@ __device__ Count block_total(unsigned value, Shared& shared) {
 // ---- candidates -----------------------------------------------------------------------------------------------------
 
 // Returns the k-th largest of kGroups maxima, each over an equal number of warps. It is not above the k-th largest x,
-// because each of the k groups with the largest maxima has an x that is not below it. If fewer than k groups have a
-// logit, it returns NaN, and `x < NaN` excludes nothing.
+// because each of the k groups with the largest maxima has an x that is at least as large. If fewer than k groups have
+// a logit, the function returns NaN, and `x < NaN` excludes nothing.
 template <int kGroups>
 __device__ float kth_largest_maximum(int64_t k, Shared& shared) {
   const int thread = static_cast<int>(threadIdx.x), each = block_count() * kWarps / kGroups;
@@ -418,7 +420,7 @@ __device__ float kth_largest_maximum(int64_t k, Shared& shared) {
     shared.group_maxima[thread] = largest;
   }
   __syncthreads();
-  // A team of threads per maximum counts how many are larger.
+  // For each maximum, a team of threads counts how many maxima are larger.
   constexpr int kTeam = kThreads / kGroups < kWarp ? kThreads / kGroups : kWarp;
   if (thread / kTeam < kGroups) {
     const uint32_t key = shared.group_maxima[thread / kTeam];
@@ -438,7 +440,7 @@ __device__ float kth_largest_maximum(int64_t k, Shared& shared) {
 template <typename T>
 __device__ float bound_of_top_k(const Sample<T>& p, Shared& shared) {
   // Fewer groups are ranked faster but leave more candidates: for top_k = 40 and random positions, 64 groups leave 62
-  // candidates, 256 groups 44.
+  // candidates, and 256 groups leave 44.
   constexpr int kFewGroups = 64, kMaxKForFewGroups = 48;
   if (block_count() < kBlocks) return kth_largest_maximum<kWarps>(p.top_k, shared);
   if (p.top_k <= kMaxKForFewGroups && p.vocabulary >= int64_t{block_count()} * kThreads)
@@ -446,7 +448,8 @@ __device__ float bound_of_top_k(const Sample<T>& p, Shared& shared) {
   return kth_largest_maximum<kBlocks * kWarps>(p.top_k, shared);
 }
 
-// Sends all logits that may be among the top_k to the first thread block. Returns false if there are too many.
+// Sends all logits that may be among the top_k to the first thread block. Returns false if a thread block has more than
+// kRoom candidates, or if there are fewer warps than top_k.
 template <typename T>
 __device__ bool find_candidates(const Sample<T>& p, const Row<T>& row, Shared& shared) {
   constexpr int blocks = block_count();
@@ -502,7 +505,7 @@ __device__ int compact_candidates(float x, bool active, int from, Shared& shared
   return count;
 }
 
-// Draws a token from the candidates. Called by the first thread block; each thread has the candidate with its index.
+// Draws a token from the candidates. The first thread block calls this function, with one candidate per thread.
 template <typename T>
 __device__ int draw_candidate(const Sample<T>& p, const Row<T>& row, float largest, Shared& shared) {
   const int thread = static_cast<int>(threadIdx.x), from = thread / kRoom;
@@ -534,7 +537,8 @@ __device__ int draw_candidate(const Sample<T>& p, const Row<T>& row, float large
 
 // ---- the draw -------------------------------------------------------------------------------------------------------
 
-// Returns the token, or -1 if there is a NaN or the largest x is not finite. Valid in the first thread block only.
+// Returns the token, or -1 if there is a NaN or the largest x is not finite. The result is valid in the first thread
+// block only.
 template <typename T>
 __device__ int draw(const Sample<T>& p, const Row<T>& row, Shared& shared) {
   KeyIndex own = row.load(p.vocabulary);

@@ -8,9 +8,9 @@
 // loss per row.
 //
 // A row is processed like a row of softmax (row_part.cuh). The padded columns V..Vp-1 are masked; in a row without a
-// loss, all columns are masked. Unlike softmax, the sum of exponentials excludes the target's column. If the target's
-// probability is nearly 1, the loss and the gradient depend on this small sum. If the target's exponential, which is
-// then 1, were included, the digits of the small sum would be rounded away.
+// loss, all columns are masked. Unlike in softmax, the sum of exponentials excludes the target's column. If the
+// target's probability is nearly 1, the loss and the gradient depend on this small sum. If the target's exponential,
+// which is then 1, were included, the digits of the small sum would be rounded away.
 //
 // A thread writes only columns that it has read itself, so dlogits may overwrite the logits. Every thread also reads
 // the target's logit, but this read is before the reduction, and all writes are after the reduction.
@@ -57,7 +57,7 @@ struct Classifier {
 
   A logit;  // the target's logit; 0 in a row without a loss
   A dloss;
-  // Set by set_sum():
+  // set_sum() sets the following members.
   A max = 0;
   A rest = 0;  // the sum of exp(x - max) over all columns but the target's
   A scale = 0;
@@ -81,11 +81,11 @@ struct Classifier {
     return shifted == A(0) ? log1p(rest) : log(exp(shifted) + rest) - shifted;
   }
 
-  // Returns the gradient of a logit x in another column than the target's.
+  // Returns the gradient of a logit x outside the target's column.
   __device__ A gradient(A x) const { return exp_for<T>(x - max) * scale; }
 };
 
-// ---- any row: one block per row reads the row from memory in both passes ----
+// ---- any row: one thread block per row reads the row from memory in both passes ----
 
 template <int kVec, typename T, typename Out>
 __device__ void classify_row(const FusedClassifierForward<T, Out>& p, int64_t row) {

@@ -1,7 +1,7 @@
 // Cross-entropy fused into the LM head's matmul: the matmul's epilogue stores exponentials of the logits instead of the
 // logits. This saves the classifier's pass, which reads and writes all logits; the warps that run the epilogue have
 // idle time for the exponentials. With E = exp(logit - c), where c is the logit of the row's target, the gradient of
-// the logits is factor * E (loss/sm90_linear_cross_entropy.h). Five launches:
+// the logits is factor * E (loss/sm90_linear_cross_entropy.h). There are five launches:
 //
 //   before     one warp per row: the shift c, by a dot product of x with the target's row of the weight
 //   matmul     stores E = exp(logit - c), with 0 at the target; sums of E over a tile's 256 columns; E at the target
@@ -102,7 +102,7 @@ __global__ void __launch_bounds__(kBeforeWarps* kWarp)
 
 // ---- the matmul -----------------------------------------------------------------------------------------------------
 
-// `store` is false if only the losses are wanted.
+// `store` says whether the epilogue stores E. It is false if only the losses are wanted.
 struct ExpArguments : TileProduct<bfloat16> {
   RowState state;
   int vocab_size;
@@ -111,9 +111,9 @@ struct ExpArguments : TileProduct<bfloat16> {
 
 #if GPTKERNELS_WGMMA
 
-// Sums four values per lane over the warp, with 6 shuffles instead of 20: lanes 8i to 8i + 7 return the sum of value i.
+// Sums four values per lane over the warp, with 6 shuffles instead of 20. Lanes 8i to 8i + 7 return the sum of value i.
 __device__ float reduce_four(const float (&row_values)[4], int lane) {
-  const bool last_two = lane & 16, second = lane & 8;  // the value that this lane returns
+  const bool last_two = lane & 16, second = lane & 8;  // select the value whose sum this lane returns
   float even = last_two ? row_values[2] : row_values[0], odd = last_two ? row_values[3] : row_values[1];
   even += __shfl_xor_sync(~0u, last_two ? row_values[0] : row_values[2], 16);
   odd += __shfl_xor_sync(~0u, last_two ? row_values[1] : row_values[3], 16);
@@ -126,12 +126,12 @@ __device__ float reduce_four(const float (&row_values)[4], int lane) {
 
 #endif
 
-// Implements the Epilogue interface of gemm/sm90_mainloop.cuh. An epilogue warp reads the 16 rounded rows of its
-// MMA warp from shared memory, four at a time, with 8 neighbouring columns per lane.
+// Implements the Epilogue interface of gemm/sm90_mainloop.cuh. An epilogue warp reads the 16 rounded rows of its MMA
+// warp from shared memory, four rows at a time, with 8 neighbouring columns per lane.
 //
-// Tiles are ordered column by column: the part of the weight for one column of tiles is read from memory once, and x
-// comes from the L2 cache. If kRedoOnly, only row blocks with rows to redo are computed, and the logits of these rows
-// are stored.
+// Tiles are ordered column by column, so that the part of the weight for one column of tiles is read from memory once,
+// and x comes from the L2 cache. If kRedoOnly, only row blocks with rows to redo are computed, and the logits of these
+// rows are stored.
 template <bool kRedoOnly>
 struct ExpEpilogue {
   using Arguments = ExpArguments;
@@ -225,13 +225,13 @@ struct ExpEpilogue {
 
 // ---- after ----------------------------------------------------------------------------------------------------------
 
-constexpr int kAfterRows = 32, kAfterParts = 8;  // rows per block; threads per row
+constexpr int kAfterRows = 32, kAfterParts = 8;  // rows per thread block; threads per row
 
-// Computes the loss of a row from E at the target and the sum of E over the other columns (`others`), stores E at the
-// target, and returns the factor. If E is out of range, marks the row to be redone and returns 1.
+// Computes the loss of a row from E at the target and the sum of E over the other columns (`others`), stores -others as
+// the target's E, and returns the factor. If E is out of range, marks the row to be redone and returns 1.
 //
-// E at the target, -others, is rounded to bfloat16. The factor is corrected for this rounding, so that the target's
-// gradient, the largest of the row, is exact.
+// The stored -others is rounded to bfloat16. The factor is corrected for this rounding, so that the target's gradient,
+// the largest of the row, is exact.
 __device__ float finish_row(const ExpClassifier& p, const RowState& state, int64_t row, float others) {
   const int target = state.targets[row];
   if (target == kNone) {
@@ -266,8 +266,8 @@ __device__ void scale_row(bfloat16* to, const From* from, int64_t width, float f
   }
 }
 
-// Each block processes kAfterRows rows. Thread (row, part) adds the sums of every kAfterParts-th tile of its row. Then
-// each warp scales whole rows of x.
+// Each thread block processes kAfterRows rows. Thread (row, part) adds the sums of every kAfterParts-th tile of its
+// row. Then each warp scales whole rows of x.
 __global__ void __launch_bounds__(kAfterRows* kAfterParts)
     exp_classifier_after_kernel(const ExpClassifier p, const RowState state, int tiles_across) {
   __shared__ float parts[kAfterParts][kAfterRows];

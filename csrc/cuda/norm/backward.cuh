@@ -10,15 +10,15 @@
 // The kernels read x and dout and write dx: 3 * N * C * sizeof(T) bytes. If present, dsum is read and dresidual is
 // written, too.
 //
-// layernorm_backward_ring_kernel computes rows that fit into registers and shared memory, with one block per SM:
+// layernorm_backward_ring_kernel computes rows that fit into registers and shared memory, with one thread block per SM:
 //
-//   for each row of a team (several teams per block):
+//   for each row of a team (several teams per thread block):
 //     wait until the row is in shared memory (RowRing)
 //     pass 1: add dout * n and dout to the thread's sums for dweight and dbias; team sums of g and g * n
 //     pass 2: compute and store dx; add dx to the thread's sum for dx_bias
-//   add the sums of the block's teams and write them to the workspace as one row
+//   add the sums of the thread block's teams and write them to the workspace as one row
 //
-// All other rows are computed by layernorm_backward_simple_kernel (dx, one block per row) and
+// All other rows are computed by layernorm_backward_simple_kernel (dx, one thread block per row) and
 // layernorm_backward_columns_kernel (rows of partial sums). In both cases partial_sums_kernel adds the rows of the
 // workspace.
 #pragma once
@@ -46,7 +46,7 @@ __device__ inline double product(double a, double b) {
   return __dmul_rn(a, b);
 }
 
-// ---- any row: one block per row reads x and dout from memory in both passes ----
+// ---- any row: one thread block per row reads x and dout from memory in both passes ----
 
 // The kernel sums g * c, where c = x - mean, rather than g * n. In a short row the rounding errors of n would not
 // cancel, and the gradient for a constant dout would not be 0.
@@ -144,12 +144,13 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> 
 
 // ---- rows of whole packs that fit into registers and shared memory ----
 
-// One block per SM loops over the rows, blockDim.y rows at a time. A thread processes the same columns of every row, so
-// it keeps its part of dweight, dbias and dx_bias in registers. These sums fill the register file, so the next rows
-// wait in shared memory (RowRing). Threads synchronise only for the two sums of a row. At the end each block adds the
-// sums of its teams and writes one row of partial sums; partial_sums_kernel adds the rows of all blocks in order.
+// One thread block per SM loops over the rows, blockDim.y rows at a time. A thread processes the same columns of every
+// row, so it keeps its part of dweight, dbias and dx_bias in registers. These sums fill the register file, so the next
+// rows wait in shared memory (RowRing). Within an iteration, threads synchronise only for the two sums of a row. At the
+// end each thread block adds the sums of its teams and writes one row of partial sums; partial_sums_kernel adds the
+// rows of all thread blocks in order.
 
-// Adds the sums of a block's teams (`thread_sums`, one per thread and column) and writes them as one row of the
+// Adds the sums of a thread block's teams (`thread_sums`, one per thread and column) and writes them as one row of the
 // workspace. The sums pass through shared memory, where they overwrite the ring. They are an array (blockDim.y,
 // kArrays, kItems, kVec / 4, blockDim.x) of float4, so that neighbouring threads use neighbouring banks.
 template <typename R, int kArrays>
@@ -273,8 +274,8 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kArrays>(R
     else
       write_dx(std::false_type());
   }
-  // Teams that have no row in the block's last iteration still pass its barrier. The kernel does not need this, but
-  // compute-sanitizer's racecheck compares threads by the number of barriers that they have passed.
+  // Teams that have no row in the thread block's last iteration still pass its barrier. The kernel does not need this,
+  // but compute-sanitizer's racecheck compares threads by the number of barriers that they have passed.
   if constexpr (std::is_same_v<typename R::Team, BlockPart>)
     if (p.dx && row - threadIdx.y < p.rows) R::Team::barrier();
   if (p.workspace) write_block_sums<R>(p, shared, thread_sums);

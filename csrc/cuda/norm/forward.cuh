@@ -3,9 +3,10 @@
 //
 // The kernels read x and write out: 2 * N * C * sizeof(T) bytes, and 8 bytes of statistics per row. With a residual
 // they also read the residual and write the sum: 4 * N * C * sizeof(T) bytes. A separate addition would increase this
-// to 5 * N * C * sizeof(T) bytes. Dropout and x_bias (DenseDropout instead of NoDropout) add no memory traffic.
+// to 5 * N * C * sizeof(T) bytes. Dropout and x_bias, which has only C elements, add almost no memory traffic.
 //
-// layernorm_forward_registers_kernel computes rows that fit into registers, with one team (a warp or a block) per row:
+// layernorm_forward_registers_kernel computes rows that fit into registers, with one team (a warp or a thread block)
+// per row:
 //
 //   load the row; add the residual and store the sum
 //   mean = sum(x) / C
@@ -42,7 +43,7 @@ __device__ void load_affine(accumulate_t<T> (&weight)[kVec], accumulate_t<T> (&b
   if (kBoth || p.bias) load_wide<kVec>(bias, p.bias + column);
 }
 
-// ---- any row: one block per row reads the row from memory in every pass ----
+// ---- any row: one thread block per row reads the row from memory in every pass ----
 
 template <typename T, int kVec, typename X>
 __global__ void __launch_bounds__(kSimpleThreads)
@@ -105,9 +106,9 @@ __device__ inline void store_statistic(float* p, float value) {
 template <typename R>
 __device__ Moments<float> row_moments(R& row, int width, float inverse, double eps) {
   // A float32 sum of 16-bit numbers of similar magnitude is exact, because the significands of the numbers have at
-  // least 13 bits less than the significand of a float32. With different magnitudes the largest numbers dominate the
-  // sum. Therefore sum - C * mean is the sum of x - mean. A second sum would have rounding errors of its own, and a row
-  // of equal numbers would not become 0.
+  // least 13 bits less than the significand of a float32. If the magnitudes differ, the rounding errors of the sum are
+  // small compared with the largest numbers. The sum of x - mean is therefore computed as sum - C * mean. A second pass
+  // that sums x - mean would have rounding errors, and a row of equal numbers would not be normalised to 0.
   constexpr bool kExactSum = sizeof(typename R::T) == 2;
   float sum[1] = {};
   row.each(width, [&](int, const float (&x)[R::kVec]) {
@@ -130,7 +131,7 @@ __device__ Moments<float> row_moments(R& row, int width, float inverse, double e
   return moments(mean, rests, about_mean[0], inverse, eps);
 }
 
-// Sets `packs` to dropout(x + x_bias) + residual of this team's row, rounded to T, and stores the same values to p.sum.
+// Sets `packs` to dropout(x + x_bias) + residual of this team's row, rounded to T, and stores these values to p.sum.
 template <typename R, typename X, typename Draw>
 __device__ void add_residual(R& packs, const typename R::template With<X>& x_packs, const R& residual,
                              const LayernormForward<typename R::T, X>& p, int64_t row, const Draw& draw) {
@@ -146,8 +147,8 @@ __device__ void add_residual(R& packs, const typename R::template With<X>& x_pac
   });
 }
 
-// The functions below use explicit roundings: otherwise the compiler would decide in each kernel which operations to
-// fuse, and kernels that share these functions would not give the same bits.
+// The functions below round explicitly (__fadd_rn, fmaf). Otherwise the compiler would decide in each kernel which
+// operations to fuse, and kernels that share these functions could give different bits.
 
 template <typename T, typename X>
 __device__ void store_statistics(const LayernormForward<T, X>& p, int64_t row, const Moments<float>& m) {
@@ -162,9 +163,9 @@ __device__ void normalize(float (&x)[kVec], const Moments<float>& m, float offse
   for (int k = 0; k < kVec; ++k) x[k] = fmaf(fmaf(x[k] - m.mean, m.rstd, offset), weight[k], bias[k]);
 }
 
-// Each team processes one row, without a loop over rows, because small blocks that start and end at different times
-// keep reads and writes evenly mixed. Weight and bias are loaded pack by pack when they are needed, mostly from the L1
-// cache. If weight and bias were kept in registers, fewer rows would fit on an SM at once. Dropout is NoDropout,
+// Each team processes one row, without a loop over rows, because small thread blocks that start and end at different
+// times keep reads and writes evenly mixed. Weight and bias are loaded pack by pack when they are needed, mostly from
+// the L1 cache. If weight and bias were kept in registers, fewer rows would fit on an SM at once. Dropout is NoDropout,
 // DenseDropout or, if X is narrower than T, OptionalDropout.
 template <typename R, bool kResidual, typename X, typename Dropout>
 __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))

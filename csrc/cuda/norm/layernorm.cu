@@ -33,9 +33,9 @@ bool few_rows(int64_t rows) {
   return rows < 64 * int64_t(multiprocessors());
 }
 
-// Returns the number of rows per block. Rows that take one warp each are grouped into blocks of about 3 KB, which mix
-// reads and writes best. If there are few rows, launching many blocks would take longer than such a mix saves, so a
-// block processes 4 rows.
+// Returns the number of rows per thread block. If a warp processes a row, a thread block processes about 3 KB of rows
+// (one to four rows), because small thread blocks mix reads and writes best. If there are few rows, launching many
+// thread blocks would take longer than this mix saves, so a thread block processes 4 rows.
 unsigned forward_block_rows(int64_t rows, int threads, int64_t row_bytes) {
   if (threads > kWarp) return 1;
   return few_rows(rows) ? 4 : static_cast<unsigned>(std::clamp<int64_t>(3072 / row_bytes, 1, 4));
@@ -85,14 +85,14 @@ void launch_forward(const LayernormForward<T, X>& p, const DropoutArguments& dro
 
 // ---- backward ----
 
-// Launches the ring kernel. Returns the number of blocks, each of which writes a row of partial sums. Returns 0,
+// Launches the ring kernel. Returns the number of thread blocks, each of which writes a row of partial sums. Returns 0,
 // without a launch, if the rows do not fit.
 template <int kArrays, typename T, typename X, typename Dropout>
 int64_t launch_backward_ring(const LayernormBackward<T, X>& p, const Dropout& dropout, Stream stream) {
-  // With 16-bit types, a warp's row has at most 5 packs per thread in two cases. With dsum, the kernel loads a third
-  // array. Dividing a row among several warps then saves time, although these warps wait for each other at barriers,
-  // because an SM holds more warps and thus more loads in flight. With three sums over the rows, 6 packs would exceed
-  // the registers.
+  // With 16-bit types, if one warp processes a row, a thread has at most 5 packs in two cases. The first case is a call
+  // with dsum, where the kernel loads a third array. Dividing a row among several warps then saves time, although these
+  // warps wait for each other at barriers, because an SM holds more warps and thus more loads in flight. The second
+  // case is a call with three sums over the rows, where 6 packs would exceed the registers.
   constexpr int kFewWarpItems = sizeof(T) == 2 ? 5 : kMaxWarpItems;
   constexpr int kWarpItems = kArrays == 3 ? kFewWarpItems : kMaxWarpItems;
   const auto max_threads = backward_max_threads<T, kArrays>;
@@ -163,8 +163,9 @@ Status layernorm_forward(const LayernormForward<T, X>& p, const DropoutArguments
   return cudaGetLastError();
 }
 
-// Returns the size of the workspace in bytes. The workspace holds rows of 3 * C partial sums: one row per block of the
-// ring kernel, which has at most one block per SM, or the rows that layernorm_backward_columns_kernel writes.
+// Returns the size of the workspace in bytes. The workspace holds rows of 3 * C partial sums: one row per thread block
+// of the ring kernel, which has at most one thread block per SM, or the rows that layernorm_backward_columns_kernel
+// writes.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
   const int64_t partials = std::max(std::clamp<int64_t>(rows, 1, multiprocessors()), simple_partials(rows));

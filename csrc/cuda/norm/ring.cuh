@@ -1,4 +1,5 @@
-// A ring buffer in shared memory through which the rows of a block pass, for kernels whose blocks loop over many rows.
+// A ring buffer in shared memory through which rows pass to registers, for kernels whose thread blocks loop over many
+// rows.
 //
 // At 4.2 TB/s and 1 us of latency, each of the 132 SMs of an H200 needs 32 KB of loads in flight at all times.
 // Registers have no space for so much data in addition to the current row. Every thread therefore copies its packs of
@@ -13,7 +14,8 @@
 //   +-------------+ +-------------+ +-------------+ +-------------+
 //
 // next() starts the copy of row r + 4 into stage 0, waits for row r + 1, and returns it. In a stage, a row consists of
-// the rows of x, dout and dsum, one after another. A stage holds one row for each of the blockDim.y teams of a block.
+// the rows of x, dout and dsum, one after another. A stage holds one row for each of the blockDim.y teams of a thread
+// block.
 #pragma once
 
 #include <cuda_pipeline_primitives.h>
@@ -25,18 +27,19 @@
 
 namespace gptkernels::cuda {
 
-// The launch shape of a ring kernel: a block works on blockDim.y rows at a time, with blockDim.x threads each, and
-// shared memory holds `stages` rows per team.
+// The launch shape of a ring kernel. A thread block processes blockDim.y rows at a time, with blockDim.x threads each,
+// and shared memory holds `stages` rows per team.
 struct RingShape {
   dim3 block;
   unsigned grid;
-  int stages;  // 0 if shared memory does not hold two stages of one row, and a team's sums
+  int stages;  // 0 if two stages of one row, or a team's sums, do not fit into shared memory
   int64_t shared_bytes;
 };
 
-// Returns a shape with one block per SM, as many rows per block as its threads and shared memory allow, and then as
-// many stages as fit. `row_bytes` is the size of one row of x, dout and dsum together, and `threads` is the number of
-// threads per row. After the last row the same memory holds `sums_bytes` per team.
+// Returns a shape with one thread block per SM. A thread block has as many teams as its threads and shared memory
+// allow, and then as many stages as fit and are needed for kBytesInFlight. `row_bytes` is the size of one row of x,
+// dout and dsum together, and `threads` is the number of threads per row. After the last row the same memory holds
+// `sums_bytes` per team.
 inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int64_t sums_bytes, int threads, int max_threads,
                             int64_t max_shared_bytes) {
   constexpr int kMaxStages = 4;
@@ -46,7 +49,7 @@ inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int64_t sums_bytes,
   const int64_t height = std::min({fitting, most, ceil_div(rows, multiprocessors())});
   if (height == 0) return {};
   const int64_t grid = std::min<int64_t>(ceil_div(rows, height), multiprocessors());
-  // Rows per team. Further stages would stay empty.
+  // The number of rows of a team. More stages than rows would stay empty.
   const int64_t steps = std::max<int64_t>(ceil_div(rows, height * grid), 2);
   const int64_t wanted = std::max<int64_t>(1 + ceil_div(kBytesInFlight, height * row_bytes), 2);
   const int64_t stages = std::min({max_shared_bytes / (height * row_bytes), int64_t(kMaxStages), wanted, steps});
@@ -102,7 +105,7 @@ class RowRing {
   }
 
  private:
-  // Shared memory is counted in elements of X, the narrower dtype.
+  // Positions in shared memory are counted in elements of X, the narrower dtype.
   static constexpr int kWide = sizeof(T) / sizeof(X);  // elements of X per element of T
 
   // Returns the stage after `stage`.
@@ -111,7 +114,7 @@ class RowRing {
     return stage == begin_ + stages_ * stage_step_ ? begin_ : stage;
   }
 
-  // Starts copying one more row. Beyond the last row, commits an empty group, because next() counts groups.
+  // Starts copying one more row. Beyond the last row, commits an empty group of copies, because next() counts groups.
   __device__ void copy() {
     if (x_ < end_) {
       copy(write_, x_);

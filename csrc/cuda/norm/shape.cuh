@@ -13,32 +13,33 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kMinItems = 3;  // packs per thread if several warps share a row; fewer packs are never cheaper
+constexpr int kMinItems = 3;  // least packs per thread if several warps share a row; fewer packs are never cheaper
 constexpr int kMaxItems = 4;
-constexpr int kMaxWarpItems = 7;  // packs per thread if one warp processes a row
+constexpr int kMaxWarpItems = 7;  // most packs per thread if one warp processes a row
 
 // True if a row has more than 40 elements per thread. The 16-bit packs of such a row stay packed from one pass to the
 // next, because the float32 values would need too many registers.
 template <typename R>
 constexpr bool kMayStayPacked = R::kItems * R::kVec > 40;
 
-// Returns the largest block, in threads, with `registers` registers per thread. Each of an SM's four schedulers has a
-// quarter of its 65536 registers, so block sizes are multiples of four warps.
+// Returns the largest number of threads of a thread block whose threads have `registers` registers each. Each of an
+// SM's four schedulers has a quarter of the SM's 65536 registers, so the number is a multiple of four warps.
 constexpr int max_threads(int registers) {
   constexpr int kStep = 4 * kWarp;
   return std::min(1024, 65536 / registers / kStep * kStep);
 }
 
-// Returns the largest block of a forward kernel with `items` packs per thread. A thread needs registers for the packs
-// and for their conversion to float32, and 48 further registers.
+// Returns the largest number of threads of a thread block of a forward kernel with `items` packs per thread. A thread
+// needs registers for three arrays of packs in T, for one array of their elements in float32, and 48 further registers.
 template <typename T>
 constexpr int forward_max_threads(int items) {
   return max_threads(48 + items * kPack<T> * (3 * sizeof(T) + 4) / 4);
 }
 
-// Returns the largest block of a backward kernel with `items` packs per thread. A thread needs registers for the weight
-// in T, for kArrays float32 sums over the rows, for the row's normalised values and gradients between the two passes
-// (packed in T beyond 40 elements), and 48 further registers.
+// Returns the largest number of threads of a thread block of a backward kernel with `items` packs per thread. A thread
+// needs registers for the weight in T, for kArrays float32 sums over the rows, for the normalised values and gradients
+// that the first pass over a row keeps for the second pass (in float32, or in T if a thread has more than 40 elements),
+// and 48 further registers.
 template <typename T, int kArrays>
 constexpr int backward_max_threads(int items) {
   const int kept = items * kPack<T> > 40 ? sizeof(T) : 4;
@@ -52,8 +53,9 @@ struct RowShape {
 };
 
 // Returns the cheapest shape for a row of `packs` packs. A warp spends time on all its packs, even those beyond the
-// row's end, and on the row's sums, which cost as much as about 20 elements. If a block processes several rows with
-// several warps each (BlockPart), the cost of a row includes a share of the warps that the block does not use.
+// row's end, and on the row's sums, which cost as much as about 20 elements. If a thread block processes several rows
+// with several warps each (BlockPart), the cost of a row includes a share of the warps that the thread block cannot
+// use.
 template <typename T, typename Team, typename MaxThreads>
 RowShape row_shape(int64_t packs, int max_warp_items, const MaxThreads& max_threads) {
   constexpr int kSumsCost = 20;

@@ -3,9 +3,9 @@
 // parameter with float32 master and moments. Elements are independent of each other, so the result does not depend on
 // how the tensors are divided into chunks.
 //
-// A thread loads two packs of every array, all in flight at once. Meanwhile one thread of the block computes the
-// factors, which takes about as long as the loads. Blocks are small, so the last blocks of the grid end almost at the
-// same time.
+// A thread loads two packs of every array, all in flight at once. Meanwhile one thread of the thread block computes the
+// factors, which takes about as long as the loads. Thread blocks are small, so the last ones of the grid end almost at
+// the same time.
 #include <algorithm>
 
 #include "../../adamw.h"
@@ -46,9 +46,9 @@ struct Exact {
 };
 
 // Operations with an error of up to 2 ulp of float32, for parameters that are then rounded to 16 bits. The exact
-// operations have branches, which serialise a thread's elements. A kernel that moves only 14 bytes per parameter has no
-// time for that. Every square root here is 0, infinite or between 1e-23 and 1e20, where the approximate operations are
-// valid.
+// operations have branches, which serialise a thread's elements. A kernel that moves only 14 bytes per parameter would
+// then be limited by these operations instead of memory. Every square root here is 0, infinite or between 1e-23 and
+// 1e20, where the approximate operations are valid.
 struct Approximate : Exact {
   static __device__ float quotient(float a, float b) { return __fdividef(a, b); }
   static __device__ float square_root(float x) {
@@ -100,7 +100,7 @@ struct AdamwTensor {
         exp_avg(static_cast<State*>(pointers[kExpAvg]) + begin),
         exp_avg_sq(static_cast<State*>(pointers[kExpAvgSq]) + begin) {}
 
-  // Elements of a pack: 16 bytes of the array with the widest dtype.
+  // Number of elements of a pack. A pack of the array with the widest dtype has 16 bytes.
   static constexpr int pack = 16 / std::max({sizeof(T), sizeof(Weight), sizeof(Gradient), sizeof(State)});
   static constexpr int chunk = kThreads * kPacks * pack;
 

@@ -1,7 +1,7 @@
 // The Euclidean norm of all elements of many tensors, by two kernels:
 //
-//   global_norm_squares_chunks_kernel   one block per chunk of a tensor: its sum of squares, in float64
-//   global_norm_sum_block_kernel        one block: the square root of the sum of these sums
+//   global_norm_squares_chunks_kernel   each thread block sums the squares of a chunk of a tensor, in float64
+//   global_norm_sum_block_kernel        one thread block computes the square root of the sum of these sums
 //
 // Every element is read once. Equal inputs give equal bits.
 #include "../../global_norm.h"

@@ -1,5 +1,5 @@
-// Helpers for the kernels for sm_90a whose warpgroups have different roles: mbarriers by address, rings of buffers, and
-// stmatrix.
+// Helpers for the kernels for sm_90a whose warpgroups have different roles: functions for mbarriers, which take the
+// address of the barrier in shared memory, rings of buffers, and stmatrix.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -46,9 +46,9 @@ __device__ inline void barrier_arrive_if(bool one, uint32_t barrier) {
       : "memory");
 }
 
-// Arrives at a barrier, in any block of the cluster, in the threads whose `one` is true. The arrival has no release at
-// cluster scope. A release is not needed here, and would wait for all of the thread's stores: with a release, matmuls
-// took 1.5 times as long.
+// Arrives at a barrier of any thread block of the cluster, in the threads whose `one` is true. The arrival has no
+// release at cluster scope. A release is not needed here, and would wait for all of the thread's stores: with a
+// release, matmuls took 1.5 times as long.
 __device__ inline void barrier_arrive_in_block(bool one, uint32_t barrier) {
   random_delay();
   asm volatile(

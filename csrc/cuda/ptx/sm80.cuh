@@ -19,23 +19,23 @@ __device__ inline uint32_t shared_window(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Starts copying 16 bytes from global to shared memory, both 16-byte aligned. If `inside` is false, writes zeros and
-// does not read `from`.
+// Starts copying 16 bytes from global to shared memory. Both addresses are multiples of 16. If `inside` is false,
+// writes zeros and does not read `from`.
 __device__ inline void copy_async_16(uint32_t to, const void* from, bool inside) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 #endif
 }
 
-// Starts copying 4 bytes from global to shared memory, both 4-byte aligned. If `inside` is false, writes zeros and does
-// not read `from`.
+// Starts copying 4 bytes from global to shared memory. Both addresses are multiples of 4. If `inside` is false, writes
+// zeros and does not read `from`.
 __device__ inline void copy_async_4(uint32_t to, const void* from, bool inside) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(inside ? 4 : 0) : "memory");
 #endif
 }
 
-// Ends a group: all copies that this thread has started since the previous group.
+// Ends a group, which consists of all copies that this thread has started since the previous group.
 __device__ inline void copy_async_commit() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
@@ -83,7 +83,7 @@ __device__ inline uint32_t load_word(uint32_t shared) {
   return word;
 }
 
-// Loads 16 bytes, 16-byte aligned.
+// Loads 16 bytes from an address that is a multiple of 16.
 __device__ inline void load_words(uint32_t (&words)[4], uint32_t shared) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -100,16 +100,17 @@ __device__ inline uint32_t round_to_tf32(float x) {
   return rounded;
 }
 
-// Splits x into two TF32 operands: hi + lo differs from x by at most 2^-23 of x. hi is x rounded to nearest; lo is the
-// remainder, whose last bits the tensor cores ignore. If x is NaN, hi and lo are NaN. If x is infinite, hi is x and lo
-// is NaN. (The rounding is a float32 addition, because rounding by integer arithmetic could turn a NaN into 0.)
+// Splits x into two TF32 operands, whose sum hi + lo differs from x by at most 2^-23 |x|. hi is x rounded to nearest;
+// lo is the remainder, whose last bits the tensor cores ignore. If x is NaN, hi and lo are NaN. If x is infinite, hi is
+// x and lo is NaN. (The rounding is a float32 addition, because rounding by integer arithmetic could turn a NaN into
+// 0.)
 __device__ inline void split_tf32(uint32_t x, uint32_t& hi, uint32_t& lo) {
   const float value = __uint_as_float(x), power_of_2 = __uint_as_float(x & 0xFF800000u);
   hi = __float_as_uint(fmaf(power_of_2, 0x1p-11f, value)) & 0xFFFFE000u;
   lo = __float_as_uint(value - __uint_as_float(hi));
 }
 
-// d (16 x 8) += a (16 rows x 32 bytes of k) * b (32 bytes of k x 8 columns).
+// Computes d (16 x 8) += a (16 rows x 32 bytes of k) * b (32 bytes of k x 8 columns).
 template <typename T>
 __device__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800

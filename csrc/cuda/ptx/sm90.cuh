@@ -1,6 +1,6 @@
 // Wrappers of PTX instructions that sm_90 introduced: bulk asynchronous copies, barriers in shared memory that count
-// the bytes of such copies (mbarrier), and access to the shared memory of the other blocks of a cluster. Names are as
-// in PTX.
+// the bytes of such copies (mbarrier), and access to the shared memory of the other thread blocks of a cluster. Most
+// functions are named after their instructions.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace gptkernels::cuda {
 
-// 1 in device code compiled for sm_90 or later; 0 in host code.
+// 1 in device code compiled for sm_90 or later, otherwise 0.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define GPTKERNELS_HOPPER 1
 #else
@@ -92,15 +92,15 @@ __device__ inline void cluster_barrier() {
   cluster_wait();
 }
 
-// Returns the address of the same variable in the shared memory of block `rank` of the cluster.
+// Returns the address of the same variable in the shared memory of thread block `rank` of the cluster.
 __device__ inline uint32_t in_block(const void* shared, unsigned rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
   return address;
 }
 
-// Writes a value of 4, 8 or 16 bytes to the same variable of block `rank`, asynchronously. The barrier at the same
-// address in that block counts the bytes as they arrive. The cluster must have at least two blocks.
+// Writes a value of 4, 8 or 16 bytes to the same variable of thread block `rank`, asynchronously. The barrier at the
+// same address in that thread block counts the bytes as they arrive. The cluster must have at least two thread blocks.
 template <typename V>
 __device__ void store_in_block(V* shared, const V& value, uint64_t* barrier, unsigned rank) {
   static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);

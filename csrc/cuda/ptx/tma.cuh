@@ -123,8 +123,8 @@ __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int col
       : "memory");
 }
 
-// Starts loading the box into every block of the cluster whose bit is set in `blocks`, at the same shared memory
-// address. In each of these blocks the mbarrier at the address `barrier` counts the bytes that arrive there.
+// Starts loading the box into every thread block of the cluster whose bit is set in `blocks`, at the same shared memory
+// address. In each of these thread blocks the mbarrier at the address `barrier` counts the bytes that arrive there.
 __device__ inline void tma_load_multicast(uint32_t shared, const CUtensorMap& map, int column, int row,
                                           uint32_t barrier, uint16_t blocks) {
   asm volatile(
@@ -141,7 +141,7 @@ __device__ inline void tma_store(const CUtensorMap& map, uint32_t shared, int co
                : "memory");
 }
 
-// Closes a group: all stores that this thread has started since the previous group.
+// Ends a group, which consists of all stores that this thread has started since the previous group.
 __device__ inline void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }

@@ -1,6 +1,5 @@
 // Wrappers of wgmma, the tensor core instructions of a warpgroup (four warps) on sm_90a: D (64 x N) += A (64 x 16) * B
-// (16 x N). B is read from shared memory, A from shared memory or registers. The names have the meanings that they have
-// in PTX.
+// (16 x N). B is read from shared memory, A from shared memory or registers. A, B, D and N are PTX's names.
 //
 // Accumulators: a warp holds 16 of the 64 rows. Of every 8 columns 8t..8t+7, lane l holds columns 8t + 2(l%4) and 8t +
 // 2(l%4) + 1: row l/4 in d[4t] and d[4t+1], row l/4 + 8 in d[4t+2] and d[4t+3]. If A is in registers, a thread holds
@@ -37,7 +36,7 @@ __device__ inline void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Closes a group: all wgmmas that this warpgroup has started since the previous group.
+// Ends a group, which consists of all wgmmas that this warpgroup has started since the previous group.
 __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
@@ -108,7 +107,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
   "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
   "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
 
-// D (64 x 64) += A * B, or D = A * B if `accumulate` is 0, with A and B in shared memory.
+// Computes D (64 x 64) += A * B, or D = A * B if `accumulate` is 0, with A and B in shared memory.
 #define GPTKERNELS_WGMMA_SS_64(TYPE, d, a, b, accumulate, transpose_b)                        \
   asm volatile(                                                                               \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                            \
@@ -118,7 +117,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b)                                     \
       : "memory")
 
-// D (64 x 64) += A * B, or D = A * B if `accumulate` is 0, with A in registers.
+// Computes D (64 x 64) += A * B, or D = A * B if `accumulate` is 0, with A in registers.
 #define GPTKERNELS_WGMMA_RS_64(TYPE, d, a, b, accumulate, transpose_b)                                \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                    \
@@ -128,7 +127,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]), "l"(b), "r"(accumulate), "n"(transpose_b) \
       : "memory")
 
-// D (64 x 128) += A * B, or D = A * B if `accumulate` is 0, with A and B in shared memory.
+// Computes D (64 x 128) += A * B, or D = A * B if `accumulate` is 0, with A and B in shared memory.
 #define GPTKERNELS_WGMMA_SS_128(TYPE, d, a, b, accumulate, transpose_b)                         \
   asm volatile(                                                                                 \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                              \
@@ -138,7 +137,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b)                                       \
       : "memory")
 
-// D (64 x 128) += A * B, or D = A * B if `accumulate` is 0, with A in registers.
+// Computes D (64 x 128) += A * B, or D = A * B if `accumulate` is 0, with A in registers.
 #define GPTKERNELS_WGMMA_RS_128(TYPE, d, a, b, accumulate, transpose_b)                               \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                    \

@@ -11,7 +11,7 @@
 
 namespace gptkernels::cuda {
 
-// ---- any row: one block per row reads the row from memory in both passes ----
+// ---- any row: one thread block per row reads the row from memory in both passes ----
 
 template <typename T, int kVec, bool kCausal>
 __global__ void __launch_bounds__(kSimpleThreads) softmax_backward_simple_kernel(const SoftmaxBackwardRows<T> p) {
@@ -43,7 +43,7 @@ template <typename T_, bool kCausal>
 struct SoftmaxBackwardRow {
   using T = T_;
   using Arguments = SoftmaxBackwardRows<T>;
-  // There is little to compute, so one block per SM is enough.
+  // There is little to compute, so one thread block per SM is enough.
   static constexpr RowShapes kShapes = {
       .arrays = 2, .resident = 1, .overflow_in_block = !kCausal, .wide_head_tail = kCausal};
   template <bool kHasHeadTail, bool kOverflow>

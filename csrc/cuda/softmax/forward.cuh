@@ -14,7 +14,7 @@
 
 namespace gptkernels::cuda {
 
-// ---- any row: one block per row reads the row from memory in both passes ----
+// ---- any row: one thread block per row reads the row from memory in both passes ----
 
 template <typename T, int kVec, bool kCausal>
 __global__ void __launch_bounds__(kSimpleThreads) softmax_forward_simple_kernel(const SoftmaxRows<T> p) {
@@ -75,8 +75,8 @@ struct SoftmaxForwardRow {
   using Arguments = SoftmaxRows<T>;
   static constexpr RowShapes kShapes = {.overflow_in_block = !kCausal, .wide_head_tail = kCausal};
 
-  // With 1024 threads and two blocks per SM a thread has 32 registers; the variants that need more registers have fewer
-  // threads.
+  // With 1024 threads and two thread blocks per SM, a thread has 32 registers; the variants that need more registers
+  // have fewer threads.
   template <bool kHasHeadTail, bool kOverflow>
   static constexpr int kThreads = kCausal && kOverflow                                        ? 512
                                   : kCausal || (kOverflow && (kHasHeadTail || sizeof(T) > 2)) ? 768

@@ -3,14 +3,14 @@
 //
 // Every input is read once and the output is written once, so with enough loads in flight the kernels run at memory
 // bandwidth. The kernels keep a row in registers and shared memory between the row's load and store
-// (common/row_part_launch.cuh). The fallback is a simple kernel with one block per row, which reads the row from memory
-// in both passes. The fallback is used for
+// (common/row_part_launch.cuh). The fallback is a simple kernel with one thread block per row, which reads the row from
+// memory in both passes. The fallback is used for
 //
 //   float64
 //   arrays with different offsets from a multiple of 16 bytes
 //   rows that are too many or too wide for the fast kernels
-//   scales below 1e-30: the fast kernels need a positive scale, and compute x - max(x), which may overflow where
-//     scale * (x - max(x)) does not
+//   in the forward, scales below 1e-30: the fast kernels need a positive scale, and compute x - max(x), which may
+//     overflow where scale * (x - max(x)) does not
 //
 // A thread writes only columns that it has read itself, so the output may overwrite an input.
 #pragma once

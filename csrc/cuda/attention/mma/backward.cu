@@ -1,12 +1,13 @@
-// Attention's backward by mma.sync and cp.async, in two kernels. Where P = exp(scale q k' - logsumexp) and g is dout,
+// Attention's backward by mma.sync and cp.async, in two kernels. With P = exp(scale q k' - logsumexp), g the gradient
+// of out, and ' the transpose,
 //
 //   dv = P' g, dq = scale dS k, dk = scale dS' q, where dS = P (g v' - delta) and delta = sum(dout * out) - dlogsumexp.
 //
 // Dropout is applied to P in dv, and to g v'.
 //
 // The kernel for dq computes a tile of queries in a loop over tiles of keys, and stores delta for the other kernel. The
-// kernel for dk and dv computes a tile of keys in a loop over tiles of queries. Both compute P and g v', so that all
-// sums are in registers. Nothing is added in memory, and the same inputs give the same bits.
+// kernel for dk and dv computes a tile of keys in a loop over tiles of queries. Both kernels compute P and g v', so
+// that each can sum its gradients in registers. Nothing is added in memory, so the results are bitwise reproducible.
 #include "cuda/attention/logsumexp_correction.cuh"
 #include "cuda/attention/variants.h"
 #include "tiles.cuh"
@@ -14,15 +15,15 @@
 namespace gptkernels::cuda {
 namespace {
 
-// Whether probabilities are multiplied by a correction (logsumexp_correction.cuh): where float32 is exact, and where a
-// mask may have far biases (lowest_bias.cuh).
+// Whether a kernel multiplies the probabilities by a correction (logsumexp_correction.cuh). It does so if it computes
+// float32 exactly, or if a mask may have far biases (lowest_bias.cuh).
 template <bool kGeneral, bool kExact>
 constexpr bool kCorrects = kGeneral || kExact;
 
-// What the kernel for dq stores for the other kernel: two arrays (B, NH, Tq).
+// The arrays (B, NH, Tq) that the kernel for dq stores for the kernel for dk and dv.
 struct RowStatistics {
   float* delta;
-  float* correction;  // in kernels with kCorrects
+  float* correction;  // only used by kernels with kCorrects
 
   __device__ RowStatistics(void* workspace, const AttentionSizes& s)
       : delta(static_cast<float*>(workspace)), correction(delta + s.batches * s.heads * s.queries) {}
@@ -30,14 +31,14 @@ struct RowStatistics {
 
 // ---- dq -------------------------------------------------------------------------------------------------------------
 
-// A warp has 16 or 32 (kM = 2) queries. With 32, keys and values are loaded from shared memory, and rounded there, half
-// as often.
+// A warp computes 16 queries, or 32 if kM = 2. With 32 queries, keys and values are loaded from shared memory, and
+// rounded in shared memory, half as often per query.
 template <typename T, int HS, bool kExact>
 struct DqueryShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kThreads = 128;
   static constexpr int kM = sizeof(T) == 4 && kBytes == 256 ? 2 : 1;
-  static constexpr int kBlocks = kM;  // thread blocks that an SM has registers for, at least
+  static constexpr int kBlocks = kM;  // least number of thread blocks that an SM has registers for
   static constexpr int kRows = 64 * kM;
   static constexpr int kKeys = kBytes <= (sizeof(T) == 2 ? 256 : 128) ? 64 : kBytes <= 256 ? 32 : 16;
   static constexpr bool kKeepRows = !kExact && kBytes <= 128;
@@ -99,7 +100,8 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
   copy_rows<T, HS, Shape::kRows, kThreads>(dout_tile, p.dout.at(b, h, row), p.dout.token, 0, queries - row, head_size);
   if (first < end) copy_stage(first, 0);
 
-  // Each of this thread's rows sees the keys from `low` to `high`. `reference` is its logsumexp in units of log2.
+  // Each of this thread's rows sees the keys from `low` to `high` - 1. `reference` is the row's logsumexp in units of
+  // log2.
   int low[kM][2], high[kM][2];
   float reference[kM][2], delta[kM][2];
 #pragma unroll
@@ -110,7 +112,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
       low[m][r] = bounds.begin;
       high[m][r] = p.mask.causal ? min(bounds.end, at + offset + 1) : bounds.end;
       const bool inside = at < queries;
-      const int within = inside ? at : row;  // all lanes take part
+      const int within = inside ? at : row;  // all lanes take part in quad_dot()
       const int64_t statistic = head * queries + within;
       const float logsumexp = inside ? p.logsumexp[statistic] : 0;
       const bool sees = logsumexp != -INFINITY;
@@ -134,13 +136,13 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
   const float factor = score_factor<kGeneral>(p.mask, p.scale);
   const DropoutDraw dropout(p.dropout);
   const float keep_scale = kGeneral && dropout.drops() ? static_cast<float>(dropout.keep_scale) : 1;
-  float dquery[kM][HS / 8][4] = {}, sum[kM][2] = {};  // sum: of the probabilities
+  float dquery[kM][HS / 8][4] = {}, sum[kM][2] = {};  // `sum` is the sum of the probabilities
   int stage = 0;
   for (int start = first; start < end; start += kKeys, stage ^= 1) {
     copy_async_wait();
     round_rows<T, HS, kExact, 2 * kKeys, kThreads>(shared_bytes + 2 * Shape::kTileBytes +
                                                    stage * 2 * Shape::kStageBytes);
-    __syncthreads();  // this stage is loaded, and no warp reads the other one any more
+    __syncthreads();  // this stage is loaded, and no warp reads the other stage any more
     if (start + kKeys < end) copy_stage(start + kKeys, stage ^ 1);
     if (start >= wide_end) continue;
     const uint32_t key_tile = stages + stage * 2 * Shape::kStageBytes;
@@ -207,15 +209,15 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
 
 // ---- dk and dv ------------------------------------------------------------------------------------------------------
 
-// A warp has 16 * kM keys and all columns of dk and dv. If registers do not hold these, two warps have the same keys
-// and half of the columns each (kParts = 2).
+// A warp computes dk and dv of 16 * kM keys. If its registers cannot hold all columns of dk and dv, two warps compute
+// the same keys, and half of the columns each (kParts = 2).
 template <typename T, int HS>
 struct DkeyShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kParts = HS > 128 ? 2 : 1;
   static constexpr int kThreads = 128 * kParts;
   static constexpr int kM = sizeof(T) == 4 && kBytes == 256 ? 2 : 1;
-  static constexpr int kBlocks = kM;  // thread blocks that an SM has registers for, at least
+  static constexpr int kBlocks = kM;  // least number of thread blocks that an SM has registers for
   static constexpr int kRows = 64 * kM;
   static constexpr int kQueries = kBytes <= 128 ? 64 : kBytes <= 256 ? 32 : 16;
   static constexpr bool kKeepRows = false;
@@ -227,8 +229,8 @@ struct DkeyShape {
   static_assert(kSharedBytes <= 99 << 10);
 };
 
-// Starts copying the statistics of a stage's queries to shared memory. They are those of query head `head` of all
-// batches, from query `start` on.
+// Starts copying the statistics of a stage's queries to shared memory. `head` is the index of the query head, counted
+// over all batches, and `start` is the first query.
 template <typename Shape, bool kCopyCorrection>
 __device__ void copy_statistics(uint32_t shared, int stage, const float* logsumexp, const RowStatistics& statistics,
                                 int64_t head, int start, int queries) {
@@ -244,7 +246,8 @@ __device__ void copy_statistics(uint32_t shared, int stage, const float* logsume
   }
 }
 
-// Replaces scores by P. The statistics are in shared memory, from this thread's first column on.
+// Replaces scores by P. `logsumexp` and `correction` point to the statistics of this thread's first column in shared
+// memory.
 template <bool kCorrect, int kM, int kN>
 __device__ void probabilities_of_columns(float (&scores)[kM][kN][4], float factor, const float* logsumexp,
                                          const float* correction, bool has_bias) {
@@ -259,7 +262,7 @@ __device__ void probabilities_of_columns(float (&scores)[kM][kN][4], float facto
   });
 }
 
-// Replaces g v' by dS. A dropped element of P is negative, and becomes 0.
+// Replaces g v' by dS. A dropped element of P has been marked by a negative sign, and becomes 0.
 template <bool kGeneral, int kM, int kN>
 __device__ void gradients_of_columns(float (&gradients)[kM][kN][4], float (&weights)[kM][kN][4], const float* delta,
                                      float keep_scale) {
@@ -296,9 +299,9 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
   const int group = static_cast<int>(s.heads / s.key_heads);
   const int64_t b = tile.head / s.key_heads, key_head = tile.head % s.key_heads;
 
-  // Each of this thread's keys is seen by the queries from its `low` to its `high`. Queries before `first` see no key
-  // of the tile, and those before wide_begin none of the warp's. Queries from narrow_begin on see all of the warp's
-  // keys.
+  // Each of this thread's keys is seen by the queries from its `low` to its `high` - 1. Queries before `first` see no
+  // key of the tile, and queries before wide_begin see none of the warp's keys. Queries from narrow_begin on see all of
+  // the warp's keys.
   const KeyBounds<kGeneral> bounds(p.mask, s, b);
   const bool any = row < bounds.end && row + Shape::kRows > bounds.begin;
   const int first = p.mask.causal ? max(row - offset, 0) / kQueries * kQueries : 0;
@@ -358,7 +361,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
     copy_async_wait();
     round_rows<T, HS, kExact, 2 * kQueries, kThreads>(shared_bytes + 2 * Shape::kTileBytes +
                                                       stage * 2 * Shape::kStageBytes);
-    __syncthreads();  // this stage is loaded, and no warp reads the other one any more
+    __syncthreads();  // this stage is loaded, and no warp reads the other stage any more
     if (const Place ahead = next(place); ahead.head < last_head) copy_stage(ahead, stage ^ 1);
     const auto [h, start] = place;
     if (start + kQueries <= wide_begin) continue;
@@ -390,8 +393,8 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
       }
     gradients_of_columns<kGeneral>(gradients, weights, delta, keep_scale);
     add_product<T, HS, kExact>(dvalue, weights, query_tile + Shape::kStageBytes, warp_column);
-    // This condition is always true. It keeps the assembler from computing both matmuls at once, for which there are
-    // not enough registers.
+    // This condition is always true. It keeps ptxas from computing both matmuls at once, for which there are not enough
+    // registers.
     if (!kExact || head_size > 0) add_product<T, HS, kExact>(dkey, gradients, query_tile, warp_column);
   }
 

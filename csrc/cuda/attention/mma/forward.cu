@@ -6,19 +6,20 @@
 //   for each key tile j that the queries see:
 //     wait until stage j is loaded; start loading key tile j + 1 into the other stage
 //     S = q k(j)'; masked scores are set to -inf
-//     raise each row's maximum; P = exp2(S * factor - maximum * factor); sum += P
-//     O += P v(j), where dropout is applied to P. Before, earlier sums and O are rescaled to the new maximum
+//     raise each row's maximum; rescale sum and O to the new maximum
+//     P = exp2(S * factor - maximum * factor); sum += P;  O += P v(j), where dropout is applied to P
 //   store O / sum and the logsumexp
 //
-// Each of four warps has 16 or 32 of the queries, and skips the key tiles that its own queries do not see.
+// Each of the four warps computes 16 or 32 of the queries, and skips the key tiles that these queries do not see.
 #include "cuda/attention/variants.h"
 #include "tiles.cuh"
 
 namespace gptkernels::cuda {
 namespace {
 
-// A warp with 32 queries (kM = 2) loads half as much of keys and values from shared memory. With 16-bit types, it has
-// no registers left for masks and dropout. Shared memory fits into the 99 KB of sm_86 and sm_89.
+// A warp computes 16 queries, or 32 if kM = 2. With 32 queries, it loads keys and values from shared memory half as
+// often per query. With 16-bit types, it then has no registers left for masks and dropout. Shared memory fits into the
+// 99 KB of sm_86 and sm_89.
 template <typename T, int HS, bool kGeneral, bool kExact>
 struct ForwardShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
@@ -55,8 +56,9 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
   const T* key = p.key.at(b, key_head, 0);
   const T* value = p.value.at(b, key_head, 0);
 
-  // The keys from `first` to `end` are loaded. Each of this thread's queries sees the keys from its `low` to its
-  // `high`. All of the warp's queries see the keys before narrow_end, and none sees a key from wide_end on.
+  // The keys from `first` to `end` - 1 are loaded. Each of this thread's queries sees the keys from its `low` to its
+  // `high` - 1. All of the warp's queries see the keys from bounds.begin to narrow_end - 1, and none sees a key from
+  // wide_end on.
   const KeyBounds<kGeneral> bounds(p.mask, s, b);
   const int first = bounds.begin / kKeys * kKeys;
   const int end = p.mask.causal ? min(bounds.end, row + Shape::kRows + offset) : bounds.end;
@@ -86,7 +88,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
   const float scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
   const float factor = score_factor<kGeneral>(p.mask, p.scale);
   const bool has_bias = kGeneral && p.mask.bias;
-  const float natural = factor == 1 ? kLn2 : static_cast<float>(p.scale);  // makes scores exponents of e
+  const float natural = factor == 1 ? kLn2 : static_cast<float>(p.scale);  // converts scores to exponents of e
   const DropoutDraw dropout(p.dropout);
   float out[kM][HS / 8][4] = {}, maximum[kM][2], sum[kM][2] = {};
   for_rows<kM>([&](int m, int r) { maximum[m][r] = -INFINITY; });
@@ -95,7 +97,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
     copy_async_wait();
     round_rows<T, HS, kExact, 2 * kKeys, kThreads>(shared_bytes + Shape::kRows * Shape::kBytes +
                                                    stage * 2 * Shape::kStageBytes);  // the values follow the keys
-    __syncthreads();  // this stage is loaded, and no warp reads the other one any more
+    __syncthreads();  // this stage is loaded, and no warp reads the other stage any more
     if (start + kKeys < end) copy_stage(start + kKeys, stage ^ 1);
     if (start >= wide_end) continue;
     const uint32_t key_tile = stages + stage * 2 * Shape::kStageBytes;

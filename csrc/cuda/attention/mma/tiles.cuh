@@ -1,10 +1,10 @@
-// Parts that the attention kernels by mma.sync share: tiles in shared memory, the two matmuls, the softmax, masks,
-// dropout, and which calls the kernels support.
+// Code that the attention kernels with mma.sync share: tiles in shared memory, the two matmuls, the softmax, masks,
+// dropout, and the checks that determine which calls the kernels support.
 //
-// A warp computes kM times 16 rows of a tile of scores, in all of its columns. In the forward and in the kernel for dq,
-// rows are queries and columns are keys. In the kernel for dk and dv, rows are keys and columns are queries. The warp
-// also has the same rows of the sums, so its scores, after the exponential, are the A operand of the second matmul
-// without leaving the registers.
+// A warp computes 16 * kM rows and all columns of a tile of scores. In the forward and in the kernel for dq, rows are
+// queries and columns are keys. In the kernel for dk and dv, rows are keys and columns are queries. The warp also
+// computes the same rows of the results. After the exponential, its scores are therefore the A operand of the second
+// matmul without leaving the registers.
 #pragma once
 
 #include <algorithm>
@@ -26,8 +26,9 @@ namespace gptkernels::cuda {
 
 // ---- a warp's accumulators ------------------------------------------------------------------------------------------
 
-// An array float[kM][kN][4] has kM x kN tiles of 16 rows and 8 columns. This thread's element (m, n, 2 * r + c) is in
-// row 16 * m + 8 * r + lane / 4 and column 8 * n + lane % 4 * 2 + c. The loops below call `apply` in a fixed order.
+// An array float[kM][kN][4] holds kM x kN accumulator tiles of 16 rows and 8 columns. This thread's element (m, n, 2 *
+// r + c) is in row 16 * m + 8 * r + lane / 4 and column 8 * n + lane % 4 * 2 + c. The loops below call `apply` in a
+// fixed order.
 
 template <int kM, typename Apply>
 __device__ void for_rows(const Apply& apply) {
@@ -62,8 +63,8 @@ __device__ void clear(float (&d)[kM][kN][4]) {
 
 // ---- tiles in shared memory -----------------------------------------------------------------------------------------
 
-// A tile's rows have HS elements; those beyond the head size are 0. The 16-byte chunks of a row are permuted, so that
-// the same chunk of 8 neighbouring rows is in different banks.
+// Each row of a tile has HS elements. Elements beyond the head size are 0. The 16-byte chunks of a row are permuted, so
+// that the same chunk of 8 neighbouring rows is in different banks.
 template <typename T, int HS>
 struct MmaRows {
   static constexpr int kBytes = HS * sizeof(T);
@@ -75,7 +76,8 @@ struct MmaRows {
   __device__ static uint32_t at(int row, int chunk) { return row * kBytes + ((chunk ^ swizzle(row)) * 16); }
 };
 
-// Starts copying kRows rows to shared memory. Rows outside [begin, end) are not read, but become 0.
+// Starts copying kRows rows to shared memory. Rows outside [begin, end) and columns beyond the head size are not read,
+// and become 0 in shared memory.
 template <typename T, int HS, int kRows, int kThreads>
 __device__ void copy_rows(uint32_t shared, const T* global, int64_t stride, int begin, int end, int head_size) {
   using Rows = MmaRows<T, HS>;
@@ -97,8 +99,8 @@ __device__ inline float4 round_to_tf32(const float4& x) {
           __uint_as_float(round_to_tf32(x.w))};
 }
 
-// Rounds float32 rows that copy_rows has copied to TF32, unless they are multiplied exactly. A thread rounds the chunks
-// that it has copied, so it needs to wait for its own copies only.
+// Rounds to TF32 the float32 rows that copy_rows() has copied, unless kExact. Each thread rounds the chunks that it has
+// copied itself, so it needs to wait only for its own copies.
 template <typename T, int HS, bool kExact, int kRows, int kThreads>
 __device__ void round_rows(uint8_t* shared) {
   if constexpr (std::is_same_v<T, float> && !kExact) {
@@ -115,7 +117,8 @@ __device__ void round_rows(uint8_t* shared) {
 
 // ---- operands of MMAs -----------------------------------------------------------------------------------------------
 
-// One MMA multiplies 32 bytes along HS (a step), or 32 bytes of weights.
+// An MMA sums over 32 bytes of each operand: 16 elements of 2 bytes, or 8 elements of float32. Such 32 bytes along HS
+// are called a step.
 
 // Loads step `step` of the 16 rows from `row` on, as operand A.
 template <typename T, int HS>
@@ -124,16 +127,16 @@ __device__ void load_a(uint32_t (&a)[4], uint32_t shared, int row, int step) {
   load_matrices(a, shared + MmaRows<T, HS>::at(row + lane % 16, 2 * step + lane / 16));
 }
 
-// Loads step `step` of the 16 rows from `row` on, as two operands B whose columns they are: words 0 and 1 have the
-// first 8 rows, words 2 and 3 the others.
+// Loads step `step` of the 16 rows from `row` on, as two operands B whose columns are these rows. Words 0 and 1 of `b`
+// are the operand of the first 8 rows, and words 2 and 3 are the operand of the last 8 rows.
 template <typename T, int HS>
 __device__ void load_b(uint32_t (&b)[4], uint32_t shared, int row, int step) {
   const int lane = threadIdx.x % 32;
   load_matrices(b, shared + MmaRows<T, HS>::at(row + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
 }
 
-// Loads 16 columns from `column` on of the rows from `row` on, as two operands B whose rows they are: 16 rows, or 8 of
-// float32. The 8 rows are in the order 0, 2, 4, 6, 1, 3, 5, 7, which is to_a's order of columns.
+// Loads 16 columns, from `column` on, of 16 rows (8 rows of float32), from `row` on, as two operands B of 8 columns
+// each. The 8 rows of float32 are in the order 0, 2, 4, 6, 1, 3, 5, 7, as to_a() orders columns.
 template <typename T, int HS>
 __device__ void load_b_rows(uint32_t (&b)[4], uint32_t shared, int row, int column) {
   using Rows = MmaRows<T, HS>;
@@ -148,10 +151,10 @@ __device__ void load_b_rows(uint32_t (&b)[4], uint32_t shared, int row, int colu
   }
 }
 
-// Converts the accumulator tiles from `d` on, two or one of float32, to operand A of a matmul with load_b_rows. A lane
-// has columns 2 * t and 2 * t + 1 of an accumulator (t = lane % 4), but columns t and t + 4 of A in TF32. The lanes
-// exchange nothing: the sum over the columns may be in any order, so column 2 * t becomes t, and 2 * t + 1 becomes
-// t + 4.
+// Converts the accumulator tiles from `d` on (two tiles, or one tile for float32) to the operand A of a matmul whose
+// operand B is loaded by load_b_rows(). In TF32, a lane holds columns 2 * t and 2 * t + 1 of an accumulator tile (t =
+// lane % 4), but needs columns t and t + 4 of A. The sum over the columns may be in any order. Therefore column 2 * t
+// becomes column t, column 2 * t + 1 becomes column t + 4, and the lanes need not exchange elements.
 template <typename T>
 __device__ void to_a(uint32_t (&a)[4], const float (*d)[4]) {
   if constexpr (std::is_same_v<T, float>) {
@@ -166,7 +169,8 @@ __device__ void to_a(uint32_t (&a)[4], const float (*d)[4]) {
   }
 }
 
-// A warp's rows of a tile as operand A. With kKeep the constructor loads them into registers, otherwise get() does.
+// A warp's rows of a tile as operand A. With kKeep the constructor loads the rows into registers. Otherwise get() loads
+// them from shared memory.
 template <typename T, int HS, int kM, bool kKeep>
 struct RowOperand {
   static constexpr int kSteps = MmaRows<T, HS>::kSteps;
@@ -193,13 +197,14 @@ struct RowOperand {
 
 // ---- exact float32 --------------------------------------------------------------------------------------------------
 
-// Matmuls of float32 that are about as exact as with float32 FMAs, by TF32 MMAs. An operand x is split into two of
-// TF32, x = hi + lo (split_tf32), and a product is hi hi + hi lo + lo hi, without lo lo, which is about 2^-23 of it.
+// Matmuls of float32 by TF32 MMAs, with about the rounding error of float32 FMAs. An operand x is split into two TF32
+// numbers, x = hi + lo (split_tf32()). The product of two operands is computed as hi hi + hi lo + lo hi. The term lo lo
+// is left out, because it is only about 2^-23 of the product.
 //
 // Tensor cores truncate their sums, always towards 0, so the errors of a long sum would add up. Therefore one
-// accumulator sums hi hi over few steps only, and ordinary additions, which round to nearest, add these sums. For
-// scores it is one step, because the backward subtracts the logsumexp from them; for outputs it is kExactSteps. The
-// small terms, hi lo and lo hi, have an accumulator of their own.
+// accumulator sums hi hi over few steps only, and ordinary additions, which round to nearest, add these sums. The
+// number of steps is one for scores, because the backward subtracts the logsumexp from them, and kExactSteps for
+// results. The small terms, hi lo and lo hi, have a separate accumulator.
 constexpr int kExactSteps = 4;
 
 struct SplitOperand {
@@ -213,7 +218,7 @@ struct SplitOperand {
 };
 
 // Adds to two neighbouring accumulator tiles: large += hi hi, small += hi lo + lo hi. MMAs that add to the same tile
-// are far apart, so that they need not wait for each other. With kFour, lo lo is added to `small` as well.
+// are not adjacent, so that they need not wait for each other. With kFour, lo lo is added to `small` as well.
 template <bool kFour>
 __device__ void multiply_split(float (*large)[4], float (*small)[4], const SplitOperand& a, const SplitOperand& b) {
   if constexpr (kFour) {
@@ -228,23 +233,25 @@ __device__ void multiply_split(float (*large)[4], float (*small)[4], const Split
   mma<float>(small[1], a.lo, b.hi[2], b.hi[3]);
 }
 
-// If an operand is infinite, its lo is NaN, and so is the sum of small terms. The large sum is then right by itself,
-// and adding a finite number leaves it as it is.
+// Returns `small`, but a finite number in place of NaN. If an operand is infinite, its lo is NaN, and so is the sum of
+// small terms. The sum of hi hi is then already the correct result (infinite or NaN), and adding a finite number does
+// not change it.
 __device__ inline float unless_nan(float small) {
   return fminf(small, 3.402823466e38f);
 }
 
-// d = rows tile', where the tile has 8 * kN rows. Columns beyond the head size are left out.
+// Computes d = rows tile', where the tile has 8 * kN rows. Groups of kExactSteps steps that are beyond the head size
+// are left out.
 template <int HS, int kM, int kN>
 __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOperand<float, HS, kM, false>& rows,
                                             uint32_t tile, int head_size) {
-  // Sums of so few terms are more exact by FMAs than by three MMAs; with four MMAs they are as exact.
+  // For sums of at most 32 terms, three MMAs per step are less exact than FMAs, and four MMAs are as exact.
   constexpr bool kFour = HS <= 32;
   const int steps = (head_size + 7) / 8;
   float small[kM][kN][4];
   clear(d);
   clear(small);
-#pragma unroll 1  // unrolled, it would need more registers than there are
+#pragma unroll 1  // the unrolled loop would need too many registers
   for (int chunk = 0; chunk < steps; chunk += kExactSteps) {
 #pragma unroll
     for (int step = chunk; step < chunk + kExactSteps; ++step) {
@@ -272,7 +279,7 @@ __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOper
   for_elements(d, [&](float& x, int m, int n, int e) { x += unless_nan(small[m][n][e]); });
 }
 
-// sums += weights tile, for the tile's 8 * kN rows and 8 * kOut columns from `column` on.
+// Computes sums += weights tile for the tile's 8 * kN rows and for 8 * kOut columns from `column` on.
 template <int HS, int kM, int kN, int kOut>
 __device__ void add_product_exactly(float (&sums)[kM][kOut][4], const float (&weights)[kM][kN][4], uint32_t tile,
                                     int column) {
@@ -308,7 +315,8 @@ __device__ void add_product_exactly(float (&sums)[kM][kOut][4], const float (&we
 
 // ---- the two matmuls ------------------------------------------------------------------------------------------------
 
-// d = rows tile', where the tile has 8 * kN rows. float32 is multiplied exactly with kExact, and otherwise as TF32.
+// Computes d = rows tile', where the tile has 8 * kN rows. float32 is multiplied exactly if kExact, and otherwise as
+// TF32.
 template <typename T, int HS, bool kExact, int kM, int kN, bool kKeep>
 __device__ void multiply_transposed(float (&d)[kM][kN][4], const RowOperand<T, HS, kM, kKeep>& rows, uint32_t tile,
                                     int head_size) {
@@ -335,7 +343,7 @@ __device__ void multiply_transposed(float (&d)[kM][kN][4], const RowOperand<T, H
   }
 }
 
-// sums += weights tile, for the tile's 8 * kN rows and 8 * kOut columns from `column` on.
+// Computes sums += weights tile for the tile's 8 * kN rows and for 8 * kOut columns from `column` on.
 template <typename T, int HS, bool kExact, int kM, int kN, int kOut>
 __device__ void add_product(float (&sums)[kM][kOut][4], const float (&weights)[kM][kN][4], uint32_t tile, int column) {
   if constexpr (kExact) {
@@ -361,9 +369,10 @@ __device__ void add_product(float (&sums)[kM][kOut][4], const float (&weights)[k
   }
 }
 
-// Multiplies each row of a warp's sums by its factor and stores it to global memory in 16-byte chunks, by way of the
-// warp's own rows of `tile`, from `first_row` on, which no warp reads any more. `global` points to the warp's first row
-// in global memory, from which on `rows` rows exist. The sums are columns of the head from `column` on.
+// Multiplies each row of a warp's sums by its factor, and stores it to global memory in chunks of 16 bytes. The warp
+// first writes the rows to shared memory, to its rows of `tile` from `first_row` on, which no warp reads any more.
+// `global` points to the warp's first row in global memory. Only the first `rows` rows from there on exist, and are
+// stored. The sums are the head's columns from `column` on.
 template <typename T, int HS, int kM, int kOut>
 __device__ void store_rows(uint8_t* tile, int first_row, const float (&sums)[kM][kOut][4], const float (&factor)[kM][2],
                            int column, T* global, int64_t stride, int rows, int head_size) {
@@ -394,13 +403,14 @@ __device__ void store_rows(uint8_t* tile, int first_row, const float (&sums)[kM]
 
 // ---- the softmax ----------------------------------------------------------------------------------------------------
 
-// Replaces the scores of a key tile by exponentials relative to each row's maximum, of this tile and the ones before,
-// and adds them to `sum`, this thread's part of the row's. Sets `rescale` to the factor that makes the row's earlier
-// sums relative to the new maximum; `sum` is rescaled here. Returns whether the maximum of any of the thread's rows has
-// changed. `factor` makes scores exponents of 2.
+// Replaces the scores of a key tile by exponentials relative to each row's maximum over this and the earlier key tiles.
+// Rescales `sum`, this thread's part of a row's sum, to the new maximum, and adds the exponentials to it. Sets
+// `rescale` to the factor by which the caller must multiply the row's other sums. Returns whether the maximum of any of
+// the thread's rows has changed. `factor` converts scores to exponents of 2.
 //
 // With kExact the maximum is subtracted first, so that the exponential of the largest score is exactly 1. Otherwise one
-// FMA computes score * factor - maximum * factor, unless the latter is so large that its rounding would matter.
+// FMA computes score * factor - maximum * factor, unless maximum * factor is so large that its rounding would matter.
+// In this case the maximum is subtracted first, too.
 template <bool kExact, int kM, int kN>
 __device__ bool add_exponentials(float (&scores)[kM][kN][4], float (&maximum)[kM][2], float (&sum)[kM][2],
                                  float (&rescale)[kM][2], float factor) {
@@ -432,7 +442,7 @@ __device__ bool add_exponentials(float (&scores)[kM][kN][4], float (&maximum)[kM
 
 // ---- which columns count --------------------------------------------------------------------------------------------
 
-// The keys [begin, end) of a sequence.
+// The range [begin, end) of a sequence's keys. Without kGeneral, it contains all keys.
 template <bool kGeneral>
 struct KeyBounds {
   int begin;
@@ -461,8 +471,9 @@ __device__ void scale_scores(float (&scores)[kM][kN][4], float factor) {
   for_elements(scores, [&](float& score, int, int, int) { score *= factor; });
 }
 
-// Returns the factor that makes products of queries and keys exponents of 2. It is 1 if the kernel scales the scores
-// first, as it must before it adds a mask to them, or finds their maximum under a scale that is not positive.
+// Returns the factor that converts dot products of queries and keys to exponents of 2, or 1 if the kernel multiplies
+// them by this factor beforehand. The kernel does so if it adds a mask to the scores, or if the scale is not positive,
+// because the largest dot product then need not have the largest score.
 template <bool kGeneral, typename T>
 __device__ float score_factor(const AttentionMask<T>& mask, double scale) {
   const bool scaled = kGeneral && (scale <= 0 || mask.allowed || mask.bias);
@@ -479,9 +490,10 @@ __device__ void add_mask_element(float& score, const AttentionMask<T>& mask, int
   }
 }
 
-// Calls apply(m, n, e, element) for every element of a mask under a warp's scores, the first of which is in `row` and
-// `column`; `mask` points to the head's first element. Scores beyond the last row or column, which do not count, get
-// another element. With kPairs, one aligned load reads two neighbouring columns.
+// Calls apply(m, n, e, element) for each of this thread's scores, with the mask's element for this score. The warp's
+// first score is in row `row` and column `column`, and `mask` points to the head's first element. For scores beyond the
+// last row or column, which are not used, apply() gets another element. With kPairs, one aligned load reads the
+// elements of two neighbouring columns.
 template <bool kPairs, int kM, int kN, typename M, typename Apply>
 __device__ void for_mask(const M* mask, int row, int rows, int64_t row_stride, int column, int columns,
                          int64_t column_stride, const Apply& apply) {
@@ -517,7 +529,7 @@ __device__ void for_mask(const M* mask, int row, int rows, int64_t row_stride, i
     for_mask<false, kM, kN>(mask, row, rows, row_stride, column, columns, column_stride, apply);
 }
 
-// Applies a mask, whose element `base` is the head's first one, to a warp's scores in units of log2.
+// Applies a mask to a warp's scores in units of log2. Element `base` of the mask is the head's first element.
 template <typename T, int kM, int kN>
 __device__ void add_mask(float (&scores)[kM][kN][4], const AttentionMask<T>& mask, int64_t base, int row, int rows,
                          int64_t row_stride, int column, int columns, int64_t column_stride) {
@@ -534,8 +546,9 @@ __device__ void add_mask(float (&scores)[kM][kN][4], const AttentionMask<T>& mas
 
 // ---- dropout --------------------------------------------------------------------------------------------------------
 
-// Calls drop(m, n, e) for every dropped element of a warp's scores, whose rows are queries from `query` on, and columns
-// keys from `key` on. This thread's 8 elements of two neighbouring accumulator tiles are one of philox.h's groups.
+// Calls drop(m, n, e) for each of this thread's scores that dropout drops. Rows are queries from `query` on, and
+// columns are keys from `key` on. The thread's 8 elements of two neighbouring accumulator tiles are one group of
+// philox.h.
 template <int kM, int kN, typename Drop>
 __device__ void for_dropped(const DropoutDraw& dropout, int64_t head, int query, int key, const Drop& drop) {
   const int lane = threadIdx.x % 32;
@@ -551,8 +564,8 @@ __device__ void for_dropped(const DropoutDraw& dropout, int64_t head, int query,
     }
 }
 
-// Like for_dropped, but rows are keys and columns are queries. Two lanes with neighbouring keys need halves of the same
-// two groups. Each lane draws one group, and the two exchange words.
+// Calls drop() as for_dropped() does, but rows are keys and columns are queries. Two lanes with neighbouring keys need
+// halves of the same two groups. Each of the two lanes draws one group, and they exchange words.
 template <int kM, int kN, typename Drop>
 __device__ void for_dropped_transposed(const DropoutDraw& dropout, int64_t head, int key, int query, const Drop& drop) {
   const int lane = threadIdx.x % 32;
@@ -576,7 +589,8 @@ __device__ void for_dropped_transposed(const DropoutDraw& dropout, int64_t head,
 
 // ---- the order of thread blocks -------------------------------------------------------------------------------------
 
-// The order of thread blocks, each of which computes one tile. A tile iterates over up to `rows` rows of two tensors.
+// Returns the order of thread blocks, each of which computes one tile. For its tile, a thread block iterates over up to
+// `rows` rows of two tensors: keys and values, or queries and dout.
 template <typename T>
 HeadTiles mma_order(int64_t tiles, int64_t heads, int64_t rows, int64_t head_size, bool longest_last) {
   constexpr int64_t kSectionBytes = 32 << 20;
@@ -610,7 +624,8 @@ bool built_for_mma() {
 template <typename T>
 constexpr int kMmaLargestHead = sizeof(T) == 2 ? 256 : 128;
 
-// Exact float32 sums of fewer terms are left to simple/: FMAs are more exact for them, and as fast.
+// With fewer keys (for the backward, also with fewer queries), the kernels of simple/ compute exact float32. For sums
+// of so few terms, FMAs are more exact than MMAs, and as fast.
 constexpr int64_t kFewestExact = 64;
 
 // Returns whether the kernels support a call: the head size is a multiple of 8 and not too large, the rows are aligned,
@@ -625,16 +640,17 @@ bool mma_supports(const Params& p) {
          suits_chunks(p.query) && suits_chunks(p.key) && suits_chunks(p.value) && suits_chunks(p.out);
 }
 
-// Returns whether a call needs nothing but causality. Its scale must be positive, so that the largest product has the
-// largest score.
+// Returns whether a call has a positive scale, and no dropout, key bounds or mask except causality. With a positive
+// scale, the largest dot product of queries and keys has the largest score.
 template <typename T, typename Params>
 bool is_plain(const Params& p) {
   return p.scale > 0 && p.dropout.probability == 0 && !p.mask.key_begin && !p.mask.key_end && !p.mask.allowed &&
          !p.mask.bias;
 }
 
-// Returns fn.template operator()<HS, kGeneral, kExact>() for the smallest HS that is compiled. Calls that are not plain
-// need kGeneral. The plain variant is compiled for 64 and 128 channels, which models have.
+// Returns fn.template operator()<HS, kGeneral, kExact>() for the smallest compiled HS that is at least head_size. Calls
+// that are not plain need kGeneral. Kernels without kGeneral are compiled for 64 and 128 channels only, the usual head
+// sizes of models.
 template <typename T, bool kExact, typename Fn>
 Status for_mma_shape(int64_t head_size, bool plain, const Fn& fn) {
   if (head_size <= 32) return fn.template operator()<32, true, kExact>();
@@ -645,7 +661,7 @@ Status for_mma_shape(int64_t head_size, bool plain, const Fn& fn) {
   return plain ? fn.template operator()<128, false, kExact>() : fn.template operator()<128, true, kExact>();
 }
 
-// kExact if this is float32 that must not be rounded to TF32.
+// Calls for_mma_shape() with kExact = true if T is float32 and the call does not allow TF32.
 template <typename T, typename Fn>
 Status for_mma_shape(int64_t head_size, bool plain, bool tf32, const Fn& fn) {
   if constexpr (std::is_same_v<T, float>)

@@ -1,7 +1,7 @@
-// Attention without tensor cores, for every dtype, head size, mask and device. These kernels compute all float64 calls,
-// and all calls that the kernels with tensor cores do not support. A thread block of 256 threads computes tiles of 64
-// rows by 64 columns. With tx = threadIdx.x % 16 and ty = threadIdx.x / 16, a thread computes rows 4 * ty + i and
-// columns tx + 16 * j of each tile.
+// Attention without tensor cores, for every dtype, supported head size, mask and device. These kernels compute all
+// float64 calls, and all calls that the kernels with tensor cores do not support. A thread block of 256 threads
+// computes tiles of 64 rows by 64 columns. With tx = threadIdx.x % 16 and ty = threadIdx.x / 16, a thread computes rows
+// 4 * ty + i and columns tx + 16 * j of each tile.
 #include <type_traits>
 
 #include "cuda/attention/logsumexp_correction.cuh"
@@ -88,10 +88,10 @@ __device__ Rows<T> rows_of(const HeadsView<const T>& t, int64_t b, int64_t h, in
   return {t.at(b, h, 0), t.token, count};
 }
 
-// tile = x y^T, where x and y are (64, HS) and S is the type of the sums. Each chunk of columns is summed separately,
-// because a single sum over 256 columns would have several times the rounding error. The tile is written to shared
-// memory, where loops apply masks and dropout to it. (If the tile stayed in registers, the compiler would repeat the
-// code of masks and dropout for each of a thread's 16 elements.)
+// Computes tile = x y^T, where x and y are (64, HS) and S is the type of the sums. Each chunk of columns is summed
+// separately, because a single sum over 256 columns would have several times the rounding error. The tile is written to
+// shared memory, where loops apply masks and dropout to it. (If the tile stayed in registers, the compiler would repeat
+// the code of masks and dropout for each of a thread's 16 elements.)
 template <typename S, typename T>
 __device__ void multiply_rows(accumulate_t<T>* tile, const Rows<T>& x, const Rows<T>& y, int head_size,
                               accumulate_t<T>* shared) {
@@ -141,9 +141,10 @@ __device__ void multiply_rows(accumulate_t<T>* tile, const Rows<T>& x, const Row
       tile[(4 * ty + i) * TileShape<A>::kWeightPitch + tx + 16 * j] = static_cast<A>(sums[i][j]);
 }
 
-// sums (64, HS) += weights (64, 64), which are in shared memory, times rows of x. A thread computes rows 4 * ty + i and
-// columns tx + 16 * c. The kRowsAtATime rows of an iteration are summed separately. The rounding error of a sum over
-// thousands of rows then grows with the number of iterations, not of rows.
+// Adds to sums (64, HS) the matmul of weights (64, 64), which are in shared memory, with 64 rows of x. A thread
+// computes rows 4 * ty + i and columns tx + 16 * c. The kRowsAtATime rows of an iteration are summed separately. The
+// rounding error of a sum over thousands of rows then grows with the number of iterations instead of the number of
+// rows.
 template <typename T, int kColumns>
 __device__ void add_weighted_rows(accumulate_t<T> (&sums)[4][kColumns], const accumulate_t<T>* weights,
                                   const Rows<T>& x, int head_size, accumulate_t<T>* shared) {
@@ -412,8 +413,8 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-// Calls fn.template operator()<S, kColumns>() with the smallest instance for which 16 threads with kColumns columns
-// each cover a row of the head.
+// Calls fn.template operator()<S, kColumns>() for the smallest compiled kColumns with which 16 threads cover the
+// columns of a head.
 template <typename S, typename Fn>
 Status for_columns(int64_t head_size, const Fn& fn) {
   if (head_size <= 32) return fn.template operator()<S, 2>();
@@ -424,8 +425,8 @@ Status for_columns(int64_t head_size, const Fn& fn) {
 
 // Calls fn as for_columns() does, where S is the type in which scores are summed. S is float64 if the inputs are
 // float32 and there are few queries or keys. In this case torch computes a matrix-vector product, which is very
-// accurate because many threads sum short parts of a row. An error of a score becomes a relative error of its
-// probability.
+// accurate because many threads sum short parts of a row. The accuracy of a score matters, because its error becomes a
+// relative error of its probability.
 template <typename T, typename Fn>
 Status for_shape(const AttentionSizes& s, const Fn& fn) {
   constexpr int64_t kFew = 64;

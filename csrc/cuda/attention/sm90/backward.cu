@@ -1,6 +1,6 @@
 // Attention's backward for sm_90a in two kernels, one for dq and one for dk and dv. Both kernels sum in registers and
-// in a fixed order, so they need no atomics, and no array of the size of the scores. Notation: ' is the transpose, S =
-// q k' are the scores, P the probabilities, and g is the gradient of out. For each query, D = sum(g out) - dlogsumexp
+// in a fixed order. They need no atomics, and no array of the size of the scores. Notation: ' is the transpose, S = q
+// k' are the scores, P are the probabilities, and g is the gradient of out. For each query, D = sum(g out) - dlogsumexp
 // and bias = -logsumexp log2(e). scale_log2 is scale log2(e). Then
 //
 //   dS = P (g v' - D)    dq = scale dS k    dk = scale dS' q    dv = P' g
@@ -36,7 +36,8 @@ constexpr int kThreads = DkeyShared::kThreads;
 
 constexpr int kBlock = DkeyShared::kBlock;
 
-// Stores the warpgroup's 64 rows from registers, times `factor` and rounded, to shared and then to global memory.
+// Multiplies the warpgroup's 64 rows in registers by `factor`, rounds them, and stores them through shared memory to
+// global memory.
 template <typename T>
 __device__ void store_tile(const float (&tile)[32], float factor, const CUtensorMap& map, uint32_t shared, int row,
                            int head, int batch, int barrier) {
@@ -165,7 +166,8 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
       return now;
     };
 
-    // Releases the block of the previous call, whose dq is complete. The block in `slot` is released by the next call.
+    // Releases the block that was passed to the previous call, because its dq is complete. The next call releases the
+    // block in `slot`.
     int freed = -1;
     const auto free_block = [&](int slot) {
       barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty[max(freed, 0)]);
@@ -218,7 +220,8 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
 #pragma unroll
     for (int i = 0; i < 32; ++i) dkey[i] = dvalue[i] = 0;
 
-    // The first blocks of a head may contain only queries that see none of the warpgroup's keys.
+    // For each head, the tile's first blocks of 64 queries may contain only queries that see none of this warpgroup's
+    // 64 keys. The warpgroup skips these blocks.
     int own_first = tile.first;
     if constexpr (Mask::kCausal) own_first = max(tile.first, (first_row - p.problem.query_offset) / kBlock);
     const int end = tile.first + tile.blocks;
@@ -275,8 +278,8 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       return now;
     };
 
-    // Releases the block of the previous call, whose dv and dk are complete. The block in `slot` is released by the
-    // next call.
+    // Releases the block that was passed to the previous call, because its dv and dk are complete. The next call
+    // releases the block in `slot`.
     int freed = -1;
     const auto free_block = [&](int slot) {
       barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty[max(freed, 0)]);

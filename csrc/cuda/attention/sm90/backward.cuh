@@ -42,8 +42,8 @@ struct Sm90Backward {
   const float* logsumexp;
   const float* dlogsumexp;
   // The kernel for dq computes these two statistics of each query, and the kernel for dk and dv reads them.
-  float* row_bias;   // -logsumexp * log2(e)
-  float* row_delta;  // D = sum(dout * out) - dlogsumexp
+  float* row_bias;   // -logsumexp * log2(e); shifted_bias() in a row with a shift
+  float* row_delta;  // D = sum(dout * out) - dlogsumexp; with dropout, (1 - p) D
   int64_t pitch;     // elements per head of row_bias and of row_delta
   Sm90Problem<T> problem;
   TileOrder order;
@@ -55,12 +55,12 @@ struct Sm90Backward {
 #endif
 };
 
-// The kernels for head sizes of 72 to 128 (attention/sm90/backward_128.cu).
+// Launches the kernels for head sizes of 72 to 128 (attention/sm90/backward_128.cu).
 template <typename T>
 Status attention_backward_sm90_128(const AttentionBackward<T>& p, Stream stream);
 
-// The kernel for many short heads (attention/sm90/backward_one_pass.cu). The caller has checked that
-// attention_backward_sm90_supports() is true.
+// Support, workspace and launch of the kernel for many short heads (attention/sm90/backward_one_pass.cu). These
+// functions require that attention_backward_sm90_supports() is true.
 template <typename T>
 bool attention_backward_sm90_head_supports(const AttentionBackward<T>& p);
 template <typename T>
@@ -89,7 +89,8 @@ inline int64_t backward_workspace(const AttentionSizes& s) {
   return ceil_div(256 + statistics * static_cast<int64_t>(sizeof(float)), 256) * 256;
 }
 
-// Launches both kernels. Each kernel starts with its longest tiles.
+// Launches the kernel for dq, and then the kernel for dk and dv. Under the causal mask, each kernel starts with the
+// tiles that need the most iterations.
 template <typename T, typename DqueryShared, typename DkeyShared, auto kDquery, auto kDkey>
 Status launch_backward(const AttentionBackward<T>& p, Stream stream) {
   constexpr int kRows = DqueryShared::kRows, kBlock = DqueryShared::kBlock, kThreads = DqueryShared::kThreads;

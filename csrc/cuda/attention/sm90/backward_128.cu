@@ -1,6 +1,6 @@
-// Attention's backward for sm_90a and head sizes of 72 to 128, with the two kernels of backward.cu. Notation as in that
-// file: ' is the transpose, S = q k' are the scores, P the probabilities, and g is the gradient of out. For each query,
-// D = sum(g out) - dlogsumexp and bias = -logsumexp log2(e). scale_log2 is scale log2(e).
+// Attention's backward for sm_90a and head sizes of 72 to 128, with the algorithm of the two kernels of backward.cu.
+// The notation is the same: ' is the transpose, S = q k' are the scores, P are the probabilities, and g is the gradient
+// of out. For each query, D = sum(g out) - dlogsumexp and bias = -logsumexp log2(e). scale_log2 is scale log2(e).
 //
 // With 128 channels, the sums of dq take 64 registers per thread, and the sums of dk and dv take 128 registers. These
 // kernels therefore keep fewer operands in registers than the kernels of backward.cu:
@@ -82,7 +82,7 @@ constexpr int kKeys = DqueryShared::kKeys, kValues = DqueryShared::kValues, kDou
 
 // ---- dq -------------------------------------------------------------------------------------------------------------
 
-// Takes tiles, and loads query, dout and out of each tile.
+// Determines the tiles that the thread block computes, and loads query, dout and out of each tile.
 template <typename Mask, typename T>
 __device__ void load_query_tiles(const Sm90Backward<T>& p, DqueryShared& shared) {
   RingPosition<kDouts> dout;
@@ -129,7 +129,7 @@ __device__ void load_key_blocks(const Sm90Backward<T>& p, DqueryShared& shared) 
       mbarrier_expect(full, DqueryShared::kBlockBytes);
       load_panels<kPanels>(to, kBlockPanel, map, block * kBlock, key_head, batch, full);
     };
-    // `left` blocks of the tile are to be loaded after this one.
+    // `left` blocks of the tile are to be loaded after `block`.
     const auto load_block = [&](int block, int left) {
       if (left == wanted) barrier_arrive(shared.tile_wanted);
       barrier_wait(shared.key_empty[key.slot], key.phase ^ 1);
@@ -179,8 +179,8 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
   float scores_a[32], scores_b[32], dp[32], dquery[64], bias[2], delta[2];
   uint32_t q[32], ds[16];
   RowStatistics<T, Mask> statistics;
-  RingPosition<kKeys> key;      // the slot of K for the scores that were started last
-  RingPosition<kValues> value;  // the slot of V for the next dp = dout * V^T
+  RingPosition<kKeys> key;      // the slot of the keys for the scores that were started last
+  RingPosition<kValues> value;  // the slot of the values for the next dP = g v'
   RingPosition<kDouts> dout;
   unsigned phase = 0;  // phase of tile_full
   int row, head, block;
@@ -334,7 +334,7 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
   int freed = -1;  // slot of the block that was used last, which is released when its dk is complete
   const auto half = [&] { return (row & 64) * kPanelRowBytes; };  // the bytes of a panel before the warpgroup's rows
 
-  // Passes over the first blocks of a head, if their queries see none of the warpgroup's keys.
+  // Skips the first blocks of a head, if their queries see none of the warpgroup's keys.
   const auto begin_head = [&] {
     block = shared.tiles[at.slot].first;
     if constexpr (Mask::kCausal) {

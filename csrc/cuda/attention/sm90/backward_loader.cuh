@@ -38,9 +38,10 @@ __device__ void init_barriers(const Barrier (&barriers)[n], int arrivals) {
 
 #endif
 
-// Shared memory of a kernel that loads both tensors of a block together: a ring of tiles with kTileParts tensors each,
-// a ring of blocks, and the barriers of both rings. A "full" barrier completes when the bytes of the tile or block have
-// arrived. An "empty" barrier completes when the warps have released the tile or block.
+// Shared memory of a kernel that loads the two tensors of a block (keys and values, or queries and dout) together: a
+// ring of tiles with kTileParts tensors each, a ring of blocks, and the barriers of both rings. A "full" barrier
+// completes when the bytes of the tile or block have arrived. An "empty" barrier completes when the warps have released
+// the tile or block.
 template <int HS, int kTileParts, int kTileBuffers, int kBlockBuffers>
 struct RingShared : BackwardShape<HS> {
   using Shape = BackwardShape<HS>;
@@ -91,8 +92,9 @@ __device__ int key_blocks(const Sm90Backward<T>& p, int head, int row) {
   return max((end + 63) / 64, 0);
 }
 
-// Loads the tiles of keys that the thread block takes, and the blocks of queries of each tile. The kernels for dk and
-// dv call this function. A tile has at least kLeastBlocks (0 or 1) blocks, even if no query sees its keys.
+// Loads the tiles of keys that the thread block computes, and for each tile the blocks of queries that see it. The
+// kernels for dk and dv call this function. At least kLeastBlocks (0 or 1) blocks are loaded for a tile, even if no
+// query sees its keys.
 template <int kLeastBlocks, typename Mask, typename T, typename Shared>
 __device__ void load_key_tiles(const Sm90Backward<T>& p, Shared& shared) {
   constexpr int kBlock = Shared::kBlock, kPanels = Shared::kPanels;

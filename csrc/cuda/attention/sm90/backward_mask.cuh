@@ -1,14 +1,14 @@
-// Masks in the backward kernels for sm_90a: which blocks of 64 keys or queries a warpgroup computes, and which of their
-// scores are hidden.
+// The functions with which the backward kernels for sm_90a apply a mask. They determine which blocks of 64 keys or
+// queries a warpgroup computes, and hide scores in these blocks.
 #pragma once
 
 #include "backward.cuh"
 
 namespace gptkernels::cuda {
 
-// The kind of mask for which a kernel is compiled. With kBlocks, an earlier kernel has classified each block of 64
-// queries and 64 keys, and the classes include causality (block_mask.cuh). With kAdds, the mask's values are added to
-// the scores.
+// The kind of mask for which a kernel is compiled. With kBlocks, the kernels of block_mask.cu have classified each
+// block of 64 queries and 64 keys, and the classes include causality. With kAdds, the mask's values are added to the
+// scores.
 template <bool causal, bool blocks, bool adds>
 struct MaskPolicy {
   static constexpr bool kCausal = causal, kBlocks = blocks, kAdds = adds;
@@ -45,8 +45,8 @@ __device__ OwnBlock<1> own_block(const MaskBlocks& blocks, const MaskedBlock& bl
   });
 }
 
-// Iterates over the blocks of a tile under a block mask. A block that neither warpgroup sees is not loaded. A block
-// that only the other warpgroup sees is skipped, unless the ring could deadlock:
+// Iterates over the blocks of a tile under a block mask. A block that is hidden for both warpgroups is not loaded. A
+// block that is hidden only for this warpgroup is skipped, unless the ring could deadlock:
 //
 //   While a warpgroup waits for block j, it holds the stages of the two blocks i and h that it computed last (h < i <
 //   j), because their matmuls may still run. Stages are filled in order, so block j has the stage of block j -
@@ -64,7 +64,7 @@ struct SeenByWarpgroup {
   int left;         // blocks left in the tile, including the current block; 0 after the last block
   int passed = 0;   // blocks skipped between the previously computed block and the current block
 
-  // Advances to the next block that the 64 rows from `row` on see.
+  // Advances to the next block that the warpgroup computes for its 64 rows from `row` on.
   template <typename Shared>
   __device__ void find(const MaskBlocks& blocks, Shared& shared, RingPosition<kStages>& ring, int row) {
     const int passed_before = passed;

@@ -1,12 +1,12 @@
 // The backward of attention for sm_90a with one thread block per head. The kernel computes the scores once, and needs
 // five matmuls, whereas the kernels of attention/sm90/backward.cu need seven. It supports heads of up to 1024 queries
-// and 64 channels, if there are enough heads to keep the SMs busy. Notation: S are the scores, P the probabilities, g
-// is the gradient of out, and D = sum(g out) - dlogsumexp for each query.
+// and 64 channels, if there are enough heads to keep the SMs busy. Notation: S are the scores, P are the probabilities,
+// g is the gradient of out, and D = sum(g out) - dlogsumexp for each query.
 //
 // A thread block processes its head's tiles of 128 keys, and for each tile the blocks of 64 queries that see it. Its
 // four warpgroups are
 //
-//   - one that loads tiles, and in which two warps compute D of the next head,
+//   - one that loads tiles; two of its warps compute D of the next head,
 //   - two that process 64 keys each, sum dk and dv in registers, and pass dS^T in shared memory to the last warpgroup,
 //   - one that computes dq of the block of queries for these keys, and adds dq to the sums of earlier tiles.
 //
@@ -139,7 +139,7 @@ struct BlockWalk {
   }
 };
 
-// Returns the first block with a query that sees key `key` or a later key.
+// Returns the first block of queries with a query that sees key `key` or a later key.
 template <bool kCausal, typename T>
 __device__ int first_block(const HeadBackward<T>& p, int key) {
   return kCausal ? min(max(key - p.problem.query_offset, 0) / kBlock, p.blocks) : 0;
@@ -151,13 +151,13 @@ __device__ BlockWalk walk_of_tile(const HeadBackward<T>& p, int tile) {
 }
 
 // Returns the half of a tile that a warpgroup computes. The warpgroups exchange the halves at each tile, because under
-// the causal mask one half sees one block more than the other half.
+// the causal mask one half of the keys is seen by one block of queries more than the other half.
 __device__ inline int half_of(int tile, int warpgroup) {
   return (tile + warpgroup) % 2;
 }
 
-// Returns the first block that sees one of the 64 keys from `key` on, or p.blocks if all of these keys are beyond the
-// last key.
+// Returns the first block of queries with a query that sees one of the 64 keys from `key` on, or p.blocks if all of
+// these keys are beyond the last key.
 template <bool kCausal, typename T>
 __device__ int own_first_block(const HeadBackward<T>& p, int key) {
   return key < p.problem.keys ? first_block<kCausal>(p, key) : p.blocks;
@@ -220,7 +220,8 @@ __device__ inline void store_shared(uint32_t shared, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(x) : "memory");
 }
 
-// Computes -logsumexp * log2(e) and D for all heads of the thread block, at most one head before they are used.
+// Computes -logsumexp * log2(e) and D for all heads of the thread block. Each of the helper warps computes kHelperRows
+// queries of each block. The warps are at most one head ahead of the warpgroups that use the results.
 template <typename T>
 __device__ void compute_statistics(const HeadBackward<T>& p, const Shared& shared, int helper) {
   const int lane = threadIdx.x % 32;
@@ -338,7 +339,7 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
         float* const sums = own_sums + block * kSums;
         int last = p.tiles - 1;
         if (kCausal) last = min(last, (block * kBlock + kBlock - 1 + p.problem.query_offset) / kRows);
-        // The last tile of a block of queries starts from the sums of the earlier tiles.
+        // In the last tile of keys that a block of queries sees, the matmul starts from the sums of the earlier tiles.
         const bool finish = tile == last && tile > 0;
         if (finish) {
 #pragma unroll
@@ -396,7 +397,8 @@ __device__ void hide_scores(float (&scores)[32], const HeadBackward<T>& p, int o
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int key = own_key + 8 * r;
-    int limit = kCausal ? key - p.problem.query_offset - first_query : 0;  // the first query that sees the key
+    // index in the block of the first query that sees the key
+    int limit = kCausal ? key - p.problem.query_offset - first_query : 0;
     if (key >= p.problem.keys) limit = kBlock;
     limit -= 2 * (threadIdx.x % 4);
 #pragma unroll
@@ -521,8 +523,8 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
       }
       if (tile % 2 == 1) pass_over();
 
-      // Each warp stores its own 16 rows of dv and dk. dv is staged in the warp's 16 rows of the values, which no other
-      // warp reads.
+      // Each warp stores 16 rows of dv and dk. dv is staged in the warp's 16 rows of the values, which no other warp
+      // reads.
       release();
       if (lane == 0) tma_store_wait_read();
       __syncwarp();
@@ -558,7 +560,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();
 
-  // The register counts per thread of the four warpgroups add up to 512.
+  // Per thread, the four warpgroups have 32, 192, 192 and 96 registers, 512 in all: the 65536 registers of an SM
+  // divided by 128 threads.
   const int role = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (role == 0) {
     dealloc_registers<32>();
@@ -621,9 +624,9 @@ Status launch(const AttentionBackward<T>& p, Stream stream) {
 template <typename T>
 bool attention_backward_sm90_head_supports(const AttentionBackward<T>& p) {
   // All heads take the same time, and an SM processes one head at a time, so some SMs are idle in the last round. The
-  // kernel is used if the SMs have work for at least kBusy, or with short heads kBusyWithShort, of the time. (The
-  // longer the heads, the more idle time the kernels of backward.cu avoid by their smaller units of work:
-  // docs/notes/attention.md.)
+  // kernel is used if the SMs then have work for at least the fraction kBusy of the time, or kBusyWithShort if a head
+  // has at most kShort queries. Otherwise the kernels of backward.cu are faster, because their smaller units of work
+  // leave the SMs less idle (docs/notes/attention.md).
   constexpr int64_t kShort = 512;
   constexpr double kBusy = 0.8, kBusyWithShort = 0.7;
   const AttentionSizes& s = p.sizes;

@@ -113,9 +113,9 @@ __device__ inline void probabilities_of_columns(float (&scores)[32], float scale
 
 // ---- dropout --------------------------------------------------------------------------------------------------------
 //
-// Let p be the dropout probability, and M the mask, whose elements are 0 or 1 / (1 - p). Then dS = P (M g v' - D). The
-// kernels compute (1 - p) dS from (1 - p) D, and last_factor() divides dq, dk and dv by 1 - p. Until dS is computed, a
-// dropped element of P is marked by its sign bit.
+// Let p be the dropout probability, and M the dropout mask, whose elements are 0 or 1 / (1 - p) and multiply the
+// elements of g v'. Then dS = P (M g v' - D). The kernels compute (1 - p) dS from (1 - p) D, and multiply dq, dk and dv
+// by last_factor(), which divides by 1 - p. Until dS is computed, a dropped element of P is marked by its sign bit.
 
 struct MarkDropped {
   float (&weights)[32];

@@ -1,4 +1,5 @@
-// Reads an attention mask once for the kernels for sm_90a, and writes the arrays of block_mask.cuh.
+// Kernels that read an attention mask before the attention kernels for sm_90a run. They write a bit for each query and
+// key, a class for each block of 64 x 64, and, for an additive mask, each row's shift (block_mask.cuh).
 #include <cmath>
 
 #include "block_mask.cuh"
@@ -14,11 +15,11 @@ template <typename E>
 struct MaskElements {
   const E* data;
   int64_t batch, head, query, key;
-  int64_t batches, heads;  // 1 for a dimension that is broadcast
+  int64_t batches, heads;  // numbers of different masks; 1 if the dimension is broadcast
   int queries, keys;
   bool causal;
   int query_offset;
-  bool in_chunks;  // rows are dense and begin at multiples of 16 bytes
+  bool in_chunks;  // whether rows are contiguous and begin at multiples of 16 bytes
 
   __device__ const E* row(int mask_head, int at) const {
     return data + mask_head / heads * batch + mask_head % heads * head + at * query;

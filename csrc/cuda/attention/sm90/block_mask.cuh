@@ -1,19 +1,22 @@
-// The arrays that the attention kernels for sm_90a read in place of a mask. An earlier kernel reads the mask once,
-// classifies each block of 64 queries and 64 keys, and writes a bit for each query and key. The bit is 1 if the query
-// sees the key, that is, if the key exists and the mask and causality allow it.
+// Arrays that describe an attention mask to the attention kernels for sm_90a. Earlier kernels (block_mask.cu) read the
+// mask, classify each block of 64 queries and 64 keys, and write a bit for each query and key. The bit is 1 if the
+// query sees the key, that is, if the key's index is below the number of keys, and the mask and causality allow the
+// key. The attention kernels read these arrays in place of a bool mask. Of an additive mask, they also read the values
+// that change scores.
 //
 // An additive mask may have values so low that they hide a key as -inf does, if the query sees any other key. For
-// example, Hugging Face's models write torch.finfo(dtype).min, which is -3.4e38 for bfloat16. The bits of such keys are
-// 0. But all values of a query (a row of the mask) may be low, for example if all the keys before the query are
-// padding. If all values of a row are at or below kLowValue, the largest value is called the row's shift, and the row
-// is treated as follows:
+// example, Hugging Face's models write torch.finfo(dtype).min, which is -3.4e38 for bfloat16 and -65504 for float16. In
+// bfloat16 the bits of such keys are 0. In float16 only -inf makes a bit 0, and -65504 is added to the score. But all
+// values of a query (a row of the mask) may be low, for example if all the keys before the query are padding. If all
+// values of a row are at or below kLowValue, but not all are -inf, the largest value is called the row's shift, and the
+// row is treated as follows:
 //
 //   - In bfloat16, adding a score to such a value rounds the score away. The probabilities are therefore uniform over
 //     the keys whose value is the shift. The bits of these keys are 1, and their scores are replaced by 0.
 //   - In float16, adding a score to the lowest value, -65504, does not round the score away. The mask's value minus the
 //     shift is added to the score.
 //
-// The logsumexp of such a row includes the shift.
+// The logsumexp that the forward returns for such a row includes the shift.
 #pragma once
 
 #include <type_traits>
@@ -23,16 +26,17 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kMaskBlock = 64;  // queries and keys of a block
+constexpr int kMaskBlock = 64;  // number of queries, and of keys, of a block
 
 enum MaskClass : int {
-  kMaskHidden = 0,  // no query sees a key
+  kMaskHidden = 0,  // no query of the block sees a key of the block
   kMaskBits = 1,    // the bits say which keys are seen
   kMaskAdded = 2,   // the bits say which keys are seen, and the mask changes scores (masks.cuh)
   kMaskSeen = 3,    // every query sees every key
 };
 
-// A row has a shift if none of its values is above kLowValue: -2^100 in bfloat16, -2^10 in float16.
+// A row has a shift if none of its values is above kLowValue (-2^100 in bfloat16, -2^10 in float16), but not all are
+// -inf.
 template <typename T>
 constexpr float kLowValue = std::is_same_v<T, bfloat16> ? -1.2676506002282294e30f : -1024;
 // -2^120. In a bfloat16 mask, a value at or below kHidingValue hides its key if the row has no shift.
@@ -97,7 +101,7 @@ struct MaskBlocks {
   uint16_t* key_bits;    // (mask heads, bit_blocks, key_pitch, 64 keys, 4), for the backward; else null
   MaskRow* rows;         // (mask heads, bit_blocks, 64): the shift of each row; null for a bool mask
   int batch, head;       // the mask head of (b, h) is b * batch + h * head
-  int heads;             // number of mask heads: heads whose masks differ
+  int heads;             // number of mask heads, that is, of different masks
   int query_blocks;
   int bit_blocks;   // query_blocks, or 1 if all queries see the same keys
   int query_pitch;  // query_blocks, rounded up to a multiple of 8
@@ -131,7 +135,8 @@ struct MaskBlocks {
 
 #ifdef __CUDACC__
   __device__ int mask_head(int of_batch, int of_head) const { return of_batch * batch + of_head * head; }
-  // Return the classes of the two rows of blocks that begin at a block of queries or of keys.
+  // Return the classes of two rows of blocks: of the queries from block `query_block` on, or the keys from block
+  // `key_block` on.
   __device__ SeenBlocks of_queries(int of_head, int query_block) const {
     const uint8_t* row = classes + (static_cast<int64_t>(of_head) * query_pitch + query_block) * key_pitch;
     return {row, row + key_pitch, key_pitch / 8};
@@ -142,12 +147,13 @@ struct MaskBlocks {
   }
   __device__ int bit_block(int query_block) const { return bit_blocks == 1 ? 0 : query_block; }
 
-  // Returns a thread's bits of one of its rows, in the order of the thread's accumulators (wgmma.cuh): bit 2t + e is
-  // column 8t + 2c + e, where c (0 to 3) is the thread's index among the four threads that hold the row.
+  // Returns a thread's bits of one of its rows, in the order of the thread's accumulators (wgmma.cuh): bit 2t + e (t
+  // from 0 to 7, e 0 or 1) is column 8t + 2c + e, where c (0 to 3) is the thread's index among the four threads that
+  // hold the row.
   __device__ uint32_t query_bits(int of_head, int query_block, int key_block, int row, int c) const {
     return bits[bits_at(of_head, query_block, key_block) + row * 4 + c];
   }
-  // Returns a thread's bits of one of its rows, in the order of query_bits(), if rows are keys and columns are queries.
+  // Returns the bits in the order of query_bits(), but for scores whose rows are keys and whose columns are queries.
   __device__ uint32_t bits_of_key(int of_head, int query_block, int key_block, int row, int c) const {
     return key_bits[bits_at(of_head, query_block, key_block) + row * 4 + c];
   }

@@ -19,8 +19,9 @@ namespace gptkernels::cuda {
 
 #if GPTKERNELS_WGMMA
 
-// Makes ptxas compute x, which is never -inf, before the following code. Otherwise ptxas would move the computation
-// behind a wait. The function contains a store that depends on x and is never executed.
+// Makes ptxas compute x before the following code, which may be a wait for matmuls. Without this function, ptxas would
+// move the computation behind the wait. The function contains a store of x that is executed only if x is -inf, and x
+// never is -inf.
 __device__ inline void complete(float x) {
   asm volatile("{\n.reg .pred never;\nsetp.eq.f32 never, %0, 0fFF800000;\n@never st.shared.f32 [%1], %0;\n}" ::"f"(x),
                "r"(0)
@@ -43,7 +44,7 @@ struct Sm90Problem {
   int keys;
   int heads;
   int batches;
-  int group;  // query heads for each key head
+  int group;  // number of query heads that share a key head
   int query_offset;
   float scale;
   float scale_log2;  // scale * log2(e)
@@ -81,8 +82,8 @@ __device__ float keep_probability(const Sm90Problem<T>& problem) {
   return 1 - static_cast<float>(problem.dropout.probability);
 }
 
-// for_kept() and for_kept_transposed() draw two groups (philox.h) at a time. Three or more groups would need too many
-// registers, and with one group the chain of dependent instructions would be too long.
+// for_kept() and for_kept_transposed() draw the random words of two groups of elements (philox.h) at a time. Three or
+// more groups would need too many registers, and with one group the chain of dependent instructions would be too long.
 
 // Calls apply(i, keep, keep_next) for every even i of a thread's n scores, where `keep` says whether dropout keeps
 // score i, and `keep_next` whether dropout keeps score i + 1. Rows are queries and columns are keys. `query` is the
@@ -105,7 +106,7 @@ __device__ void for_kept(const DropoutDraw& dropout, uint32_t head, int query, i
 }
 
 // Calls apply() as for_kept() does, but rows are keys and columns are queries. Two lanes with neighbouring keys need
-// halves of the same two groups. Each lane draws one group, and the two lanes exchange halves.
+// halves of the same two groups. Each of the two lanes draws one group, and they exchange halves.
 template <int n, typename Apply>
 __device__ void for_kept_transposed(const DropoutDraw& dropout, uint32_t head, int key, int query, const Apply& apply) {
   const int lane = threadIdx.x % 32;
@@ -145,8 +146,9 @@ bool has_bounds(const AttentionMask<T>& mask) {
   return mask.key_begin || mask.key_end;
 }
 
-// Returns whether a kernel supports a call, apart from its mask and head size. The GPU must have wgmma and TMA, dropout
-// must keep some elements, the sizes must fit into 32 bits, and TMA must support the tensors.
+// Returns whether a kernel for sm_90a supports a call, apart from its mask and its largest head size. The kernel must
+// be compiled with wgmma for this GPU, and TMA must support the tensors. The head size must be a multiple of 8, the
+// scale must be positive, dropout must keep some elements, and the sizes must be below 2^30.
 template <typename T, auto kKernel, typename Params>
 bool sm90_supports(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;

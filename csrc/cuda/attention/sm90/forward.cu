@@ -1,7 +1,7 @@
 // The forward of attention for sm_90a. One thread of a thread block issues the loads, and two or four warpgroups each
 // compute 64 queries of a query tile (' is the transpose, and factor is scale * log2(e)):
 //
-//   for each query tile, the longest first:
+//   for each query tile (under the causal mask, the longest first):
 //     loader:      load q
 //     warpgroup:   O = 0, sum = 0
 //     for each key tile j that the queries see, from the last to the first:
@@ -22,10 +22,10 @@
 //     compute P(j+1), while O += P(j) v(j) runs  start O += P(j) v(j)
 //     wait for O
 //
-// With four warpgroups, three warpgroups can compute while one waits. This schedule is the faster of the two for up to
-// 64 channels. Each thread then has 112 registers, which are too few for 128 channels, dropout or masks. In these
-// cases, two warpgroups with 240 registers per thread are used. softmax.cuh explains why the reference need not be the
-// row's maximum.
+// With four warpgroups, three warpgroups can compute while one waits. For up to 64 channels, this schedule is the
+// faster of the two, if there are enough query tiles (enough_tiles()). Each thread then has 112 registers, which are
+// too few for 128 channels, dropout or an attn_mask. In all other cases, two warpgroups with 240 registers per thread
+// are used. softmax.cuh explains why the reference need not be the row's maximum.
 #include <cstddef>
 
 #include "cuda/attention/variants.h"
@@ -51,7 +51,9 @@ struct ForwardTile {
 };
 
 using FourWarpgroups = ForwardTile<64, 4, 64, 8>;
-template <int HS, bool kDropout>  // with dropout, random numbers need registers, so a tile has 64 keys
+// A key tile has 128 keys if there are up to 64 channels and no dropout, otherwise 64 keys. Dropout needs registers for
+// random numbers.
+template <int HS, bool kDropout>
 using TwoWarpgroups = ForwardTile<HS, 2, HS == 64 && !kDropout ? 128 : 64, 4>;
 
 constexpr int64_t kCounterBytes = 256;  // the workspace begins with TileOrder's counter; the mask's arrays follow
@@ -192,8 +194,8 @@ __device__ inline bool elected() {
 }
 
 // The state and functions of a thread of a computing warpgroup. The arrays that wgmma accesses are arguments of the
-// functions. If these arrays were members, the compiler would keep the whole struct in memory until a late pass, which
-// costs registers.
+// functions. If these arrays were members, the compiler would keep the whole struct in memory until one of its last
+// passes, which costs registers.
 template <typename T, typename Tile, typename Mask, bool kDropout>
 struct Warpgroup {
   static constexpr int kScores = Tile::kKeys / 2, kOut = 32 * Tile::kPanels;  // accumulators
@@ -208,7 +210,7 @@ struct Warpgroup {
   const Shared<Tile>& shared;
   const int thread = threadIdx.x % kWarpgroup;
   const int lane = thread % 32;
-  const int index = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);  // the shuffle tells ptxas that it is uniform
+  const int index = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);  // the shuffle tells ptxas that the index is uniform
   const int warp = __shfl_sync(~0u, thread / 32, 0);
   const int own_row = warp * 16 + lane / 4;  // this thread's two rows of the 64 are own_row and own_row + 8
   const uint32_t queries_lower = static_cast<uint32_t>(panel_descriptor(shared.query(0)));
@@ -248,8 +250,9 @@ struct Warpgroup {
 
   // Starts O += P v, or O = P v.
   __device__ void start_out(float (&out)[kOut], uint32_t (&weights)[kScores / 2], int slot, bool accumulate) const {
-    // Added to the upper half of a descriptor's lower word, which is the distance between panels in units of 16 bytes.
-    // panel_descriptor() has set the distance to 1.
+    // The upper half of a descriptor's lower word is the distance between panels in units of 16 bytes.
+    // panel_descriptor() has set it to 1. Adding kPanel to the upper half sets it to the distance between two panels of
+    // values.
     constexpr uint32_t kPanel = Tile::kPanels > 1 ? (Tile::kKeyPanel >> 4) - 1 : 0;
     const uint32_t v = keys_lower + slot * kStageStep + (Tile::kKeyBytes >> 4) + (kPanel << 16);
     pin_registers(weights);
@@ -338,13 +341,13 @@ struct Warpgroup {
   // ---- four warpgroups, one buffer of scores
 
   // Starts a query tile. A key tile is loaded if any query of the query tile sees it. The warpgroup skips the key tiles
-  // that its own queries do not see. (Queries beyond the last query see no key.)
+  // that its own 64 queries do not see. (Queries beyond the last query see no key.)
   //
   // Why the ring does not deadlock: the warpgroup has not released the last stage of the previous query tile when it
-  // waits for the stage after the skipped ones. The loader refills a stage only after all warpgroups have released it,
-  // so the loader fills at most kStages - 1 stages after the unreleased stage. Therefore the warpgroup skips at most
-  // kStages - 2 key tiles. If its queries do not see further key tiles, the warpgroup computes them with all scores
-  // masked.
+  // waits for the stage after the skipped stages. The loader refills a stage only after all warpgroups have released
+  // it, so the loader fills at most kStages - 1 stages after the unreleased stage. Therefore the warpgroup skips at
+  // most kStages - 2 key tiles. If there are more key tiles that its queries do not see, the warpgroup computes the
+  // additional ones with all scores masked.
   __device__ void open(const QueryTile& tile) {
     constexpr int kStages = Tile::kStages;
     constexpr int kMostSkipped = kStages - 2;
@@ -397,7 +400,9 @@ struct Warpgroup {
         barrier_wait(shared.query_full(query.slot), query.phase);
         const QueryTile tile = shared.tile(query.slot);
         more = tile.key_tiles > 0;
-        // Under the causal mask the later of the two groups sees more keys, so the warpgroups exchange their groups.
+        // Under the causal mask, later queries see more keys. At each new query tile, the warpgroups that have the
+        // groups of 64 queries g and kWarpgroups - 1 - g exchange them, so that all warpgroups compute about as many
+        // key tiles.
         group = Tile::kWarpgroups - 1 - group;
         if (more) open(tile);
       } else {
@@ -432,8 +437,8 @@ struct Warpgroup {
 
   // ---- two warpgroups, two buffers of scores
 
-  // The warpgroups take turns, so that the MMAs of one overlap with the exponentials of the other. Warpgroup 0 is
-  // first.
+  // The two warpgroups take turns, so that the MMAs of one warpgroup overlap with the exponentials of the other.
+  // Warpgroup 0 has the first turn.
   __device__ void wait_for_turn() const {
     random_delay();
     asm volatile("bar.sync %0, 256;" ::"r"(3 + index) : "memory");
@@ -616,7 +621,7 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
   constexpr int kSharedBytes = sizeof(typename Shared<Tile>::Layout);
   const AttentionSizes& s = p.sizes;
   const int64_t heads = s.batches * s.heads, tiles = ceil_div(s.queries, Tile::kRows);
-  const int64_t head_bytes = s.keys * Tile::kPanels * 2 * kPanelRowBytes;  // keys and values
+  const int64_t head_bytes = s.keys * Tile::kPanels * 2 * kPanelRowBytes;  // bytes of a head's keys and values
   Sm90Forward<T> arguments = {
       .query = panel_map(p.query, s, s.heads, s.queries, Tile::kRows),
       .key = panel_map(p.key, s, s.key_heads, s.keys, Tile::kKeys),

@@ -7,14 +7,14 @@
 
 namespace gptkernels::cuda {
 
-// 64 queries of a warpgroup, which begin at `first`.
+// Queries of one head, which begin at `first`: the 64 queries of a warpgroup, or all queries of a query tile.
 struct Queries {
   int first;
   int head;
   int batch;
 };
 
-// Query i sees the keys j < Tk and, if kCausal, j <= i + query_offset.
+// Query i sees key j if j is below the number of keys and, if kCausal, j <= i + query_offset.
 template <bool kCausal>
 struct PlainMask {
   static constexpr bool kBlocks = false, kAdds = false, kLongestLast = kCausal;
@@ -81,8 +81,8 @@ struct PlainMask {
 #endif
 };
 
-// Query i sees the keys that the classes and bits of attn_mask show (block_mask.cuh). The classes and bits also reflect
-// causality and the number of keys. If kAdditive, the mask's values are added to the scores.
+// Query i sees the keys whose bits in the arrays of block_mask.cuh are 1. The arrays describe attn_mask, causality and
+// the number of keys. If kAdditive, the mask's values are added to the scores.
 template <bool kAdditive>
 struct BlockMask {
   static constexpr bool kBlocks = true, kAdds = kAdditive, kLongestLast = true;
@@ -109,7 +109,7 @@ struct BlockMask {
       seen.for_each_from_last<kUnits>([&](int unit) { load(unit / kUnits); });
       if (seen_count == 0) load(0);
     }
-    // Returns the classes of a key tile for the computing warpgroups.
+    // Returns the record that describes a key tile to the computing warpgroups.
     __device__ MaskedBlock block(int tile) const {
       return {tile * kKeys, seen.classes<kUnits>(tile * kUnits), mask_head, 0};
     }

@@ -11,7 +11,7 @@
 
 namespace gptkernels::cuda {
 
-// A kernel's arguments for a mask.
+// The arguments of a kernel that describe the call's mask.
 struct Sm90Mask {
   MaskBlocks blocks;
   float inverse_scale;
@@ -34,8 +34,8 @@ bool has_mask(const AttentionMask<T>& mask) {
   return mask.allowed || mask.bias;
 }
 
-// Returns whether the kernels support the mask of a call: no mask, or a mask whose blocks can be indexed with 32 bits.
-// The kernels do not support key bounds.
+// Returns whether the kernels for sm_90a support the mask of a call. They support calls without a mask. They support a
+// mask if its blocks can be indexed with 32 bits and the scale is between 1e-6 and 1e6. They do not support key bounds.
 template <typename T, typename Params>
 bool supports_mask(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
@@ -57,12 +57,12 @@ struct alignas(16) MaskedBlock {
   int first;
   uint32_t classes;
   int mask_head;
-  int member;  // if stages hold queries: the index of their head among the heads that share the keys
+  int member;  // if the stage holds queries: the index of their head among the query heads that share a key head
 };
 
 #if GPTKERNELS_WGMMA
 
-// A MaskedBlock as one warpgroup sees it: kUnits neighbouring blocks, in the warpgroup's row of blocks.
+// The part of a MaskedBlock that one warpgroup uses: kUnits neighbouring blocks of the warpgroup's 64 rows.
 template <int kUnits>
 struct OwnBlock {
   static constexpr uint32_t kLow = kUnits == 1 ? 0x01 : 0x0101;
@@ -103,16 +103,17 @@ __device__ void hide(float (&scores)[n], const uint32_t (&bits)[2]) {
     }
 }
 
-// Returns -(logsumexp - shift) * log2(e) for a row that has a shift. In bfloat16 the difference is the logarithm of the
-// number of keys whose value is the shift. The logsumexp does not contain this logarithm, because the logarithm is
-// rounded away there. The function therefore reads the logarithm from MaskRow.
+// Returns -(logsumexp - shift) * log2(e) for a row that has a shift. In bfloat16, logsumexp - shift is the logarithm of
+// the number of keys whose value is the shift. This logarithm cannot be computed from the stored logsumexp, where
+// adding the much larger shift has rounded it away. The function therefore reads it from MaskRow.
 template <typename T>
 __device__ float shifted_bias(float logsumexp, const MaskRow& row) {
   return std::is_same_v<T, bfloat16> ? -row.log2_count : -(logsumexp - row.shift) * kLog2E;
 }
 
-// Adds value - shift to a score, which is in units of 1 / scale. In bfloat16, in a row with a shift, the score is
-// replaced by 0, because adding the score to a value of such a magnitude (2^100 or more) would round the score away.
+// Returns score + (value - shift) / scale; the attention kernels multiply by the scale later. In bfloat16, in a row
+// with a shift, the score is replaced by 0, because adding the score to a value of such a magnitude (2^100 or more)
+// would round the score away.
 template <typename T>
 __device__ float add_value(float score, float value, float shift, float inverse_scale) {
   const float kept = std::is_same_v<T, bfloat16> && shift != 0 ? 0 : 1;
@@ -124,13 +125,14 @@ __device__ const T* mask_values(const AttentionMask<T>& mask, int batch, int hea
   return mask.bias + batch * mask.batch + head * mask.head;
 }
 
-// Keeps the compiler from loading more than a few values ahead, because there are not enough registers.
+// Ends a part of the unrolled loop over i after every fourth value, so that the compiler does not move the loads of
+// later values before this point. There are not enough registers for more values.
 __device__ inline void in_parts(int i) {
   if (i % 4 == 3) asm volatile("" ::: "memory");
 }
 
-// Adds a mask's values to scores, which are in units of 1 / scale. Rows are queries, and this thread holds the rows
-// `query` and query + 8. Columns are keys from `first_key` on.
+// Adds a mask's values, divided by the scale, to scores that have not been multiplied by the scale. Rows are queries,
+// and this thread holds the rows `query` and query + 8. Columns are keys from `first_key` on.
 template <typename T, int n>
 __device__ void add_values(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask& masked, int batch,
                            int head, int query, int first_key) {
@@ -167,8 +169,8 @@ __device__ void add_values(float (&scores)[n], const Sm90Problem<T>& problem, co
   }
 }
 
-// Adds a mask's values to scores whose rows are keys. This thread holds the rows `key` and key + 8. Columns are queries
-// from `first_query` on.
+// Adds a mask's values, divided by the scale, to scores whose rows are keys. This thread holds the rows `key` and key +
+// 8. Columns are queries from `first_query` on.
 template <typename T, int n>
 __device__ void add_values_of_keys(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask& masked, int batch,
                                    int head, int key, int first_query) {

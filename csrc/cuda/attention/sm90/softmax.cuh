@@ -10,10 +10,10 @@
 //     bfloat16 has the exponents of float32, so the relative error of a p of any size is at most 2^-8. All terms of a
 //     row's sums have the same factor exp(-r_i), which changes no relative error. The sums of a key tile are below 2^22
 //     max|v|, and cannot overflow for ordinary v. For float16, whose largest number is 65504, kLargestSum is 2^12.
-//   - If r_i is not the maximum, the largest p is not 1, and is rounded. If this p is nearly the whole sum, out has its
-//     rounding error, which is 0 if r_i is the maximum (docs/notes/attention.md).
-//   - If a thread's sum is larger, or NaN, the warp computes the scores of the key tile again, raises r_i to their
-//     maximum, and multiplies the earlier sums by exp(r_i - new r_i).
+//   - If r_i is not the maximum, the largest p is not 1, and is rounded. If this p is nearly the whole sum, out has the
+//     rounding error of this p. If r_i is the maximum, this p is 1 and has no rounding error (docs/notes/attention.md).
+//   - If a thread's sum is not below kLargestSum, or is NaN, the warp computes the scores of the key tile again, raises
+//     r_i to their maximum, and multiplies the earlier sums by exp(r_i - new r_i).
 //
 // Therefore only the first key tile of a row needs a maximum, and only over some of its columns. For the later key
 // tiles the kernel compares the sums with kLargestSum.
@@ -92,7 +92,7 @@ struct Softmax {
     }
   }
 
-  // Replaces scores by their exponentials, and sums the exponentials.
+  // Replaces scores by their exponentials relative to `base`, and sums the exponentials.
   template <int n>
   __device__ void exponentials(float (&scores)[n], float (&sums)[2], const float (&base)[2]) const {
 #pragma unroll
