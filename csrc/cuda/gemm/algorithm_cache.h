@@ -69,12 +69,13 @@ constexpr int kMaxAlgorithms = 24;
 int64_t terms_per_step(cudaDataType_t type);
 
 // Returns the algorithms that cuBLASLt's heuristic proposes, the best first: at most `most`, and at most
-// kMaxAlgorithms. Algorithms that drop terms of a sum are left out. If all proposed algorithms drop terms, they are
-// returned without split-K.
+// kMaxAlgorithms. Algorithms that drop terms of a sum are left out. If all proposed algorithms drop terms, the first
+// one that cuBLASLt supports without split-K is returned.
 std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKey& key, cublasLtHandle_t handle,
                                               int most);
 
-// Returns whether the algorithm supports the matmul with the algorithm's workspace.
+// Returns whether the algorithm supports the matmul with the algorithm's workspace, which is at most
+// kAutotuneWorkspace, and adds all terms of its sums.
 bool supports(LtProblem problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle);
 
 // Returns whether matmuls may be timed.

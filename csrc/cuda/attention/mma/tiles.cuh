@@ -199,7 +199,7 @@ struct RowOperand {
 
 // Matmuls of float32 by TF32 MMAs, with about the rounding error of float32 FMAs. An operand x is split into two TF32
 // numbers, x = hi + lo (split_tf32()). The product of two operands is computed as hi hi + hi lo + lo hi. The term lo lo
-// is left out, because it is only about 2^-23 of the product.
+// is left out, because it is at most 2^-22 of the product.
 //
 // Tensor cores truncate their sums, always towards 0, so the errors of a long sum would add up. Therefore one
 // accumulator sums hi hi over few steps only, and ordinary additions, which round to nearest, add these sums. The
@@ -240,8 +240,8 @@ __device__ inline float unless_nan(float small) {
   return fminf(small, 3.402823466e38f);
 }
 
-// Computes d = rows tile', where the tile has 8 * kN rows. Groups of kExactSteps steps that are beyond the head size
-// are left out.
+// Computes d = rows tile', where the tile has 8 * kN rows. The loop ends with the group of kExactSteps steps that
+// contains the head's last column. Columns beyond the head size are 0.
 template <int HS, int kM, int kN>
 __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOperand<float, HS, kM, false>& rows,
                                             uint32_t tile, int head_size) {

@@ -4,8 +4,9 @@
 // sum_j p_ij. The division cancels any r_i, so r_i need not be the row's maximum. These are the conditions for r_i and
 // their consequences:
 //
-//   - r_i is a score of a key that query i sees. The p of this key is 1, so the sum is at least 1 and the division is
-//     safe. A p that underflows is negligible compared with the sum.
+//   - r_i is a score of a key that query i sees. The p of this key is 1, except that the product of r_i and a factor is
+//     rounded, which changes p by at most a factor of sqrt(2). So the sum is at least 0.7, and the division is safe. A
+//     p that underflows is negligible compared with the sum.
 //   - Each thread's sum over its columns of a key tile is below kLargestSum = 2^20, so every p is below 2^20, too.
 //     bfloat16 has the exponents of float32, so the relative error of a p of any size is at most 2^-8. All terms of a
 //     row's sums have the same factor exp(-r_i), which changes no relative error. The sums of a key tile are below 2^22
@@ -36,8 +37,8 @@ __device__ inline bool quad_any(bool x) {
 }
 
 // A thread's part of the softmax of its two rows: rows lane / 4 and lane / 4 + 8 of the warp's 16 rows. Scores and
-// references are dot products of queries and keys. `factor`, scale * log2(e), converts these dot products to exponents
-// of 2.
+// references are dot products of queries and keys, plus an additive mask's values / scale. `factor`, scale * log2(e),
+// converts these dot products to exponents of 2.
 template <typename T>
 struct Softmax {
   static constexpr float kLargestSum = std::is_same_v<T, bfloat16> ? 1 << 20 : 1 << 12;
