@@ -12,14 +12,14 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Place(NamedTuple):
-    """The distribution of a DTensor over its mesh of devices, which is equal for tensors that are split alike."""
+    """The distribution of a DTensor over its mesh of devices. One launch updates DTensors of the same distribution."""
 
     mesh: Any
     placements: tuple[Any, ...]
 
 
 def place_of(t: Any) -> Place | None:
-    """Return a DTensor's distribution, with partial sums as replicated; None for any other tensor."""
+    """Return a DTensor's distribution, in which partial sums count as replicated; None for any other tensor."""
     if type(t) in PLAIN or not hasattr(t, "placements"):
         return None
     if not any(placement.is_partial() for placement in t.placements):

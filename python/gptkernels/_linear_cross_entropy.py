@@ -1,4 +1,4 @@
-"""``gptkernels.functional.linear_cross_entropy`` and ``fp8_linear_cross_entropy``."""
+"""The functions ``linear_cross_entropy`` and ``fp8_linear_cross_entropy`` of ``gptkernels.functional``."""
 
 from torch import Tensor
 
@@ -15,13 +15,13 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Compute ``cross_entropy(linear(x, weight), targets)`` in chunks of rows, so that all logits are never stored.
+    """Compute ``cross_entropy(linear(x, weight), targets)`` in chunks of rows, and store only one chunk's logits.
 
     For "mean" and "sum" the forward also computes the gradients of x and weight, from the same logits, and the backward
-    only scales them. If autograd records nothing, no gradient is computed. The backward computes each chunk's logits a
-    second time for "none", and for float16, whose gradients must be multiplied by the loss scale before they are
-    rounded. It also does so if the gradients are differentiated again (``create_graph=True``). This second derivative
-    stores all logits. Inside autocast the matmuls have autocast's dtype.
+    only scales them. If autograd records nothing, no gradient is computed. In three cases the backward instead computes
+    each chunk's logits a second time: for "none"; for float16, whose gradients must be multiplied by the loss scale
+    before they are rounded; and if gradients are differentiated again (``create_graph=True``). The second
+    differentiation stores all logits. Inside autocast the matmuls have autocast's dtype.
 
     Args:
         x: (..., C), the last hidden layer.

@@ -1,4 +1,4 @@
-"""Checks that a submodule was not changed since its parent made it, so that the parent may fuse it with others."""
+"""Checks that a submodule was not changed since its parent made it. Only then may the parent call a fused operator."""
 
 from typing import Any
 
@@ -39,7 +39,10 @@ def is_exporting() -> bool:
 
 
 def is_bare(attributes: dict[str, Any]) -> bool:
-    """Return whether a module with this ``__dict__`` has no hooks and no forward of its own."""
+    """Return whether a module with this ``__dict__`` has no hooks, no forward of its own and no ``CHANGED`` mark.
+
+    A module that is compiled by ``module.compile()`` is not bare either.
+    """
     return not (
         attributes["_forward_hooks"]
         or attributes["_forward_pre_hooks"]

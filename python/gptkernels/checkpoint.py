@@ -58,9 +58,10 @@ Name = TypeVar("Name")
 
 
 def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of GPT-2's parameters in llm.c's order: each kind for all layers together.
+    """Return the names and shapes of GPT-2's parameters in llm.c's order.
 
-    The embedding `wte` is (V, C). `lm_head` is the same tensor and is not listed.
+    In this order each parameter of a layer is listed for all layers before the next parameter. The embedding `wte` is
+    (V, C). `lm_head` is the same tensor and is not listed.
     """
     T, V, L, _, C = (config[name] for name in _SIZES)
     shapes: dict[str, tuple[int, ...]] = {_WTE: (V, C), _WPE: (T, C)}

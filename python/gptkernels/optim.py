@@ -27,7 +27,8 @@ class AdamW(torch.optim.AdamW):
     from the parameter.
 
     Parameters may have any dense layout, for example channels_last. For DTensors, which FSDP2's
-    ``fully_shard`` makes, each process updates its own part, and the state consists of DTensors that are split alike.
+    ``fully_shard`` makes, each process updates its own part, and the state consists of DTensors with the same
+    distribution.
 
     With :class:`torch.amp.GradScaler` the kernel itself divides the gradients by the scale, without writing them back,
     and skips the step if a gradient is not finite. With ``max_grad_norm`` the kernel also clips the gradients while it
@@ -40,7 +41,7 @@ class AdamW(torch.optim.AdamW):
             each replay.
         betas: decay of the two moments, floats.
         eps: added to the square root of the second moment.
-        weight_decay: decoupled weight decay; each step multiplies it by lr.
+        weight_decay: decoupled weight decay: each step multiplies a parameter by 1 - lr * weight_decay.
         amsgrad, differentiable: must be False; not supported.
         maximize: maximise the objective instead of minimising it.
         foreach, capturable, fused: have no effect.
@@ -284,7 +285,7 @@ def _alike(parameters: Iterable[Tensor]) -> Iterable[_Alike]:
     if type(None) in set(map(type, grads)):
         parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
         grads = [grad for grad in grads if grad is not None]
-    # Usually all parameters are alike; this test is faster than grouping.
+    # Usually all parameters have one dtype and device and are no DTensors. This test is faster than grouping.
     if (
         set(map(type, parameters)) <= _PLAIN
         and {grad.layout for grad in grads} == {torch.strided}

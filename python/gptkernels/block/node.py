@@ -5,10 +5,10 @@ passes autocast's and autograd's rules. The node calls one operator, ``layer`` o
 node casts as autocast would: matmuls have autocast's dtype, norms and the residual stream are float32. One launch casts
 the parameters of one block or of all blocks, and one launch casts a block's gradients.
 
-``torch.compile`` records the operators that the node's forward and backward call (``compiled_layer``). The caller
-computes the block by single operators under ``torch.func``, with tangents and under a dispatch mode. The node's
-backward runs the block again by single operators for a second derivative, and if qkv or residual_1 has an incoming
-gradient. With float8 matmuls there is no second derivative.
+``torch.compile`` records the operators that the node's forward and backward call (``compiled_layer``). Under
+``torch.func``, with tangents and under a dispatch mode, the caller does not use the node, but computes the block by
+single operators. The node's backward runs the block again by single operators for a second derivative, and if qkv or
+residual_1 has an incoming gradient. With float8 matmuls there is no second derivative.
 
 Shapes: B batch, T tokens, C channels, F the MLP's hidden width.
 """
@@ -48,7 +48,7 @@ class FP8Histories(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The options with which a block is computed."""
+    """The options with which a transformer block is computed."""
 
     epsilons: tuple[float, float]
     heads: int
@@ -72,7 +72,7 @@ class Dtypes(NamedTuple):
 
 
 def dtypes_of(stream: Tensor, compiled: bool = False) -> Dtypes | None:
-    """Return the dtypes of this forward pass, or None if its blocks cannot be nodes.
+    """Return the dtypes of this forward pass, or None if its transformer blocks cannot be computed as nodes.
 
     ``compiled`` says whether the caller supports tracing by ``torch.compile``.
     """
@@ -101,10 +101,10 @@ class _Layer(torch.autograd.Function):
         bias: Tensor | None,
         *parameters: Any,
     ):
-        """Compute the block's outputs, and the residual stream after the first addition.
+        """Compute the transformer block's outputs, and residual_1, the residual stream after the first addition.
 
-        The backward reads this sum and not the inputs. The sum is an output, so that a second derivative can pass
-        through it to the inputs.
+        The backward reads residual_1 and not the inputs. It is an output of the node, so that a second derivative can
+        pass through it to the inputs.
 
         Args:
             ctx: the context of autograd.
@@ -158,7 +158,11 @@ apply_layer = super(torch.autograd.Function, _Layer).apply  # type: ignore[misc]
 
 @torch.compiler.allow_in_graph
 def compiled_layer(plan: Plan, dropouts: Sequence[Dropout], *tensors: Any) -> tuple[Tensor, ...]:
-    """Compute the block's outputs. ``torch.compile`` does not trace this function, but records the operators' calls."""
+    """Compute the transformer block's outputs.
+
+    Dynamo does not trace into this function, but puts a call of it into its graph (``allow_in_graph``). AOTAutograd
+    then records the operators that the function calls.
+    """
     if _forward.active():  # under a transform of torch.func
         stream, values, bias, *parameters = tensors
         return _compute(plan, dropouts, stream, values, bias, BlockParameters._make(parameters))
@@ -173,7 +177,7 @@ def _run(
     bias: Tensor | None,
     parameters: Sequence[Any],
 ) -> tuple[Any, ...]:
-    """Compute the outputs of ``_Layer``; save the parameters, ``LayerSaved``, and the weights if they were cast."""
+    """Compute the outputs of ``_Layer``; save the parameters, ``LayerSaved``, and cast or transposed weights."""
     plan, dropouts = ctx.plan, ctx.dropouts
     used: Sequence[Any] = parameters
     weights: Sequence[Tensor] = ()
@@ -339,7 +343,7 @@ def cast_layers(layers: Sequence[BlockParameters], dtype: torch.dtype) -> list[M
 
 
 def _as_parameters(gradients: BlockParameters, dtype: torch.dtype, plan: Plan) -> BlockParameters:
-    """Return the gradients. Convert the gradients of the matrices to the parameters' layout and dtype."""
+    """Return the gradients, with the gradients of the matrices converted to the parameters' layout and dtype."""
     matrices = gradients.matrices()
     if plan.transposed:
         matrices = _as_linear(matrices)

@@ -86,7 +86,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _config(theirs: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Convert the configuration to ours, or raise a ValueError that names an entry which is not supported."""
+    """Convert Hugging Face's configuration to this package's; a ValueError names an entry that is not supported."""
     for name, wanted in _FIXED.items():
         value = theirs.get(name, wanted)
         if type(value) not in (bool, int, float, str) or value != wanted:

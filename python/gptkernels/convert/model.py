@@ -1,4 +1,4 @@
-"""A GPT-2 in memory, which all formats read and write."""
+"""A GPT-2 in memory, as the readers of all formats return it and their writers take it."""
 
 import dataclasses
 import functools

@@ -83,9 +83,9 @@ def _finite(loss: Any) -> float | None:
 
 
 def has_moments(optimizer: Any, model: Model) -> bool:
-    """Return whether a state dict is AdamW's for the model's matrices and then its vectors; its state may be empty.
+    """Return whether `optimizer` is a state dict of AdamW for a group of the model's matrices and a group of vectors.
 
-    The moments of `wte` may have more rows than the model's `wte`.
+    Its state may be empty. The moments of `wte` may have more rows than the model's `wte`.
     """
     if not isinstance(optimizer, dict):
         return False

@@ -39,7 +39,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def _check_zip(path: Path) -> None:
-    """Raise an error for a file that would take more memory than its size."""
+    """Raise an error if reading the file would take more memory than the file's size."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
@@ -53,7 +53,10 @@ def _check_zip(path: Path) -> None:
 
 
 def _check_legacy(path: Path) -> None:
-    """Raise the same error for the older format, whose reader allocates memory before it reads."""
+    """Raise an error if reading a file of the older format would take more memory than the file's size.
+
+    The file is first read with fake tensors, because torch's reader allocates a tensor's memory before it reads it.
+    """
     from torch._subclasses import FakeTensorMode  # here, because the import takes a second
 
     with FakeTensorMode():

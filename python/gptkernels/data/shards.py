@@ -76,7 +76,7 @@ def is_pattern(name: str) -> bool:
 
 
 def find_files(pattern: str) -> list[Path]:
-    """Return the files that match a pattern, sorted; the name of an existing file is only that file.
+    """Return the files that match a pattern, sorted. If the pattern is the name of an existing file, return this file.
 
     Raises:
         ValueError: if there is no such file.

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, characters, GPT-2's, byte-pair encodings trained here, and llm.c's tokenizer files.
+"""Tokenizers of bytes and of characters, GPT-2's tokenizer, byte-pair encodings, and llm.c's tokenizer files.
 
 llm.c's file has a header of 256 uint32 (magic 20240328, version 1, vocabulary size; in version 2 also the end-of-text
 token), and then for each token a byte with its length, and its bytes.
@@ -264,7 +264,8 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
 
     Args:
         source: "bytes"; "gpt2" (tiktoken's); an llm.c tokenizer (`.bin`), also one of bytes or characters; a
-            `tokenizer.json`; a `vocab.json` in the same folder as `merges.txt`; or a folder with one of these two.
+            `tokenizer.json`; a `vocab.json` in the same folder as `merges.txt`; or a folder that contains a
+            `tokenizer.json`, or a `vocab.json` and `merges.txt`.
 
     Raises:
         ValueError: if there is no such name or file, or the file is damaged; the message says what is wrong.

@@ -98,7 +98,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _tensor_checksum(tensor: torch.Tensor, data: memoryview) -> str:
-    """Return a checksum as 8 hexadecimal digits."""
+    """Return the CRC-32 of a tensor's dtype, shape and bytes as 8 hexadecimal digits."""
     kind = f"{_DTYPES.get(tensor.dtype)} {list(tensor.shape)}"
     return f"{zlib.crc32(data, zlib.crc32(kind.encode())):08x}"
 
@@ -109,7 +109,7 @@ def _metadata_checksum(metadata: Mapping[str, str]) -> str:
 
 
 class DamagedError(ValueError):
-    """A file's content does not have its checksum."""
+    """The content of a file does not match its checksum."""
 
 
 class CheckedFile:
@@ -155,7 +155,7 @@ def open_safetensors(path: Path, *kinds: str) -> Iterator[CheckedFile]:
 
 
 def is_own_safetensors(path: Path) -> bool:
-    """Return whether `write_safetensors` wrote a file, according to its metadata."""
+    """Return whether the metadata says that `write_safetensors` wrote this file."""
     try:
         with safe_open(path, "pt") as file:
             return (file.metadata() or {}).get("kind", "").startswith("gptkernels.")

@@ -39,7 +39,7 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     The temporary file is in the same folder (created if missing), so that the renaming is atomic. If the body raises,
     the temporary file is removed, and `path` is unchanged. If the process is killed, `path` is unchanged, and a hidden
-    file `.NAME.PID.tmp` remains, for `remove_unfinished`. The message of an OSError names `path`.
+    file `.NAME.PID.tmp` remains, which `remove_unfinished` removes later. The message of an OSError names `path`.
     """
     path = Path(path)
     check_replaceable(path)

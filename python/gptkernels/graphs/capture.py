@@ -85,7 +85,7 @@ def graphed_step(
             print(result.read())  # better one step later
 
     A call with several batches accumulates their gradients: ``step(batch, batch, batch)`` is one update with the mean
-    of the three losses. The results are bitwise those of the eager step, including dropout's masks.
+    of the three losses. The results, including dropout's masks, are bitwise identical to the eager step's results.
 
     Two steps run eagerly before the first capture, and again for each new shape of a batch. Python code in ``loss`` and
     in hooks of the model runs only in these steps and the capture: a replay repeats what they launched on the device.
@@ -200,7 +200,10 @@ class GraphedStep:
         return numbers
 
     def _micro_step(self, batch: Batch, count: int, total: Tensor | None = None) -> Tensor:
-        """Run forward and backward of a batch, with the loss divided by ``count``, and add it to ``total`` if given."""
+        """Run forward and backward of a batch, with the loss divided by ``count``.
+
+        Return the loss, or ``total`` after the loss was added to it.
+        """
         if total is None:
             self._drop_gradients()  # so that the backward writes gradients instead of adding to them
         torch.clear_autocast_cache()  # casts of parameters made before their last update, or outside the graph
@@ -287,7 +290,7 @@ class GraphedStep:
         return program
 
     def _graph(self, function: Callable[..., Any], *args: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """Capture what a function launches; return the graph and the result, which each replay overwrites."""
+        """Capture what a function launches. Return the graph and the function's result, which replays overwrite."""
         graph = torch.cuda.CUDAGraph()
         # Another thread may make calls that are not allowed in a capture, for example to pin a data loader's memory.
         capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
@@ -342,7 +345,7 @@ class _Program:
 
 
 class _Rate:
-    """A param group's learning rate on the device, in float64, so that updates equal those with a Python float."""
+    """A param group's learning rate on the device. In float64 it gives the same updates as a Python float."""
 
     def __init__(self, group: dict[str, Any], device: torch.device) -> None:
         self._group = group
@@ -361,7 +364,9 @@ class _Rate:
 
 
 class _Watch:
-    """A context that records operations with which the host waits for the device; other warnings are passed on.
+    """A context that records where the host waits for the device.
+
+    Torch reports such an operation by a warning. At the end of the context, all other warnings are issued again.
 
     Attributes:
         place: file and line of the last such operation, or None.

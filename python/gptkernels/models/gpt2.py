@@ -80,8 +80,9 @@ class GPT2(Files, NanoGPT):
         Args:
             tokens: (B, T), int64 or int32, T at most ``block_size``.
             targets: (B, T), int64 or int32; None for no loss.
-            return_logits: if False, and targets are given, the loss is computed in chunks of rows, so that the logits
-                are never stored as a whole. If ``lm_head`` was replaced or hooked, it is called and stores them.
+            return_logits: if False, and targets are given, the loss is computed in chunks of rows, and only one chunk's
+                logits are stored. If ``lm_head`` was replaced or hooked, it is called instead, and all logits are
+                stored.
             ignore_index: the target of positions that have no target; nanoGPT and llm.c use -1.
 
         Returns:
@@ -185,7 +186,7 @@ class GPT2(Files, NanoGPT):
         generator: torch.Generator | None = None,
         top_p: float | None = None,
     ) -> TokenStream:
-        """Continue ``tokens``; yields a (B,) tensor for each step as soon as it is known.
+        """Generate the tokens that follow ``tokens``. Yields a (B,) tensor for each step, as soon as it is computed.
 
         Keys and values of earlier tokens are cached, so that a step computes one token of each sequence. Beyond
         ``block_size`` tokens the oldest token is dropped. This changes every position, so that each step computes all

@@ -35,8 +35,8 @@ class NanoGPT(torch.nn.Module):
     def flops_per_token(self, length: int | None = None) -> int:
         """Return the floating-point operations per token of a training step, as counted in PaLM's appendix B.
 
-        The count is 6 for each weight of a matmul, plus 12 * C * T for each layer's attention, whose causal mask is
-        not considered.
+        The count is 6 for each parameter except the position embedding's, plus 12 * C * T for each layer's attention.
+        The causal mask is not considered.
 
         Args:
             length: T; None is ``block_size``.
@@ -64,7 +64,7 @@ class NanoGPT(torch.nn.Module):
         """Keep only the first ``block_size`` positions. Make optimizers afterwards, because ``wpe.weight`` is replaced.
 
         Raises:
-            ValueError: if ``block_size`` is below 1 or above the present one.
+            ValueError: if ``block_size`` is below 1 or above the present ``block_size``.
         """
         if not 1 <= block_size <= self.config.block_size:
             raise ValueError(f"GPT2: block_size must be from 1 to {self.config.block_size}, got {block_size}")

@@ -78,7 +78,7 @@ def _pending(values: Tensor, bias: Tensor | None, dropout: torch.nn.Module) -> P
 
 
 def _add_and_norm(stream: Tensor, pending: Pending | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """Add ``pending`` to the stream; return ``norm`` of the sum, and the sum. One kernel does this if it can."""
+    """Add ``pending`` to the stream; return the normalised stream, and the stream. One kernel does both if possible."""
     if pending is None or not is_unmodified(norm, nn.LayerNorm) or norm.normalized_shape != stream.shape[-1:]:
         stream = add(stream, pending)
         return norm(stream), stream
@@ -102,8 +102,8 @@ def _run(
 class Transformer(torch.nn.Module):
     """GPT-2 without its LM head.
 
-    One kernel computes an addition and the norm that follows it, and one kernel both embeddings. If one of these
-    modules was replaced, wrapped, hooked or parametrised, the modules are called instead.
+    One kernel computes an addition and the norm that follows it, and one kernel computes both embeddings. If a norm or
+    an embedding was replaced, wrapped, hooked or parametrised, the modules are called instead.
 
     Attributes:
         recompute_blocks: save only a layer's inputs for the backward, which computes the layer again.

@@ -134,9 +134,9 @@ def _unfold(t: Tensor, size: int) -> Tensor:
 
 
 def offset_tokens(tokens: Tensor, vocab_size: Any) -> Tensor:
-    """Convert tokens (B, ...) of B vocabularies to tokens of their concatenation.
+    """Convert tokens (B, ...), where ``tokens[b]`` are of vocabulary b, to tokens of the B vocabularies in a row.
 
-    A token out of range stays out of range.
+    ``vocab_size`` is the size of each vocabulary. A token that is out of range becomes -1.
     """
     first = torch.arange(tokens.shape[0], device=tokens.device).view(-1, *(1,) * (tokens.dim() - 1)) * vocab_size
     return torch.where((tokens >= 0) & (tokens < vocab_size), tokens + first, -1)

@@ -16,7 +16,7 @@ from gptkernels.rules._vmap import batches, loop
 
 
 class Options(NamedTuple):
-    """The arguments after query, key and value, in the op's order."""
+    """The arguments of ``scaled_dot_product_attention`` after query, key and value, in the op's order."""
 
     attn_mask: Tensor | None = None
     dropout_p: float = 0.0
@@ -155,7 +155,10 @@ class ScaledDotProductAttention(torch.autograd.Function):
 
 
 def _folded(*positions: int):
-    """Make a vmap rule that folds the mapped dimension into the batch; with a mask or key bounds it loops instead."""
+    """Make a vmap rule that folds the mapped dimension into the batch.
+
+    With a mask or key bounds, the rule calls the op once for each index instead.
+    """
 
     def rule(op, size, in_dims, args):
         options = Options(*args[positions[-1] + 1 :])

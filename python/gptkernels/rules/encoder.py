@@ -33,7 +33,7 @@ class Encoder(torch.autograd.Function):
 
 
 class TiedEncoder(torch.autograd.Function):
-    """The encoder with a second output: wte, which the LM head that is tied to it uses.
+    """The encoder with wte as a second output, which the tied LM head uses as its weight.
 
     The backward receives wte's gradient from the LM head and adds the tokens' gradient to it in place. So only one
     gradient of wte is written, and no further pass adds two gradients.

@@ -29,7 +29,10 @@ def is_history(tensor: Tensor) -> bool:
 
 
 def padded(rows):
-    """Round the number of rows up to a multiple of 16, for a transposed copy whose rows a matmul sums over."""
+    """Round the number of rows up to a multiple of 16.
+
+    A matmul that reads the transposed copy sums over the rows, and float8 matmuls sum over multiples of 16.
+    """
     return (rows + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 

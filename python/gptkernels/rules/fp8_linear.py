@@ -135,7 +135,10 @@ class FP8MLP(torch.autograd.Function):
 
 
 def fp8_mlp_backward_flops(dout_shape, pre_shape, *args, **kwargs) -> int:
-    """Count the flops of ``mlp_backward`` for the same sizes, which are read from the transposed operands."""
+    """Count the flops of ``mlp_backward`` for the shapes of this call.
+
+    The input width is the first dimension of a transposed operand that was saved.
+    """
     mask, x_t, fc_t = args[-1], args[0], args[1]
     inner = (fc_t if mask[0] else x_t)[0]
     fc, proj = (pre_shape[-1], inner), (dout_shape[-1], pre_shape[-1])

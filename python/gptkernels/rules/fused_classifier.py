@@ -152,7 +152,10 @@ class FusedClassifierBackward(torch.autograd.Function):
 
 
 def tangent(inputs, tangents, outputs):
-    """Multiply the logits' tangent by dlogits for the losses' tangent, and by the Jacobian for dlogits' tangent."""
+    """Compute the tangents of losses and dlogits from the tangent v of the logits.
+
+    A row's loss has the tangent sum(dlogits * v), and its dlogits have the Jacobian times v.
+    """
     _, targets, _, ignore_index, dlosses = inputs
     if dlosses is not None:
         refuse_scaled()

@@ -39,7 +39,7 @@ def backward_formula(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
 
 
 def tangent(inputs, tangents, outputs):
-    """Apply the backward to the tangent; the Jacobian is diagonal."""
+    """Apply the backward to the tangent. The backward multiplies by the transposed Jacobian, which is diagonal."""
     x, approximate = inputs
     return ops.gelu_backward.default(tangents[0], x, approximate=approximate)
 

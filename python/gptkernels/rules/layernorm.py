@@ -54,7 +54,7 @@ def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
 def backward_formula(dout: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, ...]:
     """Compute dx, dweight and dbias in torch ops, with the mean and 1 / sqrt(variance + eps) as functions of x.
 
-    ``rstd`` only determines eps.
+    The argument ``rstd`` is used only to compute eps.
     """
     wide = rstd.dtype
     x, dout, rstd = x.to(wide), dout.to(wide), rstd.unsqueeze(-1)

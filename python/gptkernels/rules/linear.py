@@ -53,7 +53,7 @@ def backward_formula(dout: Tensor, x: Tensor, weight: Tensor, output_mask) -> tu
 
 
 def tangent(inputs, tangents, outputs):
-    """Apply the product rule."""
+    """Compute dx @ weight^T + x @ dweight^T + dbias from the tangents dx, dweight and dbias."""
     (x, weight, _), (dx, dweight, dbias) = inputs, tangents
     parts = [ops.linear.default(dx, weight)] if dx is not None else []
     parts += [ops.linear.default(x, dweight)] if dweight is not None else []

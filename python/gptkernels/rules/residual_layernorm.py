@@ -55,9 +55,9 @@ class ResidualLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dsum, _dmean, _drstd):
-        """Compute all needed gradients in one kernel.
+        """Compute all needed gradients by one operator.
 
-        Without dropout and casts, x and residual have the same gradient.
+        Without dropout and casts, x and residual have the same gradient, which is computed once.
         """
         sum, weight, mean, rstd, seed, offset = ctx.saved_tensors
         needs_x, needs_residual, needs_weight, needs_bias, _, needs_x_bias = ctx.needs_input_grad[:6]
@@ -131,8 +131,8 @@ class ResidualLayerNormBackward(torch.autograd.Function):
     def backward(ctx, *grads):
         """Differentiate the norm's formula.
 
-        dsum is only added to dresidual, so that dsum and dresidual have the same gradient. dx is dresidual after
-        dropout, in dout's dtype, and dx_bias is the sum of dx over the rows.
+        dsum is only added to dresidual, so that dsum's gradient is the incoming gradient of dresidual. dx is dresidual
+        after dropout, in dout's dtype, and dx_bias is the sum of dx over the rows.
         """
         dout, sum, weight, rstd, *dropout = saved(ctx)
         ddx, ddweight, ddbias, ddx_bias, ddresidual = (*present(grads, ctx.output_mask), None, None)[:5]

@@ -97,7 +97,7 @@ def _check_fits(sizes: dict[str, Any], sequence_length: int, vocab_size: int) ->
 
 
 class BatchLoss:
-    """A function that computes the loss of a batch in the precision of the options, and compiled if they say so."""
+    """A function that computes the loss of a batch, in the precision and with the compilation that the options request."""
 
     def __init__(self, model: GPT2, config: TrainConfig) -> None:
         self._call = torch.compile(model) if config.compile else model

@@ -79,9 +79,9 @@ def _check_options(options: Any, path: Path) -> TrainConfig:
 
 
 def _has_type(value: Any, wanted: tuple[type, ...]) -> bool:
-    """Return whether a value has one of these types and is no infinity, NaN or integer beyond 2^62.
+    """Return whether a value has one of these types. True and False do not count as integers.
 
-    True and False do not count as integers.
+    An infinity, a NaN, and an integer whose magnitude is 2^62 or more are refused.
     """
     if type(value) not in wanted:
         return False

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits, and of the LM head's matmul."""
+"""Table entries of cross-entropy, and of the LM head's matmul with cross-entropy."""
 
 import math
 from functools import partial

@@ -1,4 +1,4 @@
-"""Linear layers and the MLP."""
+"""Table entries of the linear layer and the MLP."""
 
 import math
 

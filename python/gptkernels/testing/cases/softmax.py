@@ -1,4 +1,4 @@
-"""Softmax of rows, and causal softmax."""
+"""Table entries of softmax and causal softmax."""
 
 import math
 from functools import partial
@@ -79,7 +79,10 @@ def causal_softmax(draw):
     scores = draw.tensor("scores", (*lead, tokens, tokens), dtype, 3)
 
     def alone(function):
-        """Make scores above the diagonal affect neither result nor gradient, even in a row that contains NaN."""
+        """Return a function in which scores above the diagonal affect neither the result nor the gradient.
+
+        This holds even in a row that contains NaN.
+        """
 
         def of(scores):
             if not scores.numel():

@@ -148,7 +148,10 @@ class Case:
         view: str = "contiguous",
         **choices: Any,
     ) -> Call:
-        """Make a call with the random numbers of this seed, and with the layout ``view`` of each tensor."""
+        """Make a plain call. ``seed`` determines the random numbers, and ``view`` is the layout of every tensor.
+
+        ``choices`` replace choices of the operator's sizes and of the variant.
+        """
         sizes = self.operator.sizes or {}
         choices = {**sizes, **self.operator.variants[self.variant], **choices}
         of_size = {name: value[size] if isinstance(value, list) else value for name, value in choices.items()}
