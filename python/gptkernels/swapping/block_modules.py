@@ -1,8 +1,8 @@
-"""The modules of a block that has not changed since ``swap``, and its description as one node of autograd's graph.
+"""Finds the modules of a swapped transformer block, so that it can be computed as one node of autograd's graph.
 
-The modules are found once, and compared at each call. For a small batch, host time determines the time of a training
-step, and checking each of a block's modules with ``untouched`` takes longer than comparing all modules with those found
-before.
+The modules are found once, and at each call they are compared with the modules that were found. For a small batch, host
+time determines the time of a training step, and checking each module with ``untouched`` would take longer than this
+comparison.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ KINDS = ("LayerNorm", "Linear", "Linear", "LayerNorm", "Linear", "GELU", "Linear
 
 @dataclasses.dataclass(eq=False)
 class Parts:
-    """The modules of a block. There is no reference to the block itself."""
+    """The modules of a block. There is no reference to the block itself, which is a weak key of ``_known``."""
 
     ln_1: Any
     c_attn: Any

@@ -38,7 +38,7 @@ class Draws:
 
 
 def drop(x: Tensor, module: Any, draws: Draws) -> Tensor:
-    """Apply a dropout layer, or nothing if ``module`` is None."""
+    """Apply a dropout module to x; return x itself if ``module`` is None."""
     if module is None:
         return x
     p = dropout_of(module)

@@ -158,7 +158,10 @@ def difference(original: torch.nn.Module, replaced: torch.nn.Module, *trials: Tr
 def difference_of_gradients(
     original: torch.nn.Module, replaced: torch.nn.Module, trial: Trial, *inputs: Tensor
 ) -> str | None:
-    """Compare the gradients of vectors, embeddings and these inputs, in training without dropout."""
+    """Compare the gradients of two modules, in training mode without dropout; return a difference, or None.
+
+    The gradients are those of all parameters that are vectors, of embeddings' weights, and of ``inputs``.
+    """
     found = []
     for module in (original, replaced):
         _states(module)["training"]()

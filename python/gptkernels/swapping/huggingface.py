@@ -432,7 +432,7 @@ def causal_lm_loss(
 
     Args:
         logits: (B, T, V).
-        labels: (B, T), the target of each position's previous position; not read if shift_labels is given.
+        labels: (B, T); labels[:, t] is the target of position t - 1. They are not read if shift_labels is given.
         vocab_size: V.
         num_items_in_batch: the divisor of the sum of the losses; None for the number of targets that are not ignored.
         ignore_index: targets of this value are ignored.

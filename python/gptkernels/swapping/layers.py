@@ -80,7 +80,7 @@ def weight_of(module: Any) -> Tensor:
 
 
 def products_dtype(t: Tensor) -> torch.dtype:
-    """Return the dtype in which matmuls read a tensor: float64 for float64, otherwise autocast's."""
+    """Return the dtype in which matmuls read a tensor: autocast's, or the tensor's if it is float64 or without autocast."""
     return t.dtype if t.dtype == torch.float64 else autocast_dtype(t.device.type) or t.dtype
 
 

@@ -29,9 +29,9 @@ def norm(x: Tensor, module: Any) -> Tensor:
 
 
 def add_and_norm(stream: Tensor, pending: Pending | None, module: Any, narrow: bool = False) -> tuple[Tensor, Tensor]:
-    """Make the pending addition to the residual stream; return the norm of the sum, and the sum.
+    """Make the pending addition to the residual stream; return the normalised stream, and the stream.
 
-    With ``narrow`` the norm may have autocast's dtype, because only a matmul reads it.
+    With ``narrow`` the normalised stream may have autocast's dtype, because only a matmul reads it.
     """
     if pending is None or not untouched(module, "LayerNorm"):
         stream = add(stream, pending)
@@ -99,7 +99,7 @@ def feed_forward(module: Any, x: Tensor, kind: str, activation: Callable[[Any], 
 
 
 def attend(qkv: Tensor, num_heads: int, scale: float | None, dropout: Dropout) -> Tensor:
-    """Causal self-attention of packed queries, keys and values: (B, T, 3C) -> (B, T, C)."""
+    """Compute causal self-attention of packed queries, keys and values: (B, T, 3C) -> (B, T, C)."""
     if qkv.shape[2] > 3 * functional.MAX_HEAD_SIZE * num_heads:
         return functional.causal_attention(qkv, num_heads, scale, dropout.p)
     return ops.attention(qkv, num_heads, scale, *dropout)[0]  # type: ignore[no-any-return]
