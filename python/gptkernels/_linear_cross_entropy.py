@@ -24,7 +24,7 @@ def linear_cross_entropy(
     differentiation stores all logits. Inside autocast the matmuls have autocast's dtype.
 
     Args:
-        x: (..., C), the last hidden layer.
+        x: (..., C), the input of the LM head.
         weight: (Vp, C), the output embedding.
         targets: (...), int64 or int32.
         vocab_size: V; the columns V..Vp-1 are padding and are not part of the softmax. None is Vp.
@@ -62,7 +62,7 @@ def fp8_linear_cross_entropy(
     derivative raises a RuntimeError.
 
     Args:
-        x: (..., C), the last hidden layer, float32, bfloat16 or float16; C is a multiple of 16.
+        x: (..., C), the input of the LM head, float32, bfloat16 or float16; C is a multiple of 16.
         weight: (Vp, C), the output embedding; Vp is a multiple of 16.
         targets: (...), int64 or int32.
         vocab_size: V; the columns V..Vp-1 are padding and are not part of the softmax. None is Vp.

@@ -22,7 +22,7 @@ def is_unmodified(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
 
 
 def are_unmodified(*parts: tuple[torch.nn.Module, type[torch.nn.Module]]) -> bool:
-    """Return whether ``is_unmodified`` holds for all of these modules and classes."""
+    """Return whether ``is_unmodified`` is true for each of these pairs of a module and a class."""
     for module, kind in parts:
         if type(module) is not kind or not is_bare(module.__dict__):
             return False

@@ -23,7 +23,7 @@ __all__ = [
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """:class:`torch.nn.LayerNorm`."""
+    """:class:`torch.nn.LayerNorm` with this package's kernel."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (..., *normalized_shape)."""
@@ -31,7 +31,7 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 class GELU(torch.nn.GELU):
-    """:class:`torch.nn.GELU`."""
+    """:class:`torch.nn.GELU` with this package's kernel."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply GELU to each element."""
@@ -39,7 +39,7 @@ class GELU(torch.nn.GELU):
 
 
 class Softmax(torch.nn.Softmax):
-    """:class:`torch.nn.Softmax`."""
+    """:class:`torch.nn.Softmax` with this package's kernel."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply softmax along ``dim``."""
@@ -47,7 +47,7 @@ class Softmax(torch.nn.Softmax):
 
 
 class Dropout(torch.nn.Dropout):
-    """:class:`torch.nn.Dropout`, without inplace."""
+    """:class:`torch.nn.Dropout` with this package's kernel, which does not support ``inplace``."""
 
     @functools.wraps(torch.nn.Dropout.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -55,7 +55,7 @@ class Dropout(torch.nn.Dropout):
         functional.refuse("Dropout", inplace=self.inplace)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Drop elements in training."""
+        """Drop elements in training mode; return ``input`` unchanged in evaluation mode."""
         return functional.dropout(input, self.p, self.training, self.inplace)
 
 
@@ -159,7 +159,7 @@ class Embedding(torch.nn.Embedding):
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """:class:`torch.nn.CrossEntropyLoss`, without class weights and label smoothing."""
+    """:class:`torch.nn.CrossEntropyLoss` with this package's kernel, without class weights and label smoothing."""
 
     @functools.wraps(torch.nn.CrossEntropyLoss.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:

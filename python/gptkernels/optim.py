@@ -110,7 +110,7 @@ class AdamW(torch.optim.AdamW):
         self.max_grad_norm = max_grad_norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; raise a ValueError if an option is not supported."""
+        """Add a group of parameters as torch does; raise a ValueError if an option is not supported."""
         _check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
@@ -131,7 +131,7 @@ class AdamW(torch.optim.AdamW):
                 state["step"] = state["step"].to(parameter.device, torch.float32)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but keep float32 state in float32, which torch would round to the parameter's dtype.
+        """Load as torch does, but keep moments and copies in float32, which torch would round to the parameter's dtype.
 
         Raises:
             ValueError: if an option in the state is not supported. Then nothing is loaded.
@@ -175,7 +175,7 @@ class AdamW(torch.optim.AdamW):
         return norm if scale is None else norm / scale.to(norm.device)
 
     def _update(self, alike: "_Alike", group: dict[str, Any], number: int) -> None:
-        """Update these parameters in one launch, which has the index ``number`` in this step."""
+        """Update the parameters of ``alike``, which belong to ``group``. ``number`` is the call's index in the step."""
         parameters, place = alike.parameters, alike.place
         device = parameters[0].device
         seed = group["rounding_seed"] if parameters[0].dtype == torch.bfloat16 else None
@@ -239,7 +239,11 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
-    """Return the learning rate as a tensor: on the CPU, where the host reads it, or on the device for the kernel."""
+    """Return the learning rate as a tensor.
+
+    A float or a CPU tensor becomes a CPU tensor, which the host reads. Another tensor is moved to ``device``, where the
+    kernel reads it.
+    """
     if not isinstance(lr, Tensor):
         if torch.compiler.is_compiling():  # the multiplication prevents a recompilation for another lr
             return torch.ones((), dtype=torch.float64, device="cpu") * lr

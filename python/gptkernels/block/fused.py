@@ -28,13 +28,13 @@ class Pending(NamedTuple):
 
 
 def finished(pending: Pending) -> Tensor:
-    """Return dropout(values + bias)."""
+    """Return what the pending addition adds to the residual stream, dropout(values + bias)."""
     values, bias, dropout = pending
     return apply_dropout(values if bias is None else values + bias.to(values.dtype), dropout)
 
 
 def add(stream: Tensor, pending: Pending | None) -> Tensor:
-    """Return the stream after the pending addition."""
+    """Return the residual stream after the pending addition, if there is one."""
     return stream if pending is None else stream + finished(pending)
 
 

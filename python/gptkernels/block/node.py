@@ -41,7 +41,10 @@ NONE = Dropout()
 
 
 class FP8Histories(NamedTuple):
-    """The amax histories of c_attn, attention's c_proj, c_fc and the MLP's c_proj."""
+    """The amax histories of four linear layers' inputs and output gradients.
+
+    Their order is c_attn, attention's c_proj, c_fc and the MLP's c_proj.
+    """
 
     inputs: Sequence[Tensor]
     douts: Sequence[Tensor]
@@ -249,7 +252,10 @@ def _compute(
     bias: Tensor | None,
     parameters: BlockParameters,
 ) -> tuple[Tensor, ...]:
-    """Compute the block's outputs by single operators, which can be differentiated. ``_Layer`` lists the arguments."""
+    """Compute the transformer block's outputs by single operators, through which autograd can differentiate.
+
+    ``_Layer.forward`` describes the arguments.
+    """
     with without_autocast(stream.device.type):
         low = plan.low
         matrices = Matrices._make([t if t is None else t.to(low) for t in parameters.matrices()])
@@ -277,7 +283,7 @@ def _compute(
 
 
 def _differentiably(ctx: Any, grads: Sequence[Any], dresidual_1: Tensor | None) -> tuple[Any, ...]:
-    """Compute the backward by the single operators' autograd, which can be differentiated again."""
+    """Compute the gradients by the autograd of single operators, so that they can be differentiated again."""
     plan, dropouts, tensors = ctx.plan, ctx.dropouts, ctx.saved_tensors
     parameters, kept = tensors[:_PARAMETERS], LayerSaved._make(tensors[_PARAMETERS : _PARAMETERS + _SAVED])
     need_stream, need_values, need_bias, *needs = ctx.needs_input_grad[3:]
@@ -329,7 +335,7 @@ def _cast(matrices: Matrices, dtype: torch.dtype) -> Matrices:
 def cast_layers(layers: Sequence[BlockParameters], dtype: torch.dtype) -> list[Matrices]:
     """Cast the matrices of several layers in one launch.
 
-    The results of a layer are one allocation, because all of them are freed in the layer's backward.
+    The results of a layer are parts of one allocation, because all of them are freed in the layer's backward.
     """
     matrices = [parameters.matrices() for parameters in layers]
     given = [[t for t in some if t is not None] for some in matrices]

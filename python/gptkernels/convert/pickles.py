@@ -1,4 +1,4 @@
-"""Files of torch.save, which are read without running code, and written atomically."""
+"""Reads files of torch.save without running code in them, and writes such files atomically."""
 
 import os
 import pickle
@@ -27,7 +27,8 @@ def read_pickle(path: Path) -> Any:
     """Read a file of torch.save. Tensors are on the CPU and memory-mapped if the format allows it.
 
     Raises:
-        ValueError: if reading it would run code, or it is damaged, compressed, or would take more memory than its size.
+        ValueError: if the file is damaged or compressed, or reading it would run code or take more memory than the
+            file's size.
     """
     with open_regular(path) as file:
         is_zip = file.read(4) == _ZIP

@@ -24,7 +24,7 @@ _NOT_LIBRARY = {
 
 @dataclass(frozen=True)
 class Document:
-    """Bytes start..stop-1 of a text file."""
+    """A text, which is the bytes start..stop-1 of a file."""
 
     path: Path
     start: int
@@ -225,7 +225,7 @@ def standard_library(max_bytes: int = 16 << 20, val_fraction: float = 0.05) -> t
 
 
 def standard_library_text(max_bytes: int = 16 << 20, val_fraction: float = 0.05) -> tuple[bytes, bytes]:
-    """Return the bytes of `standard_library(...)`'s training and validation documents, concatenated."""
+    """Return the training text and the validation text of `standard_library`, each as bytes."""
     train, val = standard_library(max_bytes, val_fraction)
     return _join(train), _join(val)
 

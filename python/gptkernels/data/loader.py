@@ -1,4 +1,4 @@
-"""Batches of tokens and targets from token files, in an order that a few integers define."""
+"""Reads batches of tokens and targets from token files, in an order that a few integers define."""
 
 import functools
 import math
@@ -26,11 +26,11 @@ class DataLoader:
     next, so that every window is used. With several ranks, rank 0 gets the first B windows, rank 1 the next B, and so
     on. Together they get the windows that one rank with a batch of `world_size * B` gets.
 
-    With `random_offsets` a window starts at any token, which depends on (seed, the window's index in the sequence).
-    Then some tokens occur more often than others, as in nanoGPT.
+    With `random_offsets` a window starts at a random token, which depends on (seed, the window's index in the sequence)
+    only. Then some tokens occur more often than others, as in nanoGPT.
 
-    Only the windows of a batch are read, and no permutation is stored, because the order is a keyed bijection. A file
-    of any size therefore starts and resumes immediately.
+    Only the windows of a batch are read. No permutation is stored, because `permute` computes the place of each window.
+    Loading a file of any size therefore starts and resumes immediately.
 
     Args:
         data: a token file or its path, or several files as one.

@@ -152,9 +152,9 @@ class CharTokenizer(Tokenizer):
 
 
 class LLMCTokenizer(Tokenizer):
-    """The vocabulary of an llm.c tokenizer file.
+    """A tokenizer with the vocabulary of an llm.c tokenizer file.
 
-    Such a file is made for decoding. If its tokens are in the order in which they were merged, as in GPT-2's, they
+    Such a file is made for decoding. If its tokens are in the order in which they were merged, as in GPT-2's file, they
     define a byte-pair encoding, which `encode` computes with tiktoken.
     """
 
@@ -185,7 +185,7 @@ class LLMCTokenizer(Tokenizer):
 
 
 class GPT2Tokenizer(LLMCTokenizer):
-    """GPT-2's 50257 tokens, which tiktoken downloads and caches."""
+    """GPT-2's tokenizer, whose 50257 tokens tiktoken downloads and caches."""
 
     def __init__(self) -> None:
         try:
@@ -204,7 +204,7 @@ class GPT2Tokenizer(LLMCTokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """A byte-level byte-pair encoding of the `tokenizers` package."""
+    """A tokenizer that uses a byte-level byte-pair encoding of the `tokenizers` package."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         from tokenizers import decoders

@@ -61,7 +61,10 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path, names: Iterable[str]) -> None:
-    """Remove temporary files of killed processes; no other process may be writing in the folder."""
+    """Remove the temporary files that killed processes have left for the files `names` of a folder.
+
+    No other process may be writing in the folder.
+    """
     for name in names:
         for temporary in folder.glob(f".{name}.*.tmp"):
             temporary.unlink(missing_ok=True)

@@ -33,7 +33,7 @@ class StepNumbers(NamedTuple):
 
 
 class StepResult:
-    """The results of a step, on the device; a copy to the host is in flight.
+    """The results of a step, on the device. The device also copies them to the host, for :meth:`read`.
 
     Attributes:
         loss: 0-dim float32 (float64 for float64), on the parameters' device: the mean of the micro-batches' losses
@@ -397,7 +397,7 @@ _ON_CPU = "the parameters are on the CPU"
 
 
 def _why_not(loss: Callable[..., Tensor], optimizer: torch.optim.Optimizer, exchanges_gradients: bool) -> str | None:
-    """Return the reason why the step cannot be captured; None if none is known before running it."""
+    """Return the reason why the step cannot be captured; None if no reason is known before the step runs."""
     parameters = _parameters(optimizer)
     if all(parameter.is_cpu for parameter in parameters):
         return _ON_CPU

@@ -1,4 +1,4 @@
-"""Copies of batches to the tensors that a CUDA graph reads."""
+"""Copies batches to the tensors that a CUDA graph reads."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ class Staging:
         self._buffers: list[_Buffer] = []
 
     def put(self, batch: Sequence[Tensor]) -> None:
-        """Copy a batch into the static tensors, ordered with the current stream."""
+        """Copy a batch into the static tensors, after the earlier work of the current CUDA stream."""
         sources = batch if all(t.is_cuda for t in batch) else self._on_device(batch)
         for static, source in zip(self.static, sources, strict=True):
             static.copy_(source, non_blocking=True)

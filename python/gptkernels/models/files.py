@@ -1,4 +1,4 @@
-"""Reading and writing models in any of the formats of `gptkernels.convert`."""
+"""Reads and writes models in any of the formats of `gptkernels.convert`."""
 
 import dataclasses
 import os

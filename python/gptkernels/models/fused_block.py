@@ -80,9 +80,9 @@ def run(block: torch.nn.Module, stream: Tensor, pending: Pending | None) -> tupl
 
 
 def _histories(*layers: nn.Linear) -> list[Tensor] | None:
-    """Return both histories of each layer if all layers have float8 matmuls; an empty list if no layer has.
+    """Return both amax histories of each linear layer if all of them use float8 matmuls; an empty list if none does.
 
-    Return None if no node supports the layers: one has other buffers, or only some have float8 matmuls.
+    Return None if the node does not support the linear layers: one has other buffers, or only some use float8 matmuls.
     """
     found: list[Tensor] = []
     for layer in layers:

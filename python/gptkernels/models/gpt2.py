@@ -63,7 +63,10 @@ class GPT2(Files, NanoGPT):
         return weight is not None and weight is getattr(self.transformer.wte, "weight", None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT2":
-        """Keep the LM head tied: torch replaces each parameter that leaves the meta device by a separate one."""
+        """Apply ``fn`` to all parameters, and tie the LM head again.
+
+        Torch replaces each parameter that leaves the meta device by a separate one.
+        """
         tied = self._is_tied()
         super()._apply(fn, recurse)
         if tied:
@@ -235,7 +238,7 @@ class GPT2(Files, NanoGPT):
 
 
 def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    """Pad or cut a state dict's embedding to the model's Vp rows, and use it for the LM head if that is missing.
+    """Pad or cut a state dict's embedding to the model's Vp rows, and add it as the LM head if there is none.
 
     With ``assign=True`` the embedding and the LM head become one parameter if they are one in the model. A model
     without fp8 ignores amax histories.

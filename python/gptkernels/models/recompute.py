@@ -1,4 +1,4 @@
-"""Recomputation of layers in the backward, with the random numbers and float8 scales of the first forward."""
+"""Recomputes layers in the backward, with the random numbers and float8 scales of the first forward."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

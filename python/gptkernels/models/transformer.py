@@ -71,7 +71,7 @@ class Block(torch.nn.Module):
 
 
 def _pending(values: Tensor, bias: Tensor | None, dropout: torch.nn.Module) -> Pending:
-    """Return a sublayer's output as a pending addition; a dropout that was replaced or hooked is called here."""
+    """Return a sublayer's output as a pending addition. A dropout that was replaced or hooked is called at once."""
     if is_unmodified(dropout, nn.Dropout):
         return Pending(values, bias, draw(cast(nn.Dropout, dropout).p if dropout.training else 0.0, values))
     return Pending(dropout(values if bias is None else values + bias.to(values.dtype)))
@@ -92,7 +92,7 @@ def _add_and_norm(stream: Tensor, pending: Pending | None, norm: nn.LayerNorm) -
 def _run(
     layer: torch.nn.Module, stream: Tensor, pending: Pending | None, cache: nn.KeyValueCache | None = None
 ) -> tuple[Tensor, Pending | None]:
-    """Run a layer, even if it was replaced or wrapped; return the stream and its pending addition."""
+    """Run a layer, which may be replaced or wrapped; return the residual stream, and its pending addition or None."""
     if is_unmodified(layer, Block):
         return cast(Block, layer).without_last_addition(stream, pending, cache)
     stream = add(stream, pending)

@@ -87,7 +87,7 @@ def _eligible(value: Any, device_type: str) -> bool:
 
 
 class _Casts(dict[tuple[int, bool], tuple[Tensor, int, Tensor]]):
-    """Maps the id of a parameter, and whether gradients are recorded, to the parameter, its version, and its cast."""
+    """Maps (a parameter's id, whether gradients are recorded) to (the parameter, its version, its cast)."""
 
 
 _casts: Callable[[], _Casts | None] = lambda: None  # noqa: E731  (a weak reference after the first context)

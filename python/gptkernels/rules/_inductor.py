@@ -1,4 +1,4 @@
-"""Registration of the ops as fallbacks in Inductor.
+"""Registers the ops as fallbacks in Inductor.
 
 Inductor can call ops that it has no rule for. But up to torch 2.12 it first formats such an op's arguments, and
 recursively their inputs, for its log. This takes time exponential in the depth of a model.

@@ -1,4 +1,4 @@
-"""Forward-mode AD, by rules that compute the tangents of an op's outputs from the tangents of its arguments.
+"""Forward-mode AD by rules, which compute the tangents of an op's outputs from the tangents of its arguments.
 
 A rule takes the op's arguments (all of them, by position, without their tangents), their tangents, and the outputs. A
 rule returns the output's tangent, or a tuple of tangents if there are several outputs. An output without a derivative
@@ -17,11 +17,11 @@ Rule = Callable[[Sequence[Any], Sequence[Any], Sequence[Tensor]], Tensor | Seque
 
 
 def with_jvp(function: type[torch.autograd.Function], rule: Rule) -> type[torch.autograd.Function]:
-    """Return a subclass of the function with the rule as its ``jvp``.
+    """Return a subclass of an ``autograd.Function`` with the rule as its ``jvp``.
 
     With this ``jvp``, torch sets the outputs' tangents before the outputs are saved for the backward. Forward over
-    reverse needs this order. The subclass saves more tensors than the function, so calls without tangents do not use
-    the subclass.
+    reverse needs this order. The subclass saves more tensors than the ``Function``, so calls without tangents do not
+    use the subclass.
     """
 
     class WithJvp(function):  # type: ignore[misc, valid-type]

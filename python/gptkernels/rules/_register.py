@@ -72,7 +72,8 @@ def autograd(name: str, function: type[torch.autograd.Function], *, jvp: _jvp.Ru
 
     Args:
         name: the op's name.
-        function: its ``forward`` takes the op's arguments by position and calls the op through ``below_autograd``.
+        function: an ``autograd.Function``, whose ``forward`` takes the op's arguments by position and calls the op by
+            ``below_autograd``.
         jvp: computes the tangents of the op's outputs, for forward-mode AD.
     """
     op = getattr(ops, name).default
@@ -169,7 +170,7 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def _single_level(function: type[torch.autograd.Function]) -> Any:
-    """Return a copy of the function that is applied inside one transform of torch.func.
+    """Return a copy of an ``autograd.Function`` that is applied inside one transform of torch.func.
 
     The copy is needed because from torch 2.15 on, the ``apply`` of a ``Function`` enters transforms itself, in C++.
     """

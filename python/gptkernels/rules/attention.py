@@ -73,7 +73,7 @@ def _shared(t: Tensor, heads: int) -> Tensor:
 
 
 def _scores(query: Tensor, key: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute the scaled and masked scores, and which queries see a key. If a query sees none, its scores are 0."""
+    """Return the scaled and masked scores, and a mask of the queries that see a key. Other queries have scores of 0."""
     scale = 1 / math.sqrt(query.shape[3]) if options.scale is None else options.scale
     scores = query @ _shared(key, query.shape[1]).mT * scale
     seen = visible_keys(query, key, options)
@@ -185,7 +185,7 @@ def unpack(qkv: Tensor, num_heads: int) -> tuple[Tensor, ...]:
 
 
 def packed_formula(qkv, num_heads, scale, dropout_p=0.0, seed=None, offset=None):
-    """Compute out in torch ops; the op's second output has no derivative."""
+    """Compute out in torch ops; return None for the op's second output, which has no derivative."""
     options = Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
     out, _ = forward_formula(*unpack(qkv, num_heads), *options)
     return out.transpose(1, 2).flatten(2), None

@@ -68,7 +68,10 @@ class FusedClassifier(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dlosses, ddlogits):
-        """Multiply dlogits by dlosses, and add the Jacobian times ddlogits, the gradient of the output dlogits."""
+        """Compute the gradient of the logits: dlogits times dlosses, plus the Jacobian times ddlogits.
+
+        ``ddlogits`` is the incoming gradient of the output dlogits.
+        """
         if ctx.scaled:
             refuse_scaled()
         dlogits, targets = ctx.saved_tensors
@@ -115,7 +118,10 @@ def _in_place(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
 
 
 def _in_place_by_copy(logits, *args):
-    """Call the op that is not in place, and copy: ``copy_`` supports tangents, mapped dimensions and transforms."""
+    """Call the op that is not in place, and copy its dlogits to the logits.
+
+    ``copy_`` supports tangents, mapped dimensions and transforms.
+    """
     losses, dlogits = ops.fused_classifier.default(logits.clone(), *args)  # a copy, which stays valid when saved
     logits.copy_(dlogits)
     return losses

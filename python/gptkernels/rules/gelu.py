@@ -1,4 +1,4 @@
-"""GELU: x times the normal distribution function at x, or its tanh approximation (Hendrycks and Gimpel, 2016)."""
+"""GELU(x) = x * (the normal distribution function at x), or its tanh approximation (Hendrycks and Gimpel, 2016)."""
 
 import math
 

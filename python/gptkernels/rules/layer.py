@@ -12,7 +12,7 @@ from gptkernels.rules.linear import fake_weight_gradient, linear_flops
 
 
 def by_name(name, function):
-    """Make a rule for the op that calls ``function`` with all arguments by their names in the schema."""
+    """Make a rule for the op. It calls ``function`` with all of the op's arguments by their names in the schema."""
     arguments = getattr(ops, name).default._schema.arguments
     names = [argument.name for argument in arguments]
     defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}

@@ -39,7 +39,7 @@ class LayerNorm(torch.autograd.Function):
 
 
 def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
-    """Compute out in torch ops; the statistics have no derivative.
+    """Compute out in torch ops; return None for the statistics, which have no derivative.
 
     Torch's layer_norm is not used, because it treats the statistics as constants in forward mode's second derivative.
     """

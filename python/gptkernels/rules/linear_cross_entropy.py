@@ -117,7 +117,7 @@ def backward_formula(
 
 
 class LinearCrossEntropyWithGradients(torch.autograd.Function):
-    """Computes the loss and its gradients. The op has no derivative, because its outputs include gradients."""
+    """Computes the loss and its gradients. A derivative raises an error, because the outputs include gradients."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, *options):

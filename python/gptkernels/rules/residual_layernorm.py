@@ -93,7 +93,7 @@ def _sum_of_rows(t):
 
 
 def formula(x, residual, weight, bias, eps, x_bias, dropout_p, seed, offset):
-    """Compute out and sum in torch ops; the statistics have no derivative."""
+    """Compute out and sum in torch ops; return None for the statistics, which have no derivative."""
     wide = accumulate_dtype(x.dtype)
     x = x.to(wide) if x_bias is None else x.to(wide) + x_bias.to(wide)
     sum = drop(x, dropout_p, seed, offset) + residual.to(wide)
@@ -117,7 +117,7 @@ def masked_backward_formula(dout, dsum, sum, weight, mean, rstd, *args):
 
 
 class ResidualLayerNormBackward(torch.autograd.Function):
-    """Each of the three backward ops as a differentiable function of dout, dsum, sum and weight."""
+    """The three backward ops of ``_BACKWARD``, as differentiable functions of dout, dsum, sum and weight."""
 
     @staticmethod
     def forward(ctx, dout, dsum, sum, weight, mean, rstd, *args):
@@ -159,7 +159,7 @@ def _vmap(op, size, in_dims, args):
 
 
 def as_torchs_steps(op, cast, x, residual, weight, bias, eps=1e-5, x_bias=None, dropout_p=0.0, seed=None, offset=None):
-    """Cast as torch's separate ops do under CUDA's autocast.
+    """Compute the op with the dtypes that torch's separate ops have under CUDA's autocast.
 
     Autocast leaves an addition and dropout in their operands' dtype, and computes layer_norm in float32. The fused op
     computes a sum in float32 or float64. A narrower sum is computed before the norm, by separate ops.

@@ -1,4 +1,4 @@
-"""``gptkernels.swap`` and ``gptkernels.unswap``: which modules of a model are replaced, and by what."""
+"""Defines ``gptkernels.swap`` and ``gptkernels.unswap``, and decides which modules are replaced, and by what."""
 
 import contextlib
 import copy

@@ -1,7 +1,7 @@
 """The seeds and offsets of the dropouts in a forward pass. Kernels generate masks from them, and store none.
 
-A model of L layers has 3L + 1 dropouts. One launch draws a seed, and an offset for each dropout. They come from torch's
-generator for the device, which CUDA graphs, ``torch.compile`` and activation checkpointing support.
+A model of L layers has 3L + 1 dropouts. One launch draws a seed, and an offset for each dropout. These numbers come
+from torch's generator for the device, which CUDA graphs, ``torch.compile`` and activation checkpointing support.
 """
 
 from typing import Any

@@ -246,7 +246,7 @@ def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tenso
 def _differentiably(
     ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, grads: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
-    """Compute the backward by the autograd of single operators, which can be differentiated again."""
+    """Compute the gradients by the autograd of single operators, so that they can be differentiated again."""
 
     def formula(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         with without_autocast(hidden.device.type):

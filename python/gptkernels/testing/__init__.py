@@ -1,4 +1,4 @@
-"""Checks of every operator against torch on this machine (``gptkernels check``), and the rule of exactness."""
+"""Checks every operator against torch on this machine (``gptkernels check``), by the rule of exactness."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -78,7 +78,7 @@ def gradcheck_ops(
 
 
 def _pick(device: str | torch.device | None) -> torch.device:
-    """Choose the device, and check that there are kernels for it."""
+    """Return the device of this name; raise a ValueError if there are no kernels for it."""
     if device in (None, "auto"):
         device = "cuda" if info()["cuda"] == "in use" else "cpu"
     found = pick_device(str(device))

@@ -138,7 +138,7 @@ def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any], linear: 
 def _results(
     call: Call, args: Sequence[Tensor | None], douts: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return for each output, and then for each gradient, our tensor, torch's, and the formula's."""
+    """Return, for each output and then for each gradient, this package's tensor, torch's, and the formula's."""
     doubles = [t.double() if t is not None and t.is_floating_point() else t for t in args]
     ours = with_gradients(call, call.ours, args, douts)
     for a, b in zip(ours, with_gradients(call, call.ours, args, douts), strict=True):

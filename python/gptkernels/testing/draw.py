@@ -1,4 +1,4 @@
-"""Random choices with names. A failing call can be repeated, and some of its choices can be replaced.
+"""Draws the arguments of a call by named random choices. A failing call can be repeated with some choices replaced.
 
 A choice depends only on (seed, index, name). If one choice is replaced or removed, all other choices stay the same.
 """
@@ -244,7 +244,7 @@ class Draw:
 
 
 class Plain(Draw):
-    """Choices that are not random. Sizes are given, and any other choice is its first option unless it is given.
+    """The choices of a call, without randomness. Sizes are given. A choice that is not given is its first option.
 
     Args:
         choices: the sizes, and the choices that are not the first option, by name.

@@ -63,8 +63,9 @@ def answer(
 ) -> Score:
     """Count the questions that a model in evaluation mode answers correctly.
 
-    Its answer is the ending with the lowest mean loss, as in llm.c's accuracy normalised by length. The processes share
-    the questions. The model computes about `tokens_per_batch` tokens at a time, and `tick` is called after each batch.
+    The model's answer is the ending with the lowest mean loss, as in llm.c's accuracy normalised by length. The
+    processes share the questions. The model computes about `tokens_per_batch` tokens at a time, and `tick` is called
+    after each batch.
     """
     own = questions[processes.rank :: processes.world_size]
     losses = []

@@ -97,7 +97,10 @@ def _check_fits(sizes: dict[str, Any], sequence_length: int, vocab_size: int) ->
 
 
 class BatchLoss:
-    """A function that computes the loss of a batch, in the precision and with the compilation that the options request."""
+    """A function that computes the loss of a batch, in the precision that the options request.
+
+    With the option `compile`, the model is compiled.
+    """
 
     def __init__(self, model: GPT2, config: TrainConfig) -> None:
         self._call = torch.compile(model) if config.compile else model

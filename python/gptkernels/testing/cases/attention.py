@@ -63,8 +63,8 @@ def by_sequences(function, scores, *args):
 def backwards(a, b):
     """Compute a @ b with the terms of the sums in reverse order.
 
-    In float64 the formula has rounding errors as well. With the reverse order, the rounding errors of the product
-    differ from the formula's errors, and from the errors of another sum that cancels this sum.
+    In float64 the formula has rounding errors as well. With the reverse order, the rounding errors of a @ b differ from
+    the formula's errors, and from the errors of a sum that is subtracted from a @ b.
     """
     return a.flip(-1) @ b.flip(-2)
 
@@ -308,7 +308,7 @@ def attention_probabilities(draw):
 
 
 def attention_mask(draw, batch, heads, queries, keys, dtype):
-    """Draw a mask: None, bool, or a tensor that is added to the scores, of a shape that broadcasts.
+    """Draw attn_mask: None, a bool mask, or a tensor that is added to the scores. Its shape broadcasts to the scores.
 
     Some rows may mask all keys.
     """

@@ -62,9 +62,9 @@ def fp8_size(draw, name, *others, most=20):
 
 
 def fp8_history(draw, name):
-    """Draw an amax history on the CPU: None, without calls, with 3 calls, or with all 16 calls.
+    """Draw an amax history on the CPU, with no calls, 3 calls or 16 calls; or return None.
 
-    The amaxes may be smaller than the amax of the next call.
+    The amaxes in the history may be smaller than the amax of the tensor with which it is used.
     """
     kind = draw.choose(f"{name}.history", ("none", "new", "some", "full"))
     if kind == "none":
@@ -132,7 +132,7 @@ FAST_SUMS, SUMS = 2.0**-6, 2.0**-10  # relative errors of sums in float8 matmuls
 
 
 class FP8Linear(torch.autograd.Function):
-    """x (N, K), weight (M, K) -> (N, M) in float32 or float64, with the gradients of float8 layers.
+    """x (N, K), weight (M, K) -> (N, M) in float32 or float64, with the gradients that ``ops.fp8_linear`` computes.
 
     ``way`` is a pair of functions: the first one quantises, and the second one multiplies.
     """

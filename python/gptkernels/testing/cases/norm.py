@@ -12,7 +12,7 @@ from gptkernels.testing.cases.table import ROWS, WIDTHS, Call, grid, invoke, lar
 
 
 def standardised(x, eps):
-    """Compute (x - mean) / sqrt(variance + eps). Subtracting the mean twice removes the mean's rounding error."""
+    """Compute (x - mean) / sqrt(variance + eps). The mean is subtracted twice, which removes its rounding error."""
     centred = x - x.mean(-1, keepdim=True)
     centred = centred - centred.mean(-1, keepdim=True)
     return centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps)

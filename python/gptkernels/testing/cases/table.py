@@ -213,7 +213,7 @@ def largest_of(tensors: Sequence[Tensor | None]) -> float:
 
 
 def wide(t: Tensor) -> Tensor:
-    """Convert a tensor to the dtype of losses and statistics."""
+    """Convert a tensor to the dtype of losses and statistics: float64 for float64, otherwise float32."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
