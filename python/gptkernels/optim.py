@@ -254,7 +254,7 @@ def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return ``value`` on the parameter's device and with its strides, as the kernel requires."""
+    """Return ``value`` with the parameter's device and strides, as the kernel requires."""
     value = value.to(parameter.device)
     if value.stride() == parameter.stride():
         return value
@@ -340,7 +340,7 @@ def _total_norm(by_place: _ByPlace) -> Tensor:
 
 
 def _norm_of(tensors: list[Tensor]) -> Tensor:
-    """Call ``ops.global_norm``, below autograd unless the call is traced."""
+    """Compute the norm by ``ops.global_norm``, called below autograd unless ``torch.compile`` traces the call."""
     if torch.compiler.is_compiling():
         return ops.global_norm.default(tensors)
     return below_autograd(ops.global_norm.default, tensors)  # type: ignore[no-any-return]

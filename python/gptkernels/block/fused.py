@@ -54,7 +54,7 @@ class FusedBlock(NamedTuple):
     plan: Plan
     parameters: BlockParameters
     mlp_proj_bias: Tensor | None  # (C), added after the block
-    probabilities: tuple[float, float, float]  # dropouts of attention's probabilities, its output, and the MLP's output
+    probabilities: tuple[float, float, float]  # of dropout: in attention, in attention's output, in the MLP's output
     matrices: Matrices | None = None  # in the matmuls' dtype, if they are already cast
 
     def supports(self, stream: Tensor, pending: Pending | None) -> bool:

@@ -57,7 +57,7 @@ class BlockParameters(NamedTuple):
         return Matrices(qkv_weight, qkv_bias, attn_proj_weight, fc_weight, fc_bias, mlp_proj_weight)
 
     def with_matrices(self, matrices: Matrices) -> "BlockParameters":
-        """Return these parameters with ``matrices`` in place of their own matrices."""
+        """Return a copy of these parameters in which ``matrices`` replaces the parameters that the matmuls read."""
         norm_1_weight, norm_1_bias, _, _, _, attn_proj_bias, norm_2_weight, norm_2_bias, _, _, _ = self
         qkv_weight, qkv_bias, attn_proj_weight, fc_weight, fc_bias, mlp_proj_weight = matrices
         return BlockParameters(
@@ -69,7 +69,7 @@ class BlockParameters(NamedTuple):
 class LayerSaved(NamedTuple):
     """The tensors that ``layer`` returns for ``layer_backward``."""
 
-    residual_1: Tensor  # (B, T, C), the stream after the first addition; the block's input without an addition
+    residual_1: Tensor  # (B, T, C), the stream after the first addition; the layer's input if nothing is added
     mean_1: Tensor  # (B, T)
     rstd_1: Tensor  # (B, T)
     norm_1: Tensor  # (B, T, C)

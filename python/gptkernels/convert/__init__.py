@@ -1,4 +1,4 @@
-"""Conversion of GPT-2 between the formats in which it is stored: `gptkernels convert A B`.
+"""Converts GPT-2 between the formats in which it is stored: `gptkernels convert A B`.
 
 | format | path | read | written |
 |---|---|---|---|

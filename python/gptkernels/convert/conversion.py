@@ -1,4 +1,4 @@
-"""`gptkernels convert A B`: conversion of a model to another format, with the same bits."""
+"""Converts a model to another format, with the same bits: `gptkernels convert A B`."""
 
 import dataclasses
 import os

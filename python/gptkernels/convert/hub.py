@@ -1,4 +1,4 @@
-"""Download of models from the Hugging Face hub, by `huggingface_hub`."""
+"""Downloads models from the Hugging Face hub by `huggingface_hub`."""
 
 import os
 import re

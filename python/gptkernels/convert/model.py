@@ -60,7 +60,7 @@ class Model:
 
 
 def common_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
-    """Return the smallest dtype that represents all numbers of some tensors exactly."""
+    """Return the smallest dtype that represents the values of all these tensors exactly."""
     return functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
 
 

@@ -59,7 +59,7 @@ class TokenFiles:
         return np.concatenate(parts)
 
     def locate(self, position: int) -> tuple[Path, int]:
-        """Return the file that contains a token, and the token's position in it."""
+        """Return the file that contains the token at ``position``, and the token's position in this file."""
         i = self._file_of(position)
         return self.files[i].path, position - self._starts[i]
 
@@ -71,7 +71,7 @@ class TokenFiles:
 
 
 def is_pattern(name: str) -> bool:
-    """Return whether a name has one of the shell's wildcards."""
+    """Return whether a name contains one of the shell's wildcards."""
     return not _WILDCARDS.isdisjoint(name)
 
 

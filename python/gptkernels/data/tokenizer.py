@@ -47,7 +47,7 @@ class Tokenizer(ABC):
 
     @property
     def start(self) -> int:
-        """The first token of a text without context: `eot`; without `eot` a newline; without a newline token 0."""
+        """The token from which text without a prompt is generated: `eot`, else a newline if it is a token, else 0."""
         if self.eot is not None:
             return self.eot
         return self.vocabulary.index(b"\n") if b"\n" in self.vocabulary else 0

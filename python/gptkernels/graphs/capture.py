@@ -183,7 +183,7 @@ class GraphedStep:
     # ---- eager -------------------------------------------------------------------------------------------------------
 
     def _run_eagerly(self, batches: Sequence[Batch]) -> Tensor:
-        """Run a step eagerly. The last eager step before a capture is checked for synchronisation."""
+        """Run a step eagerly. The last eager step before a capture is checked for operations that wait for the device."""
         signatures = _signatures(batches)
         count = self._eager_steps[signatures] = self._eager_steps.get(signatures, 0) + 1
         watch = self.eager_because is None and count == _WARM_UP
@@ -206,7 +206,7 @@ class GraphedStep:
         """
         if total is None:
             self._drop_gradients()  # so that the backward writes gradients instead of adding to them
-        torch.clear_autocast_cache()  # casts of parameters made before their last update, or outside the graph
+        torch.clear_autocast_cache()  # drops casts from before the parameters' update, or from outside the graph
         loss = self._loss(*batch)
         if count > 1:
             loss = loss / count
@@ -338,7 +338,7 @@ class _Program:
             parameter.grad = gradient
 
     def check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise an error if a later micro-step replaced a gradient of the first one instead of adding to it."""
+        """Raise an error if a later micro-step replaced a gradient of the first micro-step instead of adding to it."""
         for parameter, gradient in zip(_parameters(optimizer), self.gradients, strict=True):
             if parameter.grad is not gradient:
                 raise RuntimeError("a gradient was replaced, not added to")

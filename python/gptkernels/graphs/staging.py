@@ -57,7 +57,10 @@ class Staging:
 
 
 class _Buffer:
-    """A batch in pinned memory and on the device, with an event after the copy and one after the last use."""
+    """Memory for a batch, pinned on the host and on the device, and two events.
+
+    ``filled`` is recorded after the copy to the device, and ``free`` after the last use of the memory on the device.
+    """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
         self.pinned = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in like]

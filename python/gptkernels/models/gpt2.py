@@ -46,7 +46,11 @@ class GPT2(Files, NanoGPT):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise as GPT-2: weights N(0, 0.02^2), the two c_proj N(0, 0.02^2 / (2L)), biases 0, norms' weights 1."""
+        """Initialise the parameters as in GPT-2, and reset the amax histories.
+
+        Matrices are drawn from N(0, 0.02^2), except that the two ``c_proj`` of each layer are drawn from
+        N(0, 0.02^2 / (2L)). Biases are 0, and the norms' weights are 1. The embedding's padding is 0.
+        """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:

@@ -12,7 +12,7 @@ from gptkernels.optim import AdamW
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Make an optimizer's parameter groups: matrices and embeddings with weight decay, biases and norms without."""
+    """Make two parameter groups: matrices and embeddings, with weight decay, and biases and norms, without it."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},

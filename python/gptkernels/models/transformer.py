@@ -20,7 +20,7 @@ from gptkernels.rules import ops
 
 
 class Block(torch.nn.Module):
-    """A layer: ``x + dropout(attn(ln_1(x)))``, then ``x + dropout(mlp(ln_2(x)))``."""
+    """A layer of GPT-2: ``x = x + dropout(attn(ln_1(x)))``, then ``x = x + dropout(mlp(ln_2(x)))``."""
 
     def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()

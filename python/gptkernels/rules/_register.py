@@ -181,7 +181,7 @@ def _single_level(function: type[torch.autograd.Function]) -> Any:
 class _Outer(threading.local):
     """The modes of reverse and forward AD when an op was called under a transform of torch.func.
 
-    ``apply`` turns both modes off inside ``forward``. ``below_autograd`` turns both modes on for the outer transforms,
+    ``apply`` turns both modes off inside ``forward``. ``below_autograd`` restores the modes for the outer transforms,
     which otherwise would not record the op.
     """
 
@@ -236,7 +236,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def present(gradients: Sequence[Tensor], mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Return a backward's outputs, with None for those that the mask excludes."""
+    """Return a backward's outputs, with None for each output that the mask excludes."""
     return tuple(g if wanted else None for g, wanted in zip(gradients, mask, strict=True))
 
 
@@ -322,7 +322,7 @@ def vmap(name: str, rule: _vmap.Rule) -> None:
 
 
 def autocast(name: str, *, cuda: str | None = None, cpu: str | None = None) -> None:
-    """Cast the op's floating tensors inside ``torch.autocast``, as its torch counterpart does on that device type.
+    """Make ``torch.autocast`` cast the op's floating tensors, as it does for torch's counterpart on that device type.
 
     Args:
         name: the op's name.

@@ -67,7 +67,7 @@ def linear_flops(x_shape, weight_shape, *args, **kwargs) -> int:
 
 
 def linear_backward_flops(dout_shape, x_shape, weight_shape, output_mask, **kwargs) -> int:
-    """Count the forward's flops for each of dx and dweight that is needed."""
+    """Count as many flops as in the forward for each of dx and dweight that is needed."""
     return linear_flops(x_shape, weight_shape) * (output_mask[0] + output_mask[1])
 
 

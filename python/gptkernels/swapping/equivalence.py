@@ -144,7 +144,7 @@ def difference(original: torch.nn.Module, replaced: torch.nn.Module, *trials: Tr
             calls.clear()
             expected = _run(trial, original)
             if state == "training" and (twice := next((n for n in calls if calls.count(n) > 1), None)) is not None:
-                # A trial with its probability at 1 would not show this.
+                # A trial in which the dropout's probability is 1 would not show that it is applied twice.
                 return f"its forward is another one: it applies {twice} more than once"
             if state in ("evaluation", "training") and _has_drawn():
                 return f"its forward draws random numbers in {state}, without dropout"

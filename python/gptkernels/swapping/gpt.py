@@ -30,7 +30,7 @@ def children(module: torch.nn.Module) -> set[str]:
 
 
 def looks_like_attention(module: Any) -> bool:
-    """Return whether a module has c_attn, c_proj and n_head, and no other submodules than two dropouts."""
+    """Return whether a module has c_attn, c_proj and n_head, and at most attn_dropout and resid_dropout besides."""
     return (
         {"c_attn", "c_proj"} <= children(module) <= {"c_attn", "c_proj", "attn_dropout", "resid_dropout"}
         and isinstance(getattr(module, "n_head", None), int)
@@ -77,7 +77,7 @@ def _attended(self: Any, x: Tensor, p: float, draws: Draws) -> Tensor:
 
 
 def looks_like_mlp(module: Any) -> bool:
-    """Return whether a module has c_fc, c_proj, an activation, and no other submodule than a dropout."""
+    """Return whether a module has c_fc, c_proj and one other submodule, the activation, besides ``dropout``."""
     rest = children(module) - {"c_fc", "c_proj", "dropout"}
     return {"c_fc", "c_proj"} <= children(module) and len(rest) == 1
 

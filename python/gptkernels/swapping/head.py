@@ -216,7 +216,7 @@ class _CompiledHeadAndLoss(torch.autograd.Function):
 
 
 def _padded(weight: Tensor, low: torch.dtype) -> Tensor:
-    """Return ``padded_weight`` in the dtype ``low``, in one pass over the weight."""
+    """Cast the weight to ``low`` and pad it as ``padded_weight`` does, in one pass over the weight."""
     V, C = weight.shape
     padded = weight.new_empty((V + -V % 64, C), dtype=low)
     padded[:V].copy_(weight)

@@ -64,7 +64,7 @@ def _has_forward_of(module: torch.nn.Module, kind: Any) -> bool:
 
 
 def _sdpa_is_theirs() -> bool:
-    """Return whether transformers' "sdpa" is still its own function."""
+    """Return whether the function registered as "sdpa" is still transformers' own; True while compiling."""
     functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
     theirs = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
     return torch.compiler.is_compiling() or functions["sdpa"] is theirs

@@ -25,7 +25,7 @@ WITHOUT_DERIVATIVE = (
 # multiply float8 tensors.
 ALL_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 WITHOUT_PRODUCTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-NEAR = 2.0**-13  # the relative change of numbers in trials that nearly keep them
+NEAR = 2.0**-13  # the largest relative change of elements in the odd trials of other_numbers
 TRIALS = (1, 10, 40)  # the numbers of trials after which the largest errors are compared
 
 

@@ -232,11 +232,11 @@ class Errors:
             self.norms.append(norm)
 
     def worst_of_torchs(self) -> float:
-        """Return the largest of torch's errors."""
+        """Return the largest of torch's errors, or one rounding of the output if all of them are 0."""
         return max(self.torchs) or self.rounding
 
     def worst_norm(self) -> float:
-        """Return the largest of torch's root mean square errors."""
+        """Return the largest of torch's root mean square errors, or a quarter of a rounding if all of them are 0."""
         return max(self.norms) or self.rounding / 4
 
     def share(self) -> float:

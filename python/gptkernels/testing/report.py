@@ -9,7 +9,7 @@ CHECKS = ("float64", "float32", "bfloat16", "float16", "gradcheck", "gradgradche
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One check of one case.
+    """The result of one check of one case.
 
     Attributes:
         case: the operator's name, followed by the variant's.

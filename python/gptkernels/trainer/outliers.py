@@ -1,4 +1,4 @@
-"""Detection of outliers among the steps' losses and gradients by z-scores, as in llm.c's outlier_detector.h."""
+"""Detects outliers among the steps' losses and gradient norms by z-scores, as in llm.c's outlier_detector.h."""
 
 import math
 from typing import Any

@@ -343,7 +343,7 @@ def fp8_linear(draw):
         return product.view(*x.shape[:-1], outer).to(x.dtype)
 
     def products(tensors):
-        """Return the matmuls of the operands rounded to float8."""
+        """Return the matmuls for ``Call.products``, with the operands as they are after rounding to float8."""
         read = {name: t for name, t in tensors.items() if name != "dbias"}  # dbias is the sum of dout before rounding
         forms = (E4M3, histories[0]), (E4M3, None), (E5M2, histories[1])
         for name, form in zip(("x", "weight", "dout"), forms, strict=True):

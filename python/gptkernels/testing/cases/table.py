@@ -195,8 +195,8 @@ def nbytes(*tensors: Tensor | None) -> int:
 def row_costs(arrays: tuple[int, int], flops: tuple[int, int]) -> Callable[..., tuple[Cost, Cost]]:
     """Return ``Operator.costs`` of an op on rows.
 
-    ``arrays`` has the numbers of arrays of x's size, and ``flops`` has the flops for each element. The first number of
-    each pair is for the forward, and the second one is for the backward.
+    ``arrays`` says how many arrays of x's size the op reads and writes, and ``flops`` how many flops it needs for each
+    element. The first number of each pair is for the forward, and the second one is for the backward.
     """
 
     def costs(x: Tensor, *others: Tensor) -> tuple[Cost, Cost]:
