@@ -466,7 +466,7 @@ def _dropout_numbers(dropout_p: float, like: Tensor) -> tuple[Tensor | None, ...
 def _draw_numbers(count: int, like: Tensor) -> tuple[Tensor, ...]:
     """Draw 0-dim int64 numbers on the device of ``like``. Each replay of a CUDA graph draws new numbers.
 
-    They come from torch's generator for the device.
+    The numbers come from torch's generator for the device.
     """
     return torch.randint(2**63 - 1, (count,), device=like.device).unbind()
 

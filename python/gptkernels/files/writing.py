@@ -1,4 +1,4 @@
-"""Functions for all file formats: atomic writing, and llm.c's headers of 256 integers."""
+"""Functions that several file formats use: atomic writing, and llm.c's headers of 256 integers."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""A whole training step as a CUDA graph: forward, backward, gradient norm, clipping and AdamW."""
+"""Captures a whole training step as a CUDA graph: forward, backward, gradient norm, clipping and AdamW."""
 
 import contextlib
 import logging
@@ -183,7 +183,7 @@ class GraphedStep:
     # ---- eager -------------------------------------------------------------------------------------------------------
 
     def _run_eagerly(self, batches: Sequence[Batch]) -> Tensor:
-        """Run a step eagerly. The last eager step before a capture is checked for operations that wait for the device."""
+        """Run a step eagerly. In the last eager step before a capture, the host must not wait for the device."""
         signatures = _signatures(batches)
         count = self._eager_steps[signatures] = self._eager_steps.get(signatures, 0) + 1
         watch = self.eager_because is None and count == _WARM_UP

@@ -27,7 +27,7 @@ KINDS = ("LayerNorm", "Linear", "Linear", "LayerNorm", "Linear", "GELU", "Linear
 
 @dataclasses.dataclass(eq=False)
 class Parts:
-    """The modules of a block. There is no reference to the block itself, which is a weak key of ``_known``."""
+    """The modules of a transformer block. It has no reference to the block itself, which is a weak key of ``_known``."""
 
     ln_1: Any
     c_attn: Any
@@ -61,7 +61,7 @@ _known: WeakKeyDictionary[torch.nn.Module, Parts] = WeakKeyDictionary()
 
 
 def parts_of(block: Any, kinds: Sequence[str]) -> Parts | None:
-    """Return the block's modules; None if one was replaced, hooked or wrapped.
+    """Return the modules of a transformer block; None if one was replaced, hooked or wrapped.
 
     Args:
         block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``, whose submodules are named as in nanoGPT.
@@ -115,7 +115,7 @@ def probability(dropout: Any) -> float:
 def fused_block(
     parts: Parts, dtypes: Dtypes, stream: Tensor, heads: int, scale: float | None, p: float
 ) -> FusedBlock | None:
-    """Describe a block with its current parameters and settings; None if the node does not support it.
+    """Describe a transformer block with its current parameters and settings; None if the node does not support it.
 
     ``scale`` is the factor of the scores, or None for 1/sqrt(HS), and ``p`` the probability of attention's dropout.
     """

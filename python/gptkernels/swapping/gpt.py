@@ -111,7 +111,7 @@ def looks_like_block(module: Any) -> bool:
 
 
 def _fused(block: Any, dtypes: Dtypes | None, stream: Tensor) -> FusedBlock | None:
-    """Describe the block as one node of autograd's graph; return None if it cannot be one."""
+    """Describe the transformer block as one node of autograd's graph; return None if it cannot be one."""
     if dtypes is None or not untouched(block, BLOCK):
         return None
     p = attention_dropout(block.attn) if untouched(block.attn, ATTENTION) else None
@@ -122,7 +122,7 @@ def _fused(block: Any, dtypes: Dtypes | None, stream: Tensor) -> FusedBlock | No
 def _layer(
     block: Any, fused: FusedBlock | None, stream: Tensor, pending: Pending | None, draws: Draws
 ) -> tuple[Tensor, Pending]:
-    """Compute a block without its last addition, as one node if ``fused`` supports that."""
+    """Compute a transformer block without its last addition, as one node of autograd's graph if ``fused`` allows it."""
     if fused is not None and fused.supports(stream, pending):
         return fused.run(stream, pending, draws)[:2]
     attn = block.attn
@@ -143,7 +143,7 @@ def _layer(
 
 @replacement(BLOCK)
 def block(original: Any) -> Namespace:
-    """Replace a block. One kernel computes attention's residual addition and the norm that follows it."""
+    """Replace a transformer block. One kernel computes attention's residual addition and the norm that follows it."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if (reason := why_not(x)) is not None:
@@ -172,7 +172,7 @@ def looks_like_gpt(module: Any) -> bool:
 
 @replacement("gpt model")
 def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
-    """Replace the whole model. One kernel computes a block's last addition and the next block's first norm.
+    """Replace the whole model. One kernel computes a layer's last addition and the next layer's first norm.
 
     Args:
         original: the class of the model.

@@ -177,7 +177,7 @@ def _is_plain_cache(cache: Any) -> bool:
 
 @replacement(BLOCK)
 def block(original: Any) -> Namespace:
-    """Replace a block. One kernel computes attention's residual addition and the norm that follows it."""
+    """Replace a transformer block. One kernel computes attention's residual addition and the norm that follows it."""
     complete = _completer(original)
     gives_a_tuple = "output_attentions" in inspect.signature(original.forward).parameters  # 4.57
 
@@ -212,7 +212,7 @@ def block(original: Any) -> Namespace:
 
 @replacement("Hugging Face GPT2Model")
 def model(original: Any) -> Namespace:
-    """Replace the model without LM head. One kernel computes a block's last addition and the next norm."""
+    """Replace the model without LM head. One kernel computes a layer's last addition and the norm that follows it."""
     complete = _completer(original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -304,7 +304,10 @@ def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
 
 
 def _blocks(self: Any) -> list[tuple[Any, Parts | None]] | str:
-    """Return each block, with its modules if they are unchanged; or a reason why one loop cannot compute the model."""
+    """Return the transformer blocks, each with its modules if they are unchanged.
+
+    Return a reason instead if one loop cannot compute the model.
+    """
     found: list[tuple[Any, Parts | None]] = []
     for one in self.h:
         parts = parts_of(one, KINDS)
@@ -320,7 +323,7 @@ def _blocks(self: Any) -> list[tuple[Any, Parts | None]] | str:
 
 
 def _fused(parts: Parts | None, dtypes: Dtypes | None, hidden: Tensor) -> FusedBlock | None:
-    """Describe a block as one node of autograd's graph; return None if it cannot be one."""
+    """Describe a transformer block as one node of autograd's graph; return None if it cannot be one."""
     if parts is None or dtypes is None:
         return None
     attn = parts.attn

@@ -91,7 +91,7 @@ def pending_of(values: Tensor, proj: Any, module: Any, draws: Draws) -> Pending:
 
 
 def feed_forward(module: Any, x: Tensor, kind: str, activation: Callable[[Any], Any], draws: Draws) -> Pending:
-    """Compute a block's MLP. A module that is not this kind of replacement, or was hooked or wrapped, is called."""
+    """Compute the MLP of a layer. A module that is not the replacement ``kind``, or was hooked or wrapped, is called."""
     if not untouched(module, kind) or why_not(x) is not None:
         return called(module, x)
     values = mlp(x, module.c_fc, activation(module), module.c_proj, bias=False)
@@ -113,7 +113,9 @@ def layer(
     feed_forward: Callable[[Any, Tensor], Pending],
     narrow: tuple[bool, bool] = (False, False),
 ) -> tuple[Tensor, Pending]:
-    """Compute a block without its last residual addition, which one kernel computes together with the next norm.
+    """Compute a transformer block without its last residual addition.
+
+    One kernel computes this addition together with the norm that follows it.
 
     Args:
         stream: (B, T, C), the residual stream.
