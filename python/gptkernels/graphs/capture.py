@@ -183,7 +183,7 @@ class GraphedStep:
     # ---- eager -------------------------------------------------------------------------------------------------------
 
     def _run_eagerly(self, batches: Sequence[Batch]) -> Tensor:
-        """Run a step eagerly. In the last eager step before a capture, the host must not wait for the device."""
+        """Run a step eagerly. If the host waits for the device in the last step before a capture, none is made."""
         signatures = _signatures(batches)
         count = self._eager_steps[signatures] = self._eager_steps.get(signatures, 0) + 1
         watch = self.eager_because is None and count == _WARM_UP

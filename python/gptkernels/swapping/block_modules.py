@@ -27,7 +27,7 @@ KINDS = ("LayerNorm", "Linear", "Linear", "LayerNorm", "Linear", "GELU", "Linear
 
 @dataclasses.dataclass(eq=False)
 class Parts:
-    """The modules of a transformer block. It has no reference to the block itself, which is a weak key of ``_known``."""
+    """The modules of a transformer block, without a reference to the block, which is a weak key of ``_known``."""
 
     ln_1: Any
     c_attn: Any

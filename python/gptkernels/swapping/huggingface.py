@@ -87,7 +87,7 @@ def mlp_module(original: Any) -> Namespace:
 
 
 def _mlp(draws: Draws) -> Callable[[Any, Tensor], Pending]:
-    """Return the argument ``feed_forward`` of ``layer``."""
+    """Return a function for the argument ``feed_forward`` of ``layer``."""
     return lambda module, x: feed_forward(module, x, MLP, lambda m: m.act, draws)
 
 

@@ -91,7 +91,7 @@ def pending_of(values: Tensor, proj: Any, module: Any, draws: Draws) -> Pending:
 
 
 def feed_forward(module: Any, x: Tensor, kind: str, activation: Callable[[Any], Any], draws: Draws) -> Pending:
-    """Compute the MLP of a layer. A module that is not the replacement ``kind``, or was hooked or wrapped, is called."""
+    """Compute a layer's MLP. A module that is not the replacement ``kind``, or was hooked or wrapped, is called."""
     if not untouched(module, kind) or why_not(x) is not None:
         return called(module, x)
     values = mlp(x, module.c_fc, activation(module), module.c_proj, bias=False)
