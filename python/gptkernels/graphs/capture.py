@@ -183,7 +183,10 @@ class GraphedStep:
     # ---- eager -------------------------------------------------------------------------------------------------------
 
     def _run_eagerly(self, batches: Sequence[Batch]) -> Tensor:
-        """Run a step eagerly. If the host waits for the device in the last step before a capture, none is made."""
+        """Run a step eagerly.
+
+        If the host waits for the device in the last step before a capture, no step is captured.
+        """
         signatures = _signatures(batches)
         count = self._eager_steps[signatures] = self._eager_steps.get(signatures, 0) + 1
         watch = self.eager_because is None and count == _WARM_UP
