@@ -1,4 +1,4 @@
-"""The choice of a device, and the peak rates of known GPUs."""
+"""Chooses a device by its name, and lists the peak rates of known GPUs."""
 
 import torch
 
@@ -28,7 +28,7 @@ _PEAKS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the device's peak of dense bfloat16 matmuls in flops per second; None if it is unknown."""
+    """Return the device's peak rate of dense bfloat16 matmuls in flops per second; None if it is unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -36,7 +36,9 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """Return the device of this name. "auto" is CUDA if available; "cuda" is the GPU with the index `local_rank`.
+    """Return the device with this name. "cuda" is the GPU with the index `local_rank`.
+
+    "auto" is "cuda" if torch finds a GPU, and otherwise "cpu".
 
     Raises:
         ValueError: if there is no such device.

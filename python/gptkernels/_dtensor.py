@@ -1,4 +1,4 @@
-"""DTensors in the optimizer: each process updates its own part, and computes norms of whole tensors.
+"""Functions for DTensors in the optimizer. Each process updates its own part; norms are those of whole tensors.
 
 This file does not import ``torch.distributed.tensor`` unless there are DTensors.
 """
@@ -12,14 +12,14 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Place(NamedTuple):
-    """The distribution of a DTensor over its mesh of devices, which is equal for tensors that are split alike."""
+    """The distribution of a DTensor over its mesh of devices. One launch updates DTensors of the same distribution."""
 
     mesh: Any
     placements: tuple[Any, ...]
 
 
 def place_of(t: Any) -> Place | None:
-    """Return a DTensor's distribution, with partial sums as replicated; None for any other tensor."""
+    """Return a DTensor's distribution, in which partial sums count as replicated; None for any other tensor."""
     if type(t) in PLAIN or not hasattr(t, "placements"):
         return None
     if not any(placement.is_partial() for placement in t.placements):
@@ -30,7 +30,10 @@ def place_of(t: Any) -> Place | None:
 
 
 def local(t: Any, place: Place | None) -> Tensor:
-    """Return this process's part of a DTensor, redistributed to ``place`` if necessary; a plain tensor unchanged."""
+    """Return this process's part of a DTensor, after redistributing it to ``place`` if necessary.
+
+    A plain tensor, for which ``place`` is None, is returned unchanged.
+    """
     if place is None:
         return t
     if (t.device_mesh, t.placements) != place:
@@ -39,12 +42,12 @@ def local(t: Any, place: Place | None) -> Tensor:
 
 
 def held(t: Any) -> Tensor:
-    """Return this process's part of a DTensor in its current distribution; a plain tensor unchanged."""
+    """Return this process's part of a DTensor in its current distribution. A plain tensor is returned unchanged."""
     return t if place_of(t) is None else t.to_local()
 
 
 def norm_of_all(norm: Tensor, place: Place | None) -> Tensor:
-    """Compute the norm of whole tensors from the norm of this process's parts, 0-dim float32."""
+    """Compute the norm of whole DTensors from ``norm``, the norm of this process's parts; both are 0-dim float32."""
     if place is None or all(placement.is_replicate() for placement in place.placements):
         return norm
     from torch.distributed.tensor import DTensor, Partial, Replicate

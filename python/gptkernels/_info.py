@@ -12,7 +12,7 @@ def info() -> dict[str, str]:
     """Return versions, libraries, the CUDA architectures of the build, and the device.
 
     Returns:
-        A dict; ``"cuda"`` is "in use", or the reason why CUDA is not in use.
+        A dict from names to texts. The text of ``"cuda"`` is "in use", or the reason why CUDA is not in use.
     """
     build = _library.build()
     found = {

@@ -1,4 +1,4 @@
-"""Loading of the native libraries, and the reason if the CUDA library is not used."""
+"""Loads the native libraries. ``without_cuda_because`` is why the CUDA library is not in use, or an empty string."""
 
 import ctypes
 import functools
@@ -14,7 +14,7 @@ CUDA_LIBRARY = FOLDER / "libgptkernels_cuda.so"
 
 @functools.cache
 def build() -> dict[str, str]:
-    """Read the build's record: its version, torch, compiler, CUDA and CUDA architectures."""
+    """Read the record of the build: versions of gptkernels, torch, compiler and CUDA, and the CUDA architectures."""
     return json.loads((FOLDER / "build.json").read_text())
 
 

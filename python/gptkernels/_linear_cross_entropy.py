@@ -1,4 +1,4 @@
-"""``gptkernels.functional.linear_cross_entropy`` and ``fp8_linear_cross_entropy``."""
+"""The functions ``linear_cross_entropy`` and ``fp8_linear_cross_entropy`` of ``gptkernels.functional``."""
 
 from torch import Tensor
 
@@ -15,16 +15,16 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_size: int | None = None,
 ) -> Tensor:
-    """Compute ``cross_entropy(linear(x, weight), targets)`` in chunks of rows, so that all logits are never stored.
+    """Compute ``cross_entropy(linear(x, weight), targets)`` in chunks of rows, and store only one chunk's logits.
 
     For "mean" and "sum" the forward also computes the gradients of x and weight, from the same logits, and the backward
-    only scales them. If autograd records nothing, no gradient is computed. The backward computes each chunk's logits a
-    second time for "none", and for float16, whose gradients must be multiplied by the loss scale before they are
-    rounded. It also does so if the gradients are differentiated again (``create_graph=True``). This second derivative
-    stores all logits. Inside autocast the matmuls have autocast's dtype.
+    only scales them. If autograd records nothing, no gradient is computed. In three cases the backward instead computes
+    each chunk's logits a second time: for "none"; for float16, whose gradients must be multiplied by the loss scale
+    before they are rounded; and if gradients are differentiated again (``create_graph=True``). The second
+    differentiation stores all logits. Inside autocast the matmuls have autocast's dtype.
 
     Args:
-        x: (..., C), the last hidden layer.
+        x: (..., C), the input of the LM head.
         weight: (Vp, C), the output embedding.
         targets: (...), int64 or int32.
         vocab_size: V; the columns V..Vp-1 are padding and are not part of the softmax. None is Vp.
@@ -62,7 +62,7 @@ def fp8_linear_cross_entropy(
     derivative raises a RuntimeError.
 
     Args:
-        x: (..., C), the last hidden layer, float32, bfloat16 or float16; C is a multiple of 16.
+        x: (..., C), the input of the LM head, float32, bfloat16 or float16; C is a multiple of 16.
         weight: (Vp, C), the output embedding; Vp is a multiple of 16.
         targets: (...), int64 or int32.
         vocab_size: V; the columns V..Vp-1 are padding and are not part of the softmax. None is Vp.

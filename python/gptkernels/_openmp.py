@@ -1,8 +1,8 @@
-"""Sets the wait policy of OpenMP's threads in `gptkernels train`, before the import of torch, which reads the policy.
+"""Sets the wait policy of OpenMP's threads in `gptkernels train`. OpenMP reads the policy when torch is imported.
 
 The threads of GNU's OpenMP, which torch's CPU wheels contain, spin at every barrier unless there are more threads than
 processors. If other programs use the processors, a spinning thread delays the threads that the barrier waits for. With
-a passive policy threads sleep instead. LLVM's and Intel's OpenMP support the same variable.
+a passive policy threads sleep instead. GNU's, LLVM's and Intel's OpenMP read it from OMP_WAIT_POLICY.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Checks that a submodule was not changed since its parent made it, so that the parent may fuse it with others."""
+"""Checks that a submodule was not changed since its parent made it. Only then may the parent call a fused operator."""
 
 from typing import Any
 
@@ -22,7 +22,7 @@ def is_unmodified(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
 
 
 def are_unmodified(*parts: tuple[torch.nn.Module, type[torch.nn.Module]]) -> bool:
-    """Return whether ``is_unmodified`` holds for all of these modules and classes."""
+    """Return whether ``is_unmodified`` is true for each of these pairs of a module and a class."""
     for module, kind in parts:
         if type(module) is not kind or not is_bare(module.__dict__):
             return False
@@ -39,7 +39,10 @@ def is_exporting() -> bool:
 
 
 def is_bare(attributes: dict[str, Any]) -> bool:
-    """Return whether a module with this ``__dict__`` has no hooks and no forward of its own."""
+    """Return whether a module with this ``__dict__`` has no hooks, no forward of its own and no ``CHANGED`` mark.
+
+    A module that is compiled by ``module.compile()`` is not bare either.
+    """
     return not (
         attributes["_forward_hooks"]
         or attributes["_forward_pre_hooks"]

@@ -58,9 +58,10 @@ Name = TypeVar("Name")
 
 
 def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of GPT-2's parameters in llm.c's order: each kind for all layers together.
+    """Return the names and shapes of GPT-2's parameters in llm.c's order.
 
-    The embedding `wte` is (V, C). `lm_head` is the same tensor and is not listed.
+    In this order each parameter of a layer is listed for all layers before the next parameter. The embedding `wte` is
+    (V, C). `lm_head` is the same tensor and is not listed.
     """
     T, V, L, _, C = (config[name] for name in _SIZES)
     shapes: dict[str, tuple[int, ...]] = {_WTE: (V, C), _WPE: (T, C)}
@@ -271,7 +272,7 @@ def check_parameters(state_dict: Mapping[str, torch.Tensor], config: dict[str, A
 
 
 def _are_tied(head: torch.Tensor, wte: torch.Tensor) -> bool:
-    """Return whether two tensors are the same tensor, which may contain NaN, or have equal values."""
+    """Return whether two tensors share their memory, or have equal values. (NaN does not equal itself.)"""
     if head.dtype != wte.dtype or head.shape != wte.shape:
         return False
     return head.data_ptr() == wte.data_ptr() or torch.equal(head, wte)
@@ -306,7 +307,7 @@ def from_huggingface(state_dict: Mapping[str, torch.Tensor]) -> StateDict:
 
 
 def to_huggingface(state_dict: Mapping[str, torch.Tensor]) -> StateDict:
-    """Convert a state dict to one for Hugging Face's `GPT2LMHeadModel.load_state_dict`."""
+    """Convert a state dict of this package's GPT2 to one for Hugging Face's `GPT2LMHeadModel.load_state_dict`."""
     return {name: _transpose_conv1d(name, tensor) for name, tensor in state_dict.items() if not name.endswith(_BUFFERS)}
 
 
@@ -333,10 +334,11 @@ def save_training_state(
     optimizer: Mapping[str, Any],
     trainer: Mapping[str, Any],
 ) -> None:
-    """Write the state from which a run continues with the same results as without a stop, atomically in one file.
+    """Write a training state to one file, atomically.
 
-    The state of torch's random number generators is included. Values may be nested dicts, lists and tuples of tensors,
-    numbers, strings and None. Loading restores all values exactly, and tied tensors stay tied.
+    A run that continues from the file has the same results as a run without a stop. The states of torch's random number
+    generators are included. Values may be nested dicts, lists and tuples of tensors, numbers, strings and None. Loading
+    restores all values exactly, and tied tensors stay tied.
 
     Args:
         path: a `.safetensors` file, from which `load_model` can read the model.
@@ -365,7 +367,7 @@ def save_training_state(
 
 
 def load_training_state(path: str | os.PathLike[str]) -> TrainingState:
-    """Read a training state to the CPU. The caller must call `restore_rng_state(state.rng)`.
+    """Read a training state to the CPU. `restore_rng_state(state.rng)` then restores the random number generators.
 
     Raises:
         ValueError: if the file is damaged or of another format; the message names the file and the field.

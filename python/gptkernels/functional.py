@@ -25,7 +25,7 @@ __all__ = [
     "residual_layer_norm", "scaled_dot_product_attention", "softmax",
 ]  # fmt: skip
 for _name in __all__:
-    torch.fx.wrap(_name)  # so that torch.fx.symbolic_trace records a call and not its inside
+    torch.fx.wrap(_name)  # torch.fx.symbolic_trace then records a call of the function, not its operators
 
 
 def refuse(function: str, **options: Any) -> None:
@@ -74,7 +74,7 @@ def residual_layer_norm(
     dropout_p: float = 0.0,
     training: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """Add to the residual stream and normalise the sum, in one pass over memory.
+    """Add ``x`` to the residual stream and normalise the sum, in one pass over memory.
 
     The bias of the linear layer that computes ``x`` can be added here. Then neither the bias nor its gradient needs a
     further pass over memory.
@@ -228,9 +228,10 @@ def fp8_linear(
 ) -> Tensor:
     """Compute :func:`linear` with float8 matmuls: input and weight in e4m3, the output's gradient in e5m2.
 
-    An amax history has a tensor's amax in each of the last 16 calls. It gives the scale before the tensor is read, and
-    the call adds the tensor's amax to it. Without a history, and at the first call, the scale comes from the tensor
-    itself, which is then read twice. The weight's scale always comes from the weight itself.
+    An amax history contains the amax of a tensor in each of the last 16 calls. The scale is computed from the history
+    before the tensor is read, and the call adds the tensor's amax to the history. Without a history, and at the first
+    call, the scale is computed from the tensor itself, which is then read twice. The weight's scale is always computed
+    from the weight.
 
     Args:
         input: (..., I), float32, bfloat16 or float16; I is a multiple of 16.
@@ -241,6 +242,9 @@ def fp8_linear(
 
     Returns:
         The output (..., O), in input's dtype.
+
+    Raises:
+        RuntimeError: if shapes do not match, a dtype is not supported, or I or O is not a multiple of 16.
     """
     return ops.fp8_linear.default(input, weight, bias, history, dout_history, (False, False))[0]
 
@@ -271,6 +275,9 @@ def fp8_mlp(
 
     Returns:
         The output (..., C), in x's dtype.
+
+    Raises:
+        RuntimeError: if shapes do not match, a dtype is not supported, or C or H is not a multiple of 16.
     """
     histories = history, hidden_history, dhidden_history, dout_history
     return ops.fp8_mlp.default(x, fc_weight, fc_bias, proj_weight, proj_bias, *histories, (False,) * 4)[0]
@@ -392,7 +399,7 @@ def scaled_dot_product_attention(
 
 
 def _not_ours(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool) -> str | None:
-    """Return the reason why the kernels do not support a call; None if they do."""
+    """Return the reason why this package's kernels do not support a call, or None if they support it."""
     tensors = (query, key, value)
     device = query.device.type
     dtype = autocast_dtype(device)
@@ -427,8 +434,8 @@ def _not_ours(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | Non
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Compute :func:`torch.nn.functional.dropout`. No mask is stored; the backward generates it again.
 
-    The random numbers come from torch's generator for the device, but the mask differs from that of torch's function.
-    The probability is ``p`` rounded to a multiple of 2^-16.
+    The random numbers come from torch's generator for the device. With the same seed, torch's function would drop other
+    elements. The probability is ``p`` rounded to a multiple of 2^-16.
 
     Args:
         input: any shape.
@@ -452,12 +459,15 @@ def _check_dropout(function: str, name: str, p: float) -> None:
 
 
 def _dropout_numbers(dropout_p: float, like: Tensor) -> tuple[Tensor | None, ...]:
-    """Draw the seed and the offset of a dropout mask; return two None if dropout_p is 0."""
+    """Draw the seed and the offset of a dropout mask; return (None, None) if dropout_p is 0."""
     return _draw_numbers(2, like) if dropout_p else (None, None)
 
 
 def _draw_numbers(count: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Draw 0-dim int64 numbers on the device from torch's generator, so that each replay of a CUDA graph draws anew."""
+    """Draw 0-dim int64 numbers on the device of ``like``. Each replay of a CUDA graph draws new numbers.
+
+    The numbers come from torch's generator for the device.
+    """
     return torch.randint(2**63 - 1, (count,), device=like.device).unbind()
 
 

@@ -1,7 +1,8 @@
-"""``torch.nn``'s layers with this package's kernels: the same constructors, state_dict keys, reprs and initialisation.
+"""Modules that run this package's kernels, for use in place of ``torch.nn``'s modules of the same names.
 
-Each class derives from torch's class and only replaces the forward. Torch has no ``MLP`` and ``CausalSelfAttention``;
-these have nanoGPT's names. An option that no kernel supports raises a ValueError when the layer is made.
+These classes derive from torch's classes and replace the forward. Constructors, state_dict keys, reprs and
+initialisation are torch's. ``MLP`` and ``CausalSelfAttention``, which torch does not have, are nanoGPT's modules. An
+option that no kernel supports raises a ValueError when the module is made.
 """
 
 import functools
@@ -22,7 +23,7 @@ __all__ = [
 
 
 class LayerNorm(torch.nn.LayerNorm):
-    """:class:`torch.nn.LayerNorm`."""
+    """:class:`torch.nn.LayerNorm` with this package's kernel."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalise (..., *normalized_shape)."""
@@ -30,7 +31,7 @@ class LayerNorm(torch.nn.LayerNorm):
 
 
 class GELU(torch.nn.GELU):
-    """:class:`torch.nn.GELU`."""
+    """:class:`torch.nn.GELU` with this package's kernel."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply GELU to each element."""
@@ -38,7 +39,7 @@ class GELU(torch.nn.GELU):
 
 
 class Softmax(torch.nn.Softmax):
-    """:class:`torch.nn.Softmax`."""
+    """:class:`torch.nn.Softmax` with this package's kernel."""
 
     def forward(self, input: Tensor) -> Tensor:
         """Apply softmax along ``dim``."""
@@ -46,7 +47,7 @@ class Softmax(torch.nn.Softmax):
 
 
 class Dropout(torch.nn.Dropout):
-    """:class:`torch.nn.Dropout`, without inplace."""
+    """:class:`torch.nn.Dropout` with this package's kernel, which does not support ``inplace``."""
 
     @functools.wraps(torch.nn.Dropout.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -54,7 +55,7 @@ class Dropout(torch.nn.Dropout):
         functional.refuse("Dropout", inplace=self.inplace)
 
     def forward(self, input: Tensor) -> Tensor:
-        """Drop elements in training."""
+        """Drop elements in training mode; return ``input`` unchanged in evaluation mode."""
         return functional.dropout(input, self.p, self.training, self.inplace)
 
 
@@ -114,13 +115,13 @@ class Linear(torch.nn.Linear):
         return self.product(input, self.bias)
 
     def product(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        """Compute :meth:`forward` with another bias, or None."""
+        """Compute :meth:`forward` with ``bias`` instead of the module's bias; None adds no bias."""
         if self.multiplies_fp8():
             return functional.fp8_linear(input, self.weight, bias, self.fp8_history, self.fp8_dout_history)
         return functional.linear(input, self.weight, bias)
 
     def multiplies_fp8(self) -> bool:
-        """Return whether a call now uses float8 matmuls: in training, if gradients are recorded."""
+        """Return whether a call would use float8 matmuls: ``fp8`` is set, in training, while gradients are recorded."""
         return self.fp8 and self.training and torch.is_grad_enabled()
 
     def extra_repr(self) -> str:
@@ -129,7 +130,7 @@ class Linear(torch.nn.Linear):
 
 
 def _keep_own_histories(module: torch.nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Complete a state dict that has no amax histories with empty histories."""
+    """Add empty amax histories to a state dict that has none."""
     for name in Linear.HISTORIES:
         if prefix + name not in state_dict:
             state_dict[prefix + name] = torch.zeros_like(getattr(module, name))
@@ -158,7 +159,7 @@ class Embedding(torch.nn.Embedding):
 
 
 class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
-    """:class:`torch.nn.CrossEntropyLoss`, without class weights and label smoothing."""
+    """:class:`torch.nn.CrossEntropyLoss` with this package's kernel, without class weights and label smoothing."""
 
     @functools.wraps(torch.nn.CrossEntropyLoss.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -174,8 +175,8 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 class MLP(torch.nn.Module):
     """GPT-2's feed-forward layer: two linear layers with GELU between them.
 
-    With the tanh GELU, it is one operator. With the exact GELU, or if one of the two linear layers was replaced, hooked
-    or parametrised, it calls separate operators.
+    With the tanh GELU, a call runs one operator. With the exact GELU, or if one of the two linear layers was replaced,
+    hooked or parametrised, a call runs separate operators.
 
     Args:
         n_embd: C, the number of channels. The hidden layer has 4C channels.
@@ -187,7 +188,8 @@ class MLP(torch.nn.Module):
 
     Attributes:
         recompute_gelu: save only the GELU's input for the backward, which recomputes the GELU's output (..., 4C). This
-            has no effect if the two layers are called one by one, or use float8 matmuls (which save only 8 bits).
+            has no effect if the two linear layers are called separately, or use float8 matmuls (which save the GELU's
+            output only in 8 bits).
 
     Raises:
         ValueError: if ``activation`` is unknown, or with ``fp8`` n_embd is not a multiple of 16.
@@ -217,19 +219,23 @@ class MLP(torch.nn.Module):
         return self._compute(x, proj.bias) if is_unmodified(proj, Linear) else proj(self._hidden(x))
 
     def without_bias(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Compute :meth:`forward` without the last layer's bias; return the result and the bias.
+        """Compute :meth:`forward` without the bias of the second linear layer; return the result and this bias.
 
-        The bias is None if it is already added, because the last layer had to be called as a module.
+        If the second linear layer was modified, it is called as a module. Then the result includes the bias, and None
+        is returned in its place.
         """
         proj = self.c_proj
         return (self._compute(x, None), proj.bias) if is_unmodified(proj, Linear) else (proj(self._hidden(x)), None)
 
     def _hidden(self, x: Tensor) -> Tensor:
-        """Compute the first layer and the GELU by separate operators."""
+        """Compute the first linear layer and the GELU by separate operators."""
         return functional.gelu(self.c_fc(x), "tanh" if self.activation == "gelu_tanh" else "none")
 
     def _compute(self, x: Tensor, proj_bias: Tensor | None) -> Tensor:
-        """Compute both layers, with this bias of the unmodified second layer, as one operator if possible."""
+        """Compute the MLP, by one operator if possible, with ``proj_bias`` as the bias of the second linear layer.
+
+        The second linear layer must be unmodified.
+        """
         fc, proj = self.c_fc, self.c_proj
         if self.activation == "gelu_tanh" and is_unmodified(fc, Linear):
             eights = fc.multiplies_fp8(), proj.multiplies_fp8()
@@ -250,7 +256,8 @@ class KeyValueCache:
 
     Args:
         capacity: the largest number of tokens.
-        memory: (2, B, NH, capacity, HS) for the keys and values; None allocates it when the first tokens are appended.
+        memory: (2, B, NH, capacity, HS) for the keys and values. If it is None, or has another shape or dtype, memory
+            is allocated when the first tokens are appended.
     """
 
     def __init__(self, capacity: int, memory: Tensor | None = None) -> None:
@@ -260,9 +267,9 @@ class KeyValueCache:
         self._keys_values = torch.empty(0)
 
     def attend(self, qkv: Tensor, num_heads: int, dropout_p: float = 0.0) -> Tensor:
-        """Append the tokens of ``qkv`` (B, T, 3C), and compute their attention to all tokens so far.
+        """Append the keys and values of ``qkv`` (B, T, 3C), and compute the attention of its T tokens.
 
-        Calls may append any numbers of tokens.
+        Each token sees itself and all earlier tokens, including those of earlier calls. T may differ between calls.
 
         Returns:
             The output (B, T, C).
@@ -274,7 +281,7 @@ class KeyValueCache:
         begin, end = self.length, self.length + T
         if end > self.capacity:
             raise ValueError(f"KeyValueCache: {begin} + {T} tokens are more than its capacity {self.capacity}")
-        # (3, B, NH, T, HS): the keys of each head are contiguous.
+        # The three views are (B, NH, T, HS). In the cache, unlike in qkv, the keys of each head are contiguous.
         query, *key_value = unpack(qkv, num_heads)
         if not begin:
             shape = (2, B, num_heads, self.capacity, query.shape[-1])
@@ -338,7 +345,10 @@ class CausalSelfAttention(torch.nn.Module):
         return self.c_proj(self._attend(x, cache))
 
     def without_bias(self, x: Tensor, cache: KeyValueCache | None = None) -> tuple[Tensor, Tensor | None]:
-        """Compute :meth:`forward` without the last layer's bias, as :meth:`MLP.without_bias` does."""
+        """Compute :meth:`forward` without the bias of ``c_proj``; return the result and this bias.
+
+        If ``c_proj`` was modified, the result includes the bias, and None is returned in its place.
+        """
         attended, proj = self._attend(x, cache), self.c_proj
         if is_unmodified(proj, Linear):
             return proj.product(attended, None), proj.bias

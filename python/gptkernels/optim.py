@@ -27,7 +27,8 @@ class AdamW(torch.optim.AdamW):
     from the parameter.
 
     Parameters may have any dense layout, for example channels_last. For DTensors, which FSDP2's
-    ``fully_shard`` makes, each process updates its own part, and the state consists of DTensors that are split alike.
+    ``fully_shard`` makes, each process updates its own part, and the state consists of DTensors with the same
+    distribution.
 
     With :class:`torch.amp.GradScaler` the kernel itself divides the gradients by the scale, without writing them back,
     and skips the step if a gradient is not finite. With ``max_grad_norm`` the kernel also clips the gradients while it
@@ -40,7 +41,7 @@ class AdamW(torch.optim.AdamW):
             each replay.
         betas: decay of the two moments, floats.
         eps: added to the square root of the second moment.
-        weight_decay: decoupled weight decay; each step multiplies it by lr.
+        weight_decay: decoupled weight decay: each step multiplies a parameter by 1 - lr * weight_decay.
         amsgrad, differentiable: must be False; not supported.
         maximize: maximise the objective instead of minimising it.
         foreach, capturable, fused: have no effect.
@@ -109,7 +110,7 @@ class AdamW(torch.optim.AdamW):
         self.max_grad_norm = max_grad_norm
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as torch does; raise a ValueError if an option is not supported."""
+        """Add a group of parameters as torch does; raise a ValueError if an option is not supported."""
         _check_options({**self.defaults, **param_group})
         super().add_param_group(param_group)
 
@@ -130,7 +131,7 @@ class AdamW(torch.optim.AdamW):
                 state["step"] = state["step"].to(parameter.device, torch.float32)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but keep float32 state in float32, which torch would round to the parameter's dtype.
+        """Load as torch does, but keep moments and copies in float32, which torch would round to the parameter's dtype.
 
         Raises:
             ValueError: if an option in the state is not supported. Then nothing is loaded.
@@ -174,7 +175,7 @@ class AdamW(torch.optim.AdamW):
         return norm if scale is None else norm / scale.to(norm.device)
 
     def _update(self, alike: "_Alike", group: dict[str, Any], number: int) -> None:
-        """Update these parameters in one launch, which has the index ``number`` in this step."""
+        """Update the parameters of ``alike``, which belong to ``group``. ``number`` is the call's index in the step."""
         parameters, place = alike.parameters, alike.place
         device = parameters[0].device
         seed = group["rounding_seed"] if parameters[0].dtype == torch.bfloat16 else None
@@ -238,7 +239,11 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
-    """Return the learning rate as a tensor: on the CPU, where the host reads it, or on the device for the kernel."""
+    """Return the learning rate as a tensor.
+
+    A float or a CPU tensor becomes a CPU tensor, which the host reads. Another tensor is moved to ``device``, where the
+    kernel reads it.
+    """
     if not isinstance(lr, Tensor):
         if torch.compiler.is_compiling():  # the multiplication prevents a recompilation for another lr
             return torch.ones((), dtype=torch.float64, device="cpu") * lr
@@ -249,7 +254,7 @@ def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return ``value`` on the parameter's device and with its strides, as the kernel requires."""
+    """Return ``value`` with the parameter's device and strides, as the kernel requires."""
     value = value.to(parameter.device)
     if value.stride() == parameter.stride():
         return value
@@ -284,7 +289,7 @@ def _alike(parameters: Iterable[Tensor]) -> Iterable[_Alike]:
     if type(None) in set(map(type, grads)):
         parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
         grads = [grad for grad in grads if grad is not None]
-    # Usually all parameters are alike; this test is faster than grouping.
+    # Usually all parameters have one dtype and device and are no DTensors. This test is faster than grouping.
     if (
         set(map(type, parameters)) <= _PLAIN
         and {grad.layout for grad in grads} == {torch.strided}
@@ -335,7 +340,7 @@ def _total_norm(by_place: _ByPlace) -> Tensor:
 
 
 def _norm_of(tensors: list[Tensor]) -> Tensor:
-    """Call ``ops.global_norm``, below autograd unless the call is traced."""
+    """Compute the norm by ``ops.global_norm``, called below autograd unless ``torch.compile`` traces the call."""
     if torch.compiler.is_compiling():
         return ops.global_norm.default(tensors)
     return below_autograd(ops.global_norm.default, tensors)  # type: ignore[no-any-return]

@@ -1,1 +1,1 @@
-"""A transformer block as one node of autograd's graph."""
+"""Computes a transformer block as one node of autograd's graph."""

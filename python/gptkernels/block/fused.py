@@ -18,7 +18,8 @@ from gptkernels.rules import ops
 class Pending(NamedTuple):
     """The next addition to the residual stream: dropout(values + bias), values (B, T, C), bias (C) or None.
 
-    A block does not make its last addition, because one kernel computes it together with the next block's first norm.
+    A transformer block does not make its last addition, because one kernel computes it together with the first norm of
+    the next transformer block.
     """
 
     values: Tensor
@@ -27,13 +28,13 @@ class Pending(NamedTuple):
 
 
 def finished(pending: Pending) -> Tensor:
-    """Return dropout(values + bias)."""
+    """Return what the pending addition adds to the residual stream, dropout(values + bias)."""
     values, bias, dropout = pending
     return apply_dropout(values if bias is None else values + bias.to(values.dtype), dropout)
 
 
 def add(stream: Tensor, pending: Pending | None) -> Tensor:
-    """Return the stream after the pending addition."""
+    """Return the residual stream after the pending addition, if there is one."""
     return stream if pending is None else stream + finished(pending)
 
 
@@ -48,16 +49,19 @@ def draw(p: float, like: Tensor) -> Dropout:
 
 
 class FusedBlock(NamedTuple):
-    """The parameters of a block that can be computed as one node, and how they are used."""
+    """A transformer block that can be computed as one node of autograd's graph: its parameters and options."""
 
     plan: Plan
     parameters: BlockParameters
     mlp_proj_bias: Tensor | None  # (C), added after the block
-    probabilities: tuple[float, float, float]  # dropouts of attention's probabilities, its output, and the MLP's output
+    probabilities: tuple[float, float, float]  # of dropout: in attention, in attention's output, in the MLP's output
     matrices: Matrices | None = None  # in the matmuls' dtype, if they are already cast
 
     def supports(self, stream: Tensor, pending: Pending | None) -> bool:
-        """Return whether the values have the matmuls' dtype and the bias the stream's dtype, as the node requires."""
+        """Return whether ``pending`` has the dtypes that the node requires.
+
+        The values must have the matmuls' dtype, and the bias the stream's dtype.
+        """
         if pending is None:
             return True
         return pending.values.dtype == self.plan.low and (pending.bias is None or pending.bias.dtype == stream.dtype)
@@ -65,12 +69,12 @@ class FusedBlock(NamedTuple):
     def run(
         self, stream: Tensor, pending: Pending | None, draw: Callable[[float], Dropout]
     ) -> tuple[Tensor, Pending, Tensor]:
-        """Compute the block without its last residual addition.
+        """Compute the transformer block without its last residual addition.
 
         Args:
             stream: (B, T, C), the residual stream.
             pending: the pending addition to the stream, or None.
-            draw: returns a dropout with this probability, and with a new seed and offset.
+            draw: returns a dropout with the given probability, and with a new seed and offset.
 
         Returns:
             The stream, the addition that is now pending, and qkv (B, T, 3C), which is None with float8 matmuls.
@@ -86,7 +90,10 @@ class FusedBlock(NamedTuple):
 
 
 def cast_all(blocks: Sequence[FusedBlock | None], stream: Tensor) -> Sequence[FusedBlock | None]:
-    """Cast the matrices of all blocks in one launch, if the matmuls' dtype is not the stream's."""
+    """Return the blocks with their matrices in the matmuls' dtype, which one launch has cast.
+
+    Nothing is cast if the stream has the matmuls' dtype, or under ``torch.compile``.
+    """
     given = [block for block in blocks if block is not None]
     if not given or given[0].plan.low == stream.dtype or type(stream) is not Tensor or torch.compiler.is_compiling():
         return blocks
@@ -97,7 +104,7 @@ def cast_all(blocks: Sequence[FusedBlock | None], stream: Tensor) -> Sequence[Fu
 def parameters_of(
     ln_1: Any, c_attn: Any, attn_proj: Any, ln_2: Any, c_fc: Any, mlp_proj: Any
 ) -> tuple[BlockParameters, Tensor | None]:
-    """Return the parameters of a block with these modules, and the bias of ``mlp_proj``."""
+    """Return the parameters of a transformer block with these modules, and the bias of ``mlp_proj``."""
     mlp_proj_weight, mlp_proj_bias = _weight_and_bias(mlp_proj)
     parameters = BlockParameters(
         *_weight_and_bias(ln_1), *_weight_and_bias(c_attn), *_weight_and_bias(attn_proj),

@@ -5,10 +5,10 @@ passes autocast's and autograd's rules. The node calls one operator, ``layer`` o
 node casts as autocast would: matmuls have autocast's dtype, norms and the residual stream are float32. One launch casts
 the parameters of one block or of all blocks, and one launch casts a block's gradients.
 
-``torch.compile`` records the operators that the node's forward and backward call (``compiled_layer``). The caller
-computes the block by single operators under ``torch.func``, with tangents and under a dispatch mode. The node's
-backward runs the block again by single operators for a second derivative, and if qkv or residual_1 has an incoming
-gradient. With float8 matmuls there is no second derivative.
+``torch.compile`` records the operators that the node's forward and backward call (``compiled_layer``). Under
+``torch.func``, with tangents and under a dispatch mode, the caller does not use the node, but computes the block by
+single operators. The node's backward runs the block again by single operators for a second derivative, and if qkv or
+residual_1 has an incoming gradient. With float8 matmuls there is no second derivative.
 
 Shapes: B batch, T tokens, C channels, F the MLP's hidden width.
 """
@@ -41,14 +41,17 @@ NONE = Dropout()
 
 
 class FP8Histories(NamedTuple):
-    """The amax histories of c_attn, attention's c_proj, c_fc and the MLP's c_proj."""
+    """The amax histories of four linear layers' inputs and output gradients.
+
+    Their order is c_attn, attention's c_proj, c_fc and the MLP's c_proj.
+    """
 
     inputs: Sequence[Tensor]
     douts: Sequence[Tensor]
 
 
 class Plan(NamedTuple):
-    """The options with which a block is computed."""
+    """The options with which a transformer block is computed."""
 
     epsilons: tuple[float, float]
     heads: int
@@ -72,7 +75,7 @@ class Dtypes(NamedTuple):
 
 
 def dtypes_of(stream: Tensor, compiled: bool = False) -> Dtypes | None:
-    """Return the dtypes of this forward pass, or None if its blocks cannot be nodes.
+    """Return the dtypes of this forward pass, or None if its transformer blocks cannot be computed as nodes.
 
     ``compiled`` says whether the caller supports tracing by ``torch.compile``.
     """
@@ -101,10 +104,10 @@ class _Layer(torch.autograd.Function):
         bias: Tensor | None,
         *parameters: Any,
     ):
-        """Compute the block's outputs, and the residual stream after the first addition.
+        """Compute the transformer block's outputs, and residual_1, the residual stream after the first addition.
 
-        The backward reads this sum and not the inputs. The sum is an output, so that a second derivative can pass
-        through it to the inputs.
+        The backward reads residual_1 and not the inputs. It is an output of the node, so that a second derivative can
+        pass through it to the inputs.
 
         Args:
             ctx: the context of autograd.
@@ -158,7 +161,11 @@ apply_layer = super(torch.autograd.Function, _Layer).apply  # type: ignore[misc]
 
 @torch.compiler.allow_in_graph
 def compiled_layer(plan: Plan, dropouts: Sequence[Dropout], *tensors: Any) -> tuple[Tensor, ...]:
-    """Compute the block's outputs. ``torch.compile`` does not trace this function, but records the operators' calls."""
+    """Compute the transformer block's outputs.
+
+    Dynamo does not trace into this function, but puts a call of it into its graph (``allow_in_graph``). AOTAutograd
+    then records the operators that the function calls.
+    """
     if _forward.active():  # under a transform of torch.func
         stream, values, bias, *parameters = tensors
         return _compute(plan, dropouts, stream, values, bias, BlockParameters._make(parameters))
@@ -173,7 +180,7 @@ def _run(
     bias: Tensor | None,
     parameters: Sequence[Any],
 ) -> tuple[Any, ...]:
-    """Compute the outputs of ``_Layer``; save the parameters, ``LayerSaved``, and the weights if they were cast."""
+    """Compute the outputs of ``_Layer``; save the parameters, ``LayerSaved``, and cast or transposed weights."""
     plan, dropouts = ctx.plan, ctx.dropouts
     used: Sequence[Any] = parameters
     weights: Sequence[Tensor] = ()
@@ -245,7 +252,10 @@ def _compute(
     bias: Tensor | None,
     parameters: BlockParameters,
 ) -> tuple[Tensor, ...]:
-    """Compute the block's outputs by single operators, which can be differentiated. ``_Layer`` lists the arguments."""
+    """Compute the transformer block's outputs by single operators, through which autograd can differentiate.
+
+    ``_Layer.forward`` describes the arguments.
+    """
     with without_autocast(stream.device.type):
         low = plan.low
         matrices = Matrices._make([t if t is None else t.to(low) for t in parameters.matrices()])
@@ -273,7 +283,7 @@ def _compute(
 
 
 def _differentiably(ctx: Any, grads: Sequence[Any], dresidual_1: Tensor | None) -> tuple[Any, ...]:
-    """Compute the backward by the single operators' autograd, which can be differentiated again."""
+    """Compute the gradients by the autograd of single operators, so that they can be differentiated again."""
     plan, dropouts, tensors = ctx.plan, ctx.dropouts, ctx.saved_tensors
     parameters, kept = tensors[:_PARAMETERS], LayerSaved._make(tensors[_PARAMETERS : _PARAMETERS + _SAVED])
     need_stream, need_values, need_bias, *needs = ctx.needs_input_grad[3:]
@@ -325,7 +335,7 @@ def _cast(matrices: Matrices, dtype: torch.dtype) -> Matrices:
 def cast_layers(layers: Sequence[BlockParameters], dtype: torch.dtype) -> list[Matrices]:
     """Cast the matrices of several layers in one launch.
 
-    The results of a layer are one allocation, because all of them are freed in the layer's backward.
+    The results of a layer are parts of one allocation, because all of them are freed in the layer's backward.
     """
     matrices = [parameters.matrices() for parameters in layers]
     given = [[t for t in some if t is not None] for some in matrices]
@@ -339,7 +349,7 @@ def cast_layers(layers: Sequence[BlockParameters], dtype: torch.dtype) -> list[M
 
 
 def _as_parameters(gradients: BlockParameters, dtype: torch.dtype, plan: Plan) -> BlockParameters:
-    """Return the gradients. Convert the gradients of the matrices to the parameters' layout and dtype."""
+    """Return the gradients, with the gradients of the matrices converted to the parameters' layout and dtype."""
     matrices = gradients.matrices()
     if plan.transposed:
         matrices = _as_linear(matrices)

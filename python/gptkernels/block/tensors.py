@@ -31,9 +31,9 @@ class Matrices(NamedTuple):
 
 
 class BlockParameters(NamedTuple):
-    """The parameters of a block, or their gradients, or for each parameter whether its gradient is needed.
+    """The parameters of a transformer block, or their gradients, or for each parameter whether its gradient is needed.
 
-    The bias of ``mlp_proj`` is added after the block, with the last addition to the residual stream.
+    The bias of ``mlp_proj`` is missing: it is added after the block, with the last addition to the residual stream.
     """
 
     norm_1_weight: Any  # (C) or None
@@ -57,7 +57,7 @@ class BlockParameters(NamedTuple):
         return Matrices(qkv_weight, qkv_bias, attn_proj_weight, fc_weight, fc_bias, mlp_proj_weight)
 
     def with_matrices(self, matrices: Matrices) -> "BlockParameters":
-        """Return these parameters with other ``matrices()``."""
+        """Return a copy of these parameters in which ``matrices`` replaces the parameters that the matmuls read."""
         norm_1_weight, norm_1_bias, _, _, _, attn_proj_bias, norm_2_weight, norm_2_bias, _, _, _ = self
         qkv_weight, qkv_bias, attn_proj_weight, fc_weight, fc_bias, mlp_proj_weight = matrices
         return BlockParameters(
@@ -69,7 +69,7 @@ class BlockParameters(NamedTuple):
 class LayerSaved(NamedTuple):
     """The tensors that ``layer`` returns for ``layer_backward``."""
 
-    residual_1: Tensor  # (B, T, C), the stream after the first addition; the block's input without an addition
+    residual_1: Tensor  # (B, T, C), the stream after the first addition; the layer's input if nothing is added
     mean_1: Tensor  # (B, T)
     rstd_1: Tensor  # (B, T)
     norm_1: Tensor  # (B, T, C)
@@ -87,8 +87,8 @@ class LayerSaved(NamedTuple):
 class FP8LayerSaved(NamedTuple):
     """The tensors that ``fp8_layer`` returns for ``fp8_layer_backward`` after ``residual_1`` and ``residual_2``.
 
-    A name that ends in ``_t`` is a transposed float8 operand (columns, rows rounded up to a multiple of 16). Its scale
-    follows it.
+    A field whose name ends in ``_t`` is a transposed float8 operand (columns, rows rounded up to a multiple of 16). The
+    next field is the operand's scale.
     """
 
     mean_1: Tensor  # (B, T)

@@ -1,4 +1,4 @@
-"""Conversion of GPT-2 between the formats in which it is stored: `gptkernels convert A B`.
+"""Converts GPT-2 between the formats in which it is stored: `gptkernels convert A B`.
 
 | format | path | read | written |
 |---|---|---|---|
@@ -8,7 +8,8 @@
 | this package | `.safetensors` | models and training states | models |
 
 Parameters keep their bits and dtype, unless another dtype is requested. If the target format cannot represent the
-weights exactly, the conversion raises a ValueError. If it cannot represent something else, a note says so.
+weights exactly, the conversion raises a ValueError. If the target format cannot store something else, such as the
+optimizer's state, a note says so.
 """
 
 from gptkernels.convert.conversion import Converted, convert

@@ -1,4 +1,4 @@
-"""`gptkernels convert A B`: conversion of a model to another format, with the same bits."""
+"""Converts a model to another format, with the same bits: `gptkernels convert A B`."""
 
 import dataclasses
 import os
@@ -48,7 +48,7 @@ def convert(
     bias: bool = False,
     overwrite: bool = False,
 ) -> Converted:
-    """Write the model at `source` as `target`, each parameter with the same bits.
+    """Write the model at `source` as `target`, each parameter with the same bits unless `dtype` changes its dtype.
 
     Args:
         source: a Hugging Face folder, a nanoGPT checkpoint, a `.bin` of llm.c, a `.safetensors` of this package (a
@@ -145,7 +145,10 @@ def _check_holds(form: Form, target: str | os.PathLike[str], model: Model) -> No
 
 
 def _exact_dtype(form: Form, target: str | os.PathLike[str], model: Model) -> torch.dtype | None:
-    """Return the dtype of a target that has one dtype and represents all parameters exactly; otherwise None."""
+    """Return the dtype of a `.bin` that represents all parameters exactly.
+
+    Return None for the other formats, in which each parameter keeps its dtype.
+    """
     if form is not Form.LLMC or model.dtype in _LLMC_DTYPES:
         return model.dtype if form is Form.LLMC else None
     if model.dtype == torch.float16:

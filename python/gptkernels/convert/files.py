@@ -1,4 +1,4 @@
-"""Reading and writing of a model in any of the formats."""
+"""Reads and writes a model in any of the formats of `Form`."""
 
 import dataclasses
 import os
@@ -26,7 +26,7 @@ _LM_HEAD = "lm_head.weight"
 
 
 def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], StateDict]:
-    """Read a model in any of the formats.
+    """Read a model in any of the formats of `Form`.
 
     Args:
         path: a Hugging Face folder, a nanoGPT checkpoint, a `.bin` of llm.c, a `.safetensors` of this package, or the

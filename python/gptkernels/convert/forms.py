@@ -1,4 +1,4 @@
-"""The formats in which a GPT-2 is stored, and their recognition."""
+"""The formats in which a GPT-2 is stored, and functions that recognise them."""
 
 import enum
 import os
@@ -67,7 +67,7 @@ def _find_in(folder: Path) -> tuple[Form, Path]:
 
 
 def _refuse_headerless(path: Path, beginning: bytes) -> None:
-    """Raise an error if a file has numbers but no header, because it does not say what shapes the model has."""
+    """Raise an error if a file has numbers but no header, because such a file does not give the shapes of the model."""
     magic = int.from_bytes(beginning[:4], "little", signed=True)
     if len(beginning) >= 4 and magic != MODEL_MAGIC and describe_magic(magic) == str(magic):
         raise ValueError(
@@ -77,7 +77,7 @@ def _refuse_headerless(path: Path, beginning: bytes) -> None:
 
 
 def form_to_write(path: str | os.PathLike[str]) -> Form:
-    """Choose the format to write: a folder for Hugging Face, otherwise the format of the path's suffix."""
+    """Return the format to write: Hugging Face's for a folder or a path without suffix, otherwise by the suffix."""
     suffix = Path(path).suffix
     if suffix in _BY_SUFFIX and not Path(path).is_dir():
         _refuse_part(Path(path))

@@ -1,4 +1,4 @@
-"""Hugging Face's GPT-2: a folder with `config.json` and the weights."""
+"""Reads and writes Hugging Face's GPT-2, a folder with `config.json` and the weights."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -86,7 +86,7 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _config(theirs: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Convert the configuration to ours, or raise a ValueError that names an entry which is not supported."""
+    """Convert Hugging Face's configuration to this package's; a ValueError names an entry that is not supported."""
     for name, wanted in _FIXED.items():
         value = theirs.get(name, wanted)
         if type(value) not in (bool, int, float, str) or value != wanted:
@@ -116,7 +116,7 @@ def _shown(value: Any) -> str:
 
 
 def _read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], list[Path]]:
-    """Read the weights from the first of four layouts that exists; return the tensors by name, and the files."""
+    """Read the weights: safetensors or pickles, in one file or several. Return the tensors by name, and the files."""
     for name in (WEIGHTS, WEIGHTS + INDEX, PICKLE, PICKLE + INDEX):
         path = folder / name
         if not path.exists():
@@ -136,7 +136,7 @@ def _read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], list[Path]]:
 
 
 def _shards(index: Path) -> dict[str, set[str]]:
-    """Return the names of the tensors in each file of an index."""
+    """Return, for each file that an index lists, the names of its tensors."""
     places = _read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{index}: weight_map is missing: it says in which file each tensor is")
@@ -182,7 +182,7 @@ def write_huggingface(folder: Path, model: Model) -> None:
 
 @contextmanager
 def _removed_if_empty(folder: Path) -> Iterator[None]:
-    """Remove the folder on an error if it did not exist before and is empty."""
+    """Return a context that, after an error, removes the folder if it did not exist before and is empty."""
     existed = folder.exists()
     try:
         yield

@@ -1,4 +1,4 @@
-"""A GPT-2 in memory, which all formats read and write."""
+"""A GPT-2 in memory, as the readers of all formats return it and their writers take it."""
 
 import dataclasses
 import functools
@@ -60,7 +60,7 @@ class Model:
 
 
 def common_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
-    """Return the smallest dtype that represents all numbers of some tensors exactly."""
+    """Return the smallest dtype that represents the values of all these tensors exactly."""
     return functools.reduce(torch.promote_types, {tensor.dtype for tensor in tensors})
 
 

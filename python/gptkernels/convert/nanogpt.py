@@ -1,4 +1,4 @@
-"""nanoGPT's `ckpt.pt`: a dict of model, optimizer, model_args, iter_num, best_val_loss and config."""
+"""Reads and writes nanoGPT's `ckpt.pt`, a dict of model, optimizer, model_args, iter_num, best_val_loss and config."""
 
 import dataclasses
 import math
@@ -63,7 +63,7 @@ def _dropout(arguments: Mapping[str, Any], where: str) -> float:
 
 
 def _progress(checkpoint: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """Return the fields of a Model that describe the run: its progress, or a note that its state is left out."""
+    """Return the fields of a Model that describe the run: `progress`, or a note that the optimizer is left out."""
     if "optimizer" not in checkpoint:
         return {}
     step, optimizer = checkpoint.get("iter_num"), checkpoint["optimizer"]
@@ -75,7 +75,7 @@ def _progress(checkpoint: Mapping[str, Any], model: Model) -> dict[str, Any]:
 
 
 def _finite(loss: Any) -> float | None:
-    """Return a loss as a float; None for nanoGPT's initial value, or if it is no finite number."""
+    """Return a loss as a float; None for nanoGPT's initial value, and for a value that is not a finite number."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         loss = loss.item()
     known = type(loss) in (int, float) and math.isfinite(loss) and loss < _NO_LOSS
@@ -83,9 +83,9 @@ def _finite(loss: Any) -> float | None:
 
 
 def has_moments(optimizer: Any, model: Model) -> bool:
-    """Return whether a state dict is AdamW's for the model's matrices and then its vectors; its state may be empty.
+    """Return whether `optimizer` is a state dict of AdamW for a group of the model's matrices and a group of vectors.
 
-    The moments of `wte` may have more rows than the model's `wte`.
+    Its state may be empty. The moments of `wte` may have more rows than the model's `wte`.
     """
     if not isinstance(optimizer, dict):
         return False

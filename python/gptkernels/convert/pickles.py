@@ -1,4 +1,4 @@
-"""Files of torch.save, which are read without running code, and written atomically."""
+"""Reads files of torch.save without running code in them, and writes such files atomically."""
 
 import os
 import pickle
@@ -27,7 +27,8 @@ def read_pickle(path: Path) -> Any:
     """Read a file of torch.save. Tensors are on the CPU and memory-mapped if the format allows it.
 
     Raises:
-        ValueError: if reading it would run code, or it is damaged, compressed, or would take more memory than its size.
+        ValueError: if the file is damaged or compressed, or reading it would run code or take more memory than the
+            file's size.
     """
     with open_regular(path) as file:
         is_zip = file.read(4) == _ZIP
@@ -39,7 +40,7 @@ def read_pickle(path: Path) -> Any:
 
 
 def _check_zip(path: Path) -> None:
-    """Raise an error for a file that would take more memory than its size."""
+    """Raise an error if reading the file would take more memory than the file's size."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
@@ -53,7 +54,10 @@ def _check_zip(path: Path) -> None:
 
 
 def _check_legacy(path: Path) -> None:
-    """Raise the same error for the older format, whose reader allocates memory before it reads."""
+    """Raise an error if reading a file of the older format would take more memory than the file's size.
+
+    The file is first read with fake tensors, because torch's reader allocates a tensor's memory before it reads it.
+    """
     from torch._subclasses import FakeTensorMode  # here, because the import takes a second
 
     with FakeTensorMode():

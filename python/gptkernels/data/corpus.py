@@ -1,4 +1,4 @@
-"""Select text files, find those of Python's standard library, and read them in pieces."""
+"""Select text files, find the sources of Python's standard library, and read files in pieces."""
 
 import codecs
 import os
@@ -24,7 +24,7 @@ _NOT_LIBRARY = {
 
 @dataclass(frozen=True)
 class Document:
-    """Bytes start..stop-1 of a text file."""
+    """A text, which is the bytes start..stop-1 of a file."""
 
     path: Path
     start: int
@@ -97,9 +97,16 @@ def find_documents(
 
     A file that has several names or links is used once, and empty files are skipped. The files of a folder are in a
     fixed random order (by a hash of their names), so that the last files are a representative sample. In folders, these
-    are skipped: hidden files, binary files, anything but regular files, dangling links, linked folders, and files that
-    `prepare` wrote. A ValueError says that a path does not exist, is neither a regular file nor a folder, or is one of
-    `outputs`, which will be written, or that there is no text.
+    are skipped: hidden files, binary files, anything but regular files, dangling links, linked folders, tokenizer files
+    that `prepare` wrote, and files of `outputs`.
+
+    Args:
+        paths: files and folders, or a single one.
+        outputs: the files that will be written.
+
+    Raises:
+        ValueError: if a path does not exist, is neither a regular file nor a folder, or is one of `outputs`, or if
+            there is no text.
     """
     given = [paths] if isinstance(paths, str | os.PathLike) else list(paths)
     if not all(map(os.fspath, given)):
@@ -139,7 +146,10 @@ def _is_prepared_tokenizer(file: Path) -> bool:
 
 
 def _walk(root: Path, skip: Container[str] = ()) -> list[Path]:
-    """Return the regular files below a folder, ordered by a hash of their names, without hidden files and `skip`."""
+    """Return the regular files below a folder, ordered by a hash of their names.
+
+    Hidden files, hidden folders and folders whose names are in `skip` are left out.
+    """
     files = []
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
@@ -157,13 +167,15 @@ def _name_hash(file: Path, root: Path) -> bytes:
 
 
 def _is_text(file: Path) -> bool:
-    """Return whether a file's first bytes contain no NUL."""
+    """Return whether the first 8192 bytes of a file contain no NUL."""
     with open_regular(file) as opened:
         return b"\0" not in opened.read(8192)
 
 
 def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Document], list[Document]]:
-    """Split documents into training and validation text, which is the last `val_fraction` of the bytes in whole lines.
+    """Split documents into training text and validation text.
+
+    The validation text is about the last `val_fraction` of the bytes. If possible, it begins at the start of a line.
 
     Raises:
         ValueError: if val_fraction is not between 0 and 1, or there are too few bytes for both parts.
@@ -193,7 +205,10 @@ def standard_library(max_bytes: int = 16 << 20, val_fraction: float = 0.05) -> t
 
     Tests, tables and installed packages are not used. The order and the split depend on a hash of the files' names, so
     that they are the same on every machine. `max_bytes` is the largest total size, and `val_fraction` the approximate
-    fraction of files for validation. A ValueError says that the sources are not installed.
+    fraction of files for validation.
+
+    Raises:
+        ValueError: if the sources are not installed.
     """
     root = Path(sysconfig.get_path("stdlib"))
     train: list[Document] = []
@@ -210,7 +225,7 @@ def standard_library(max_bytes: int = 16 << 20, val_fraction: float = 0.05) -> t
 
 
 def standard_library_text(max_bytes: int = 16 << 20, val_fraction: float = 0.05) -> tuple[bytes, bytes]:
-    """Return the bytes of `standard_library(...)`'s training and validation documents, concatenated."""
+    """Return the training text and the validation text of `standard_library`, each as bytes."""
     train, val = standard_library(max_bytes, val_fraction)
     return _join(train), _join(val)
 

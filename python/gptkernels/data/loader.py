@@ -1,4 +1,4 @@
-"""Batches of tokens and targets from token files, in an order that a few integers define."""
+"""Reads batches of tokens and targets from token files, in an order that a few integers define."""
 
 import functools
 import math
@@ -26,11 +26,11 @@ class DataLoader:
     next, so that every window is used. With several ranks, rank 0 gets the first B windows, rank 1 the next B, and so
     on. Together they get the windows that one rank with a batch of `world_size * B` gets.
 
-    With `random_offsets` a window starts at any token, which depends on (seed, the window's index in the sequence).
-    Then some tokens occur more often than others, as in nanoGPT.
+    With `random_offsets` a window starts at a random token, which depends on (seed, the window's index in the sequence)
+    only. Then some tokens occur more often than others, as in nanoGPT.
 
-    Only the windows of a batch are read, and no permutation is stored, because the order is a keyed bijection. A file
-    of any size therefore starts and resumes immediately.
+    Only the windows of a batch are read. No permutation is stored, because `permute` computes the place of each window.
+    Loading a file of any size therefore starts and resumes immediately.
 
     Args:
         data: a token file or its path, or several files as one.
@@ -104,7 +104,7 @@ class DataLoader:
 
     @property
     def batches_per_epoch(self) -> int:
-        """The number of whole batches of all ranks in one pass over the file."""
+        """The number of whole batches that each rank gets in one pass over the file."""
         return self.num_windows // (self.batch_size * self.world_size)
 
     @property
@@ -144,7 +144,7 @@ class DataLoader:
         return (draws % np.uint64(len(self.data) - self.sequence_length)).astype(np.int64)
 
     def _windows(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the windows at the indices start..stop-1 of the endless sequence."""
+        """Return, for the places start..stop-1 of the endless sequence, the index of the window in the file."""
         epochs, indices = np.divmod(np.arange(start, stop), self.num_windows)
         if not self.shuffle:
             return indices
@@ -154,7 +154,10 @@ class DataLoader:
         return np.concatenate(orders)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the order, which is the same on every rank, as plain numbers."""
+        """Return the position in the sequence of windows, and the options that define the sequence, as plain values.
+
+        The state is the same on every rank.
+        """
         return {
             "position": self.position,
             "seed": self.seed,
@@ -192,10 +195,10 @@ class DataLoader:
 def permute(indices: NDArray[np.int64], n: int, key: tuple[int, ...]) -> NDArray[np.int64]:
     """Map `indices`, each in 0..n-1, by a pseudo-random permutation of 0..n-1 that `key` selects.
 
-    Up to `MAX_SORTED` numbers are ordered by sorting random numbers, because the method for more numbers reaches only
-    some of the permutations of few numbers.
+    If n is at most `MAX_SORTED`, random numbers are sorted. The method for larger n is not used for small n, because it
+    yields only some of the possible permutations.
 
-    More numbers are arranged in the smallest nearly square table with at least n cells. Each of four Feistel rounds
+    For larger n, the numbers 0..n-1 are arranged in a nearly square table with at least n cells. Each of four rounds
     shifts each row by a hash of the column, and each column by a hash of the row. The few results from n on are mapped
     again until they are below n ("cycle walking"), so that the map is a permutation.
     """

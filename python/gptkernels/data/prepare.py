@@ -1,4 +1,4 @@
-"""Conversion of text files to `PREFIX_train.bin`, `PREFIX_val.bin` and a tokenizer file."""
+"""Converts text files to `PREFIX_train.bin`, `PREFIX_val.bin` and a tokenizer file."""
 
 import json
 import os
@@ -44,7 +44,7 @@ def prepare(
     keeps bytes that are not UTF-8; for other tokenizers they become U+FFFD. The byte tokenizer's end-of-text token is
     the byte NUL; for text with NUL bytes it has no end-of-text token.
 
-    Only files that `prepare` wrote are overwritten, when all new files are complete.
+    Existing files are replaced when all new files are complete. They must be files that `prepare` wrote.
 
     Args:
         files: text files and folders of text files, or a single one.

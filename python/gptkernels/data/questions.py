@@ -1,4 +1,4 @@
-"""Multiple-choice questions in llm.c's format, such as the `hellaswag_val.bin` of llm.c's dev/data/hellaswag.py.
+"""Reads multiple-choice questions in llm.c's format, such as `hellaswag_val.bin` of llm.c's dev/data/hellaswag.py.
 
 The format is defined by `write_evalfile` in llm.c's dev/data/data_common.py and `EvalLoader` in llm.c's
 llmc/dataloader.h. A file has a header of 256 int32 (magic 20240522, version 1, the number of questions, the number of

@@ -59,7 +59,7 @@ class TokenFiles:
         return np.concatenate(parts)
 
     def locate(self, position: int) -> tuple[Path, int]:
-        """Return the file that contains a token, and the token's position in it."""
+        """Return the file that contains the token at ``position``, and the token's position in this file."""
         i = self._file_of(position)
         return self.files[i].path, position - self._starts[i]
 
@@ -71,12 +71,12 @@ class TokenFiles:
 
 
 def is_pattern(name: str) -> bool:
-    """Return whether a name has one of the shell's wildcards."""
+    """Return whether a name contains one of the shell's wildcards."""
     return not _WILDCARDS.isdisjoint(name)
 
 
 def find_files(pattern: str) -> list[Path]:
-    """Return the files that match a pattern, sorted; the name of an existing file is only that file.
+    """Return the files that match a pattern, sorted. If the pattern is the name of an existing file, return this file.
 
     Raises:
         ValueError: if there is no such file.

@@ -1,4 +1,4 @@
-"""Tokenizers: bytes, characters, GPT-2's, byte-pair encodings trained here, and llm.c's tokenizer files.
+"""Tokenizers of bytes and of characters, GPT-2's tokenizer, byte-pair encodings, and llm.c's tokenizer files.
 
 llm.c's file has a header of 256 uint32 (magic 20240328, version 1, vocabulary size; in version 2 also the end-of-text
 token), and then for each token a byte with its length, and its bytes.
@@ -47,7 +47,7 @@ class Tokenizer(ABC):
 
     @property
     def start(self) -> int:
-        """The first token of a text without context: `eot`; without `eot` a newline; without a newline token 0."""
+        """The token from which text without a prompt is generated: `eot`, else a newline if it is a token, else 0."""
         if self.eot is not None:
             return self.eot
         return self.vocabulary.index(b"\n") if b"\n" in self.vocabulary else 0
@@ -152,9 +152,9 @@ class CharTokenizer(Tokenizer):
 
 
 class LLMCTokenizer(Tokenizer):
-    """The vocabulary of an llm.c tokenizer file.
+    """A tokenizer with the vocabulary of an llm.c tokenizer file.
 
-    Such a file is made for decoding. If its tokens are in the order in which they were merged, as in GPT-2's, they
+    Such a file is made for decoding. If its tokens are in the order in which they were merged, as in GPT-2's file, they
     define a byte-pair encoding, which `encode` computes with tiktoken.
     """
 
@@ -185,7 +185,7 @@ class LLMCTokenizer(Tokenizer):
 
 
 class GPT2Tokenizer(LLMCTokenizer):
-    """GPT-2's 50257 tokens, which tiktoken downloads and caches."""
+    """GPT-2's tokenizer, whose 50257 tokens tiktoken downloads and caches."""
 
     def __init__(self) -> None:
         try:
@@ -204,7 +204,7 @@ class GPT2Tokenizer(LLMCTokenizer):
 
 
 class BPETokenizer(Tokenizer):
-    """A byte-level byte-pair encoding of the `tokenizers` package."""
+    """A tokenizer that uses a byte-level byte-pair encoding of the `tokenizers` package."""
 
     def __init__(self, tokenizer: tokenizers.Tokenizer) -> None:
         from tokenizers import decoders
@@ -264,7 +264,8 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
 
     Args:
         source: "bytes"; "gpt2" (tiktoken's); an llm.c tokenizer (`.bin`), also one of bytes or characters; a
-            `tokenizer.json`; a `vocab.json` in the same folder as `merges.txt`; or a folder with one of these two.
+            `tokenizer.json`; a `vocab.json` in the same folder as `merges.txt`; or a folder that contains a
+            `tokenizer.json`, or a `vocab.json` and `merges.txt`.
 
     Raises:
         ValueError: if there is no such name or file, or the file is damaged; the message says what is wrong.

@@ -55,7 +55,7 @@ class TokenFile:
 
     @property
     def paths(self) -> list[Path]:
-        """The path, as a list of one."""
+        """A list that contains only the path of the file."""
         return [self.path]
 
     def locate(self, position: int) -> tuple[Path, int]:

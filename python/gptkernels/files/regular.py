@@ -25,7 +25,7 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def open_regular(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a regular file for reading. The file's name is added to an OSError raised inside, as by a failed read."""
+    """Open a regular file for reading. If reading fails in the context, the OSError names the file."""
     check_regular(path)
     try:
         with open(path, "rb") as file:

@@ -1,11 +1,11 @@
-"""Safetensors files with checksums, for `gptkernels.checkpoint`, and plain ones, for other programs.
+"""Reads and writes safetensors files with checksums, and writes files without checksums for other programs.
 
 In addition to the caller's entries, the metadata contains the file's kind and version, the CRC-32 of every tensor
 ("checksums", over its dtype, shape and bytes), and the CRC-32 of all other entries ("checksum"). The checksums detect
 damage, not forgery.
 
-The safetensors library reads the files, but this module writes them. The library's temporary file can be read only by
-its owner, its name cannot be recognised after a kill, and a full disk is not reported as an OSError.
+The safetensors library reads the files, but this module writes them. The library would write a temporary file that only
+its owner can read and whose name cannot be recognised after a kill, and would not report a full disk by an OSError.
 """
 
 import json
@@ -33,7 +33,7 @@ _DTYPES = {
 def write_safetensors(
     path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], kind: str, fields: Mapping[str, str]
 ) -> None:
-    """Write a file atomically. One tensor at a time is copied to the CPU.
+    """Write a file with checksums, atomically. One tensor at a time is copied to the CPU.
 
     Args:
         path: the file.
@@ -98,7 +98,7 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _tensor_checksum(tensor: torch.Tensor, data: memoryview) -> str:
-    """Return a checksum as 8 hexadecimal digits."""
+    """Return the CRC-32 of a tensor's dtype, shape and bytes as 8 hexadecimal digits."""
     kind = f"{_DTYPES.get(tensor.dtype)} {list(tensor.shape)}"
     return f"{zlib.crc32(data, zlib.crc32(kind.encode())):08x}"
 
@@ -109,7 +109,7 @@ def _metadata_checksum(metadata: Mapping[str, str]) -> str:
 
 
 class DamagedError(ValueError):
-    """A file's content does not have its checksum."""
+    """The content of a file does not match its checksum."""
 
 
 class CheckedFile:
@@ -155,7 +155,7 @@ def open_safetensors(path: Path, *kinds: str) -> Iterator[CheckedFile]:
 
 
 def is_own_safetensors(path: Path) -> bool:
-    """Return whether `write_safetensors` wrote a file, according to its metadata."""
+    """Return whether the metadata says that `write_safetensors` wrote this file."""
     try:
         with safe_open(path, "pt") as file:
             return (file.metadata() or {}).get("kind", "").startswith("gptkernels.")

@@ -1,4 +1,4 @@
-"""Functions for all file formats: atomic writing, and llm.c's headers of 256 integers."""
+"""Functions that several file formats use: atomic writing, and llm.c's headers of 256 integers."""
 
 import os
 import stat
@@ -39,7 +39,7 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
     The temporary file is in the same folder (created if missing), so that the renaming is atomic. If the body raises,
     the temporary file is removed, and `path` is unchanged. If the process is killed, `path` is unchanged, and a hidden
-    file `.NAME.PID.tmp` remains, for `remove_unfinished`. The message of an OSError names `path`.
+    file `.NAME.PID.tmp` remains, which `remove_unfinished` removes later. The message of an OSError names `path`.
     """
     path = Path(path)
     check_replaceable(path)
@@ -61,7 +61,10 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path, names: Iterable[str]) -> None:
-    """Remove temporary files of killed processes; no other process may be writing in the folder."""
+    """Remove the temporary files that killed processes have left for the files `names` of a folder.
+
+    No other process may be writing in the folder.
+    """
     for name in names:
         for temporary in folder.glob(f".{name}.*.tmp"):
             temporary.unlink(missing_ok=True)

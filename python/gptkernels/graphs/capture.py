@@ -1,4 +1,4 @@
-"""A whole training step as a CUDA graph: forward, backward, gradient norm, clipping and AdamW."""
+"""Captures a whole training step as a CUDA graph: forward, backward, gradient norm, clipping and AdamW."""
 
 import contextlib
 import logging
@@ -33,7 +33,7 @@ class StepNumbers(NamedTuple):
 
 
 class StepResult:
-    """The results of a step, on the device; a copy to the host is in flight.
+    """The results of a step, on the device. The device also copies them to the host, for :meth:`read`.
 
     Attributes:
         loss: 0-dim float32 (float64 for float64), on the parameters' device: the mean of the micro-batches' losses
@@ -85,7 +85,7 @@ def graphed_step(
             print(result.read())  # better one step later
 
     A call with several batches accumulates their gradients: ``step(batch, batch, batch)`` is one update with the mean
-    of the three losses. The results are bitwise those of the eager step, including dropout's masks.
+    of the three losses. The results, including dropout's masks, are bitwise identical to the eager step's results.
 
     Two steps run eagerly before the first capture, and again for each new shape of a batch. Python code in ``loss`` and
     in hooks of the model runs only in these steps and the capture: a replay repeats what they launched on the device.
@@ -183,7 +183,10 @@ class GraphedStep:
     # ---- eager -------------------------------------------------------------------------------------------------------
 
     def _run_eagerly(self, batches: Sequence[Batch]) -> Tensor:
-        """Run a step eagerly. The last eager step before a capture is checked for synchronisation."""
+        """Run a step eagerly.
+
+        If the host waits for the device in the last step before a capture, no step is captured.
+        """
         signatures = _signatures(batches)
         count = self._eager_steps[signatures] = self._eager_steps.get(signatures, 0) + 1
         watch = self.eager_because is None and count == _WARM_UP
@@ -200,10 +203,13 @@ class GraphedStep:
         return numbers
 
     def _micro_step(self, batch: Batch, count: int, total: Tensor | None = None) -> Tensor:
-        """Run forward and backward of a batch, with the loss divided by ``count``, and add it to ``total`` if given."""
+        """Run forward and backward of a batch, with the loss divided by ``count``.
+
+        Return the loss, or ``total`` after the loss was added to it.
+        """
         if total is None:
             self._drop_gradients()  # so that the backward writes gradients instead of adding to them
-        torch.clear_autocast_cache()  # casts of parameters made before their last update, or outside the graph
+        torch.clear_autocast_cache()  # drops casts from before the parameters' update, or from outside the graph
         loss = self._loss(*batch)
         if count > 1:
             loss = loss / count
@@ -287,7 +293,7 @@ class GraphedStep:
         return program
 
     def _graph(self, function: Callable[..., Any], *args: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """Capture what a function launches; return the graph and the result, which each replay overwrites."""
+        """Capture what a function launches. Return the graph and the function's result, which replays overwrite."""
         graph = torch.cuda.CUDAGraph()
         # Another thread may make calls that are not allowed in a capture, for example to pin a data loader's memory.
         capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
@@ -335,14 +341,14 @@ class _Program:
             parameter.grad = gradient
 
     def check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise an error if a later micro-step replaced a gradient of the first one instead of adding to it."""
+        """Raise an error if a later micro-step replaced a gradient of the first micro-step instead of adding to it."""
         for parameter, gradient in zip(_parameters(optimizer), self.gradients, strict=True):
             if parameter.grad is not gradient:
                 raise RuntimeError("a gradient was replaced, not added to")
 
 
 class _Rate:
-    """A param group's learning rate on the device, in float64, so that updates equal those with a Python float."""
+    """A param group's learning rate on the device. In float64 it gives the same updates as a Python float."""
 
     def __init__(self, group: dict[str, Any], device: torch.device) -> None:
         self._group = group
@@ -361,7 +367,9 @@ class _Rate:
 
 
 class _Watch:
-    """A context that records operations with which the host waits for the device; other warnings are passed on.
+    """A context that records where the host waits for the device.
+
+    Torch reports such an operation by a warning. At the end of the context, all other warnings are issued again.
 
     Attributes:
         place: file and line of the last such operation, or None.
@@ -392,7 +400,7 @@ _ON_CPU = "the parameters are on the CPU"
 
 
 def _why_not(loss: Callable[..., Tensor], optimizer: torch.optim.Optimizer, exchanges_gradients: bool) -> str | None:
-    """Return the reason why the step cannot be captured; None if none is known before running it."""
+    """Return the reason why the step cannot be captured; None if no reason is known before the step runs."""
     parameters = _parameters(optimizer)
     if all(parameter.is_cpu for parameter in parameters):
         return _ON_CPU

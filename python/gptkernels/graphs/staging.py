@@ -1,4 +1,4 @@
-"""Copies of batches to the tensors that a CUDA graph reads."""
+"""Copies batches to the tensors that a CUDA graph reads."""
 
 from collections.abc import Sequence
 
@@ -31,7 +31,7 @@ class Staging:
         self._buffers: list[_Buffer] = []
 
     def put(self, batch: Sequence[Tensor]) -> None:
-        """Copy a batch into the static tensors, ordered with the current stream."""
+        """Copy a batch into the static tensors, after the earlier work of the current CUDA stream."""
         sources = batch if all(t.is_cuda for t in batch) else self._on_device(batch)
         for static, source in zip(self.static, sources, strict=True):
             static.copy_(source, non_blocking=True)
@@ -57,7 +57,10 @@ class Staging:
 
 
 class _Buffer:
-    """A batch in pinned memory and on the device, with an event after the copy and one after the last use."""
+    """Memory for a batch, pinned on the host and on the device, and two events.
+
+    ``filled`` is recorded after the copy to the device, and ``free`` after the last use of the memory on the device.
+    """
 
     def __init__(self, like: Sequence[Tensor]) -> None:
         self.pinned = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in like]

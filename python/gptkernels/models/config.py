@@ -41,8 +41,9 @@ class GPT2Config:
         fp8_logits: in training with fp8_head, also compute the logits by a float8 matmul.
 
     Raises:
-        ValueError: if a size is below 1 or inconsistent with another size, the dropout is not from 0 to 1, or the
-            activation is unknown.
+        ValueError: if a size is below 1 or inconsistent with another size, the dropout is not from 0 to 1, the
+            activation is unknown, a size is not a multiple of 16 where float8 requires it, or fp8_logits is set
+            without fp8_head.
     """
 
     block_size: int = 1024

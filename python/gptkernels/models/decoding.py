@@ -1,9 +1,9 @@
 """Text generation, one token at a time: the implementation of ``GPT2.stream``, with CUDA graphs on CUDA.
 
-A buffer (B, T + new) on the device has the tokens, and a tensor (B) the length of each sequence. Prompts of different
-lengths are padded on the right, and a sequence's new tokens overwrite its padding. ``ops.decode`` reads the newest
-token and ``ops.sample_`` appends the next token, so that a decoding step reads nothing from the host. The host launches
-several steps before it reads their tokens.
+A buffer (B, columns) on the device contains the tokens, and a tensor (B) the length of each sequence. Prompts of
+different lengths are padded on the right, and a sequence's new tokens overwrite its padding. ``ops.decode`` reads the
+newest token and ``ops.sample_`` appends the next token, so that a decoding step reads nothing from the host. The host
+launches several steps before it reads their tokens.
 """
 
 import collections
@@ -324,7 +324,7 @@ class _Chunk(NamedTuple):
 
 
 class _Graphs:
-    """CUDA graphs of one step and of several steps.
+    """Two CUDA graphs: of one decoding step, and of ``STEPS`` decoding steps.
 
     The graphs use a separate random generator, which gets the state of the caller's generator at each launch.
     Therefore the same graphs can be used with any generator.
@@ -352,7 +352,9 @@ class _Graphs:
         return *options, draw[:3], *((t.data_ptr(), t.dtype, t.shape) for t in tensors)
 
     def run(self, state: _State, weights: _Weights, length: int, count: int) -> Iterator[Tensor]:
-        """Generate the tokens of ``count`` steps, (B,) on the host; the longest sequence has ``length`` tokens.
+        """Generate the tokens of ``count`` steps, (B,) on the host.
+
+        Before the first of these steps the longest sequence has ``length`` tokens.
 
         The host launches a second graph before it reads the tokens of the first one. If the caller stops early, the
         random generator is set back to its state after the last step that was read.

@@ -1,4 +1,4 @@
-"""Reading and writing models in any of the formats of `gptkernels.convert`."""
+"""Reads and writes models in any of the formats of `gptkernels.convert`."""
 
 import dataclasses
 import os
@@ -59,8 +59,8 @@ class Files(torch.nn.Module):
         """Load a Hugging Face GPT-2.
 
         Args:
-            name: a folder written by ``save_pretrained``, here or in transformers. If there is no such folder, a name
-                on the Hugging Face hub, for which ``huggingface_hub`` must be installed.
+            name: a folder that ``save_pretrained`` of this class or of transformers has written. If there is no such
+                folder, a name on the Hugging Face hub, for which ``huggingface_hub`` must be installed.
             dropout: the dropout of the new model.
             device: the device of the model; None is the CPU.
             dtype: the dtype of the model. None is the file's dtype, or the smallest that holds all parameters exactly.

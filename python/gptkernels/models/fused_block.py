@@ -1,4 +1,4 @@
-"""A layer of ``GPT2`` as one node of autograd's graph, described by its modules."""
+"""Computes a layer of ``GPT2`` as one node of autograd's graph, if the layer's modules allow it."""
 
 from functools import partial
 
@@ -16,7 +16,7 @@ FP8_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def run(block: torch.nn.Module, stream: Tensor, pending: Pending | None) -> tuple[Tensor, Pending] | None:
-    """Compute a ``Block`` without its last residual addition. The results have the same bits as its modules' results.
+    """Compute a ``Block`` without its last residual addition. The results are bitwise those of its modules.
 
     Args:
         block: the ``Block``.
@@ -24,8 +24,9 @@ def run(block: torch.nn.Module, stream: Tensor, pending: Pending | None) -> tupl
         pending: the pending addition to the stream, or None.
 
     Returns:
-        The stream, and the addition that is now pending. None if the modules must be called one by one, because one of
-        them was replaced, hooked or parametrised, the block is traced or transformed, or no gradients are recorded.
+        The stream, and the addition that is now pending. None if the modules must be called one by one, for example
+        because one of them was replaced, hooked or parametrised, the block is traced or transformed, or no gradients
+        are recorded.
     """
     dtypes = dtypes_of(stream)
     if dtypes is None or stream.device.type not in KEYS:
@@ -79,9 +80,9 @@ def run(block: torch.nn.Module, stream: Tensor, pending: Pending | None) -> tupl
 
 
 def _histories(*layers: nn.Linear) -> list[Tensor] | None:
-    """Return both histories of each layer if all layers have float8 matmuls; an empty list if no layer has.
+    """Return both amax histories of each linear layer if all of them use float8 matmuls; an empty list if none does.
 
-    Return None if no node supports the layers: one has other buffers, or only some have float8 matmuls.
+    Return None if the node does not support the linear layers: one has other buffers, or only some use float8 matmuls.
     """
     found: list[Tensor] = []
     for layer in layers:

@@ -46,7 +46,11 @@ class GPT2(Files, NanoGPT):
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Initialise as GPT-2: weights N(0, 0.02^2), the two c_proj N(0, 0.02^2 / (2L)), biases 0, norms' weights 1."""
+        """Initialise the parameters as in GPT-2, and reset the amax histories.
+
+        Matrices are drawn from N(0, 0.02^2), except that the two ``c_proj`` of each layer are drawn from
+        N(0, 0.02^2 / (2L)). Biases are 0, and the norms' weights are 1. The embedding's padding is 0.
+        """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, parameter in self.named_parameters():
             if parameter.dim() == 2:
@@ -63,7 +67,10 @@ class GPT2(Files, NanoGPT):
         return weight is not None and weight is getattr(self.transformer.wte, "weight", None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT2":
-        """Keep the LM head tied: torch replaces each parameter that leaves the meta device by a separate one."""
+        """Apply ``fn`` to all parameters, and tie the LM head again.
+
+        Torch replaces each parameter that leaves the meta device by a separate one.
+        """
         tied = self._is_tied()
         super()._apply(fn, recurse)
         if tied:
@@ -80,8 +87,9 @@ class GPT2(Files, NanoGPT):
         Args:
             tokens: (B, T), int64 or int32, T at most ``block_size``.
             targets: (B, T), int64 or int32; None for no loss.
-            return_logits: if False, and targets are given, the loss is computed in chunks of rows, so that the logits
-                are never stored as a whole. If ``lm_head`` was replaced or hooked, it is called and stores them.
+            return_logits: if False, and targets are given, the loss is computed in chunks of rows, and only one chunk's
+                logits are stored. If ``lm_head`` was replaced or hooked, it is called instead, and all logits are
+                stored.
             ignore_index: the target of positions that have no target; nanoGPT and llm.c use -1.
 
         Returns:
@@ -185,7 +193,7 @@ class GPT2(Files, NanoGPT):
         generator: torch.Generator | None = None,
         top_p: float | None = None,
     ) -> TokenStream:
-        """Continue ``tokens``; yields a (B,) tensor for each step as soon as it is known.
+        """Generate the tokens that follow ``tokens``. Yields a (B,) tensor for each step, as soon as it is computed.
 
         Keys and values of earlier tokens are cached, so that a step computes one token of each sequence. Beyond
         ``block_size`` tokens the oldest token is dropped. This changes every position, so that each step computes all
@@ -234,7 +242,7 @@ class GPT2(Files, NanoGPT):
 
 
 def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
-    """Pad or cut a state dict's embedding to the model's Vp rows, and use it for the LM head if that is missing.
+    """Pad or cut a state dict's embedding to the model's Vp rows, and add it as the LM head if there is none.
 
     With ``assign=True`` the embedding and the LM head become one parameter if they are one in the model. A model
     without fp8 ignores amax histories.

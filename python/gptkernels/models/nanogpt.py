@@ -12,7 +12,7 @@ from gptkernels.optim import AdamW
 
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Make an optimizer's parameter groups: matrices and embeddings with weight decay, biases and norms without."""
+    """Make two parameter groups: matrices and embeddings, with weight decay, and biases and norms, without it."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
@@ -35,8 +35,8 @@ class NanoGPT(torch.nn.Module):
     def flops_per_token(self, length: int | None = None) -> int:
         """Return the floating-point operations per token of a training step, as counted in PaLM's appendix B.
 
-        The count is 6 for each weight of a matmul, plus 12 * C * T for each layer's attention, whose causal mask is
-        not considered.
+        The count is 6 for each parameter except the position embedding's, plus 12 * C * T for each layer's attention.
+        The causal mask is not considered.
 
         Args:
             length: T; None is ``block_size``.
@@ -64,7 +64,7 @@ class NanoGPT(torch.nn.Module):
         """Keep only the first ``block_size`` positions. Make optimizers afterwards, because ``wpe.weight`` is replaced.
 
         Raises:
-            ValueError: if ``block_size`` is below 1 or above the present one.
+            ValueError: if ``block_size`` is below 1 or above the present ``block_size``.
         """
         if not 1 <= block_size <= self.config.block_size:
             raise ValueError(f"GPT2: block_size must be from 1 to {self.config.block_size}, got {block_size}")

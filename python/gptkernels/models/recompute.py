@@ -1,4 +1,4 @@
-"""Recomputation of layers in the backward, with the random numbers and float8 scales of the first forward."""
+"""Recomputes layers in the backward, with the random numbers and float8 scales of the first forward."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -45,7 +45,9 @@ def _draws(part: Any) -> bool:
 
 
 def checkpointed(run: Callable[..., Any], layer: torch.nn.Module, *args: Any, draws: bool) -> Any:
-    """Compute ``run(layer, *args)``, and save only the arguments for the backward, which computes it again.
+    """Compute ``run(layer, *args)``, and save only the arguments. The backward repeats the computation.
+
+    ``draws`` says whether the layer draws random numbers, which the recomputation must then draw again.
 
     ``torch.compile`` does not support ``context_fn``. In compiled code the recomputation therefore quantises to float8
     with the current scales, not with the scales of the first forward.
@@ -63,8 +65,8 @@ def _contexts(layer: torch.nn.Module) -> tuple[AbstractContextManager[Any], Abst
 class _Histories(AbstractContextManager[None]):
     """A context in which layers use copies of the amax histories that they had when this object was made.
 
-    The recomputation then rounds to the same numbers, and does not change the layers' histories. A retained graph can
-    have several backward passes, each of which enters this context.
+    The recomputation then rounds to the same float8 numbers as the first forward, and does not change the layers'
+    histories. A retained graph can have several backward passes, each of which enters this context.
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:

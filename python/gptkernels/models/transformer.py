@@ -20,7 +20,7 @@ from gptkernels.rules import ops
 
 
 class Block(torch.nn.Module):
-    """A layer: ``x + dropout(attn(ln_1(x)))``, then ``x + dropout(mlp(ln_2(x)))``."""
+    """A layer of GPT-2: ``x = x + dropout(attn(ln_1(x)))``, then ``x = x + dropout(mlp(ln_2(x)))``."""
 
     def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -71,14 +71,14 @@ class Block(torch.nn.Module):
 
 
 def _pending(values: Tensor, bias: Tensor | None, dropout: torch.nn.Module) -> Pending:
-    """Return a sublayer's output as a pending addition; a dropout that was replaced or hooked is called here."""
+    """Return a sublayer's output as a pending addition. A dropout that was replaced or hooked is called at once."""
     if is_unmodified(dropout, nn.Dropout):
         return Pending(values, bias, draw(cast(nn.Dropout, dropout).p if dropout.training else 0.0, values))
     return Pending(dropout(values if bias is None else values + bias.to(values.dtype)))
 
 
 def _add_and_norm(stream: Tensor, pending: Pending | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """Add ``pending`` to the stream; return ``norm`` of the sum, and the sum. One kernel does this if it can."""
+    """Add ``pending`` to the stream; return the normalised stream, and the stream. One kernel does both if possible."""
     if pending is None or not is_unmodified(norm, nn.LayerNorm) or norm.normalized_shape != stream.shape[-1:]:
         stream = add(stream, pending)
         return norm(stream), stream
@@ -92,7 +92,7 @@ def _add_and_norm(stream: Tensor, pending: Pending | None, norm: nn.LayerNorm) -
 def _run(
     layer: torch.nn.Module, stream: Tensor, pending: Pending | None, cache: nn.KeyValueCache | None = None
 ) -> tuple[Tensor, Pending | None]:
-    """Run a layer, even if it was replaced or wrapped; return the stream and its pending addition."""
+    """Run a layer, which may be replaced or wrapped; return the residual stream, and its pending addition or None."""
     if is_unmodified(layer, Block):
         return cast(Block, layer).without_last_addition(stream, pending, cache)
     stream = add(stream, pending)
@@ -102,8 +102,8 @@ def _run(
 class Transformer(torch.nn.Module):
     """GPT-2 without its LM head.
 
-    One kernel computes an addition and the norm that follows it, and one kernel both embeddings. If one of these
-    modules was replaced, wrapped, hooked or parametrised, the modules are called instead.
+    One kernel computes an addition and the norm that follows it, and one kernel computes both embeddings. If a norm or
+    an embedding was replaced, wrapped, hooked or parametrised, the modules are called instead.
 
     Attributes:
         recompute_blocks: save only a layer's inputs for the backward, which computes the layer again.

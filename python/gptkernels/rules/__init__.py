@@ -1,4 +1,6 @@
-"""The operators' Python rules for torch: fake, autograd, vmap, autocast, flops. Each operator has a file.
+"""The operators' Python rules for torch: fake kernels, autograd, vmap, autocast, and counts of flops.
+
+Each file has the rules of one operator, or of a few related operators.
 
 ``from gptkernels.rules import ops`` gives the operators with these rules registered: ``ops.gelu(x)``.
 """

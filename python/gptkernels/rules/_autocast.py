@@ -1,7 +1,8 @@
 """Casts inside ``torch.autocast``, by torch's rules.
 
-Torch caches the low-precision copy of a parameter until the outermost context ends, so that a weight that is used
-several times is cast once. Torch's cache cannot be called from Python. The cache here has the same rules and lifetime.
+Torch caches the low-precision copy of a parameter until the outermost autocast context ends, so that a weight that is
+used several times is cast once. Torch's cache cannot be called from Python. This module's cache stores the same casts,
+and is cleared when torch clears its cache.
 """
 
 import weakref
@@ -17,14 +18,14 @@ KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype of ``torch.autocast``, or None if autocast is off or the device has no kernels, as meta."""
+    """Return the dtype of ``torch.autocast``, or None if autocast is off or the device type is not "cpu" or "cuda"."""
     if device_type in KEYS and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Return a context without autocast, for any device type."""
+    """Return a context in which autocast is off. Device types without autocast, such as "meta", are allowed."""
     return torch.autocast(device_type, enabled=False) if device_type in KEYS else nullcontext()
 
 
@@ -47,7 +48,7 @@ def below() -> Any:
 
 
 def kernel(op: Callable[..., Any], device_type: str, policy: str) -> Callable[..., Any]:
-    """Make the op's kernel for the device type's autocast key; ``policy`` is as in ``_register.autocast``."""
+    """Make the op's kernel for the device type's autocast key. ``_register.autocast`` lists the policies."""
 
     def target(values: Sequence[Any]) -> torch.dtype:
         if policy == "lower":
@@ -63,7 +64,7 @@ def kernel(op: Callable[..., Any], device_type: str, policy: str) -> Callable[..
 
 
 def kernel_by(op: Callable[..., Any], device_type: str, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a kernel for the device type's autocast key; ``rule`` is as in ``_register.autocast_by``."""
+    """Make a kernel for the device type's autocast key. ``_register.autocast_by`` describes ``rule``."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEYS[device_type]))
 
     def cast_eligible(value: Any, dtype: torch.dtype) -> Any:
@@ -86,14 +87,14 @@ def _eligible(value: Any, device_type: str) -> bool:
 
 
 class _Casts(dict[tuple[int, bool], tuple[Tensor, int, Tensor]]):
-    """Maps the id of a parameter, and whether gradients are recorded, to the parameter, its version, and its cast."""
+    """Maps (a parameter's id, whether gradients are recorded) to (the parameter, its version, its cast)."""
 
 
 _casts: Callable[[], _Casts | None] = lambda: None  # noqa: E731  (a weak reference after the first context)
 
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Compute ``value.to(dtype)``, once for a float32 parameter inside the outermost autocast context."""
+    """Return ``value.to(dtype)``. A float32 parameter's cast is cached until the outermost autocast context ends."""
     if value.dtype == dtype or not _is_cacheable(value, dtype):
         return value.to(dtype)
     casts = _casts()
@@ -109,8 +110,8 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 def _is_cacheable(value: Tensor, dtype: torch.dtype) -> bool:
     """Return whether torch's cache would store the cast.
 
-    Torch stores a cast to autocast's dtype if the value is a float32 leaf that requires a gradient. While tracing,
-    torch stores no casts.
+    Torch stores a cast to autocast's dtype if the value is a float32 leaf that requires a gradient and is not a view.
+    No cast is stored during tracing or under a transform of torch.func.
     """
     return (
         value.dtype == torch.float32

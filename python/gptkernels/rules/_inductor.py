@@ -1,4 +1,4 @@
-"""Registration of the ops as fallbacks in Inductor.
+"""Registers the ops as fallbacks in Inductor.
 
 Inductor can call ops that it has no rule for. But up to torch 2.12 it first formats such an op's arguments, and
 recursively their inputs, for its log. This takes time exponential in the depth of a model.
@@ -13,10 +13,10 @@ _done: list[Any] = []
 
 
 def register_fallbacks() -> None:
-    """Register every op, if Inductor is loaded.
+    """Register every op as a fallback, if Inductor is loaded.
 
-    Every fake rule calls this function, because Inductor is loaded before it traces a graph with these rules. Therefore
-    importing this package does not import Inductor.
+    Inductor is loaded before it traces a graph, and tracing calls the ops' fake rules. Therefore every fake rule calls
+    this function, and importing this package need not import Inductor.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     if _done or lowering is None or not hasattr(lowering, "make_fallback"):

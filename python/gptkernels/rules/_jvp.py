@@ -1,4 +1,4 @@
-"""Forward-mode AD, by rules that compute the tangents of an op's outputs from the tangents of its arguments.
+"""Forward-mode AD by rules, which compute the tangents of an op's outputs from the tangents of its arguments.
 
 A rule takes the op's arguments (all of them, by position, without their tangents), their tangents, and the outputs. A
 rule returns the output's tangent, or a tuple of tangents if there are several outputs. An output without a derivative
@@ -17,11 +17,11 @@ Rule = Callable[[Sequence[Any], Sequence[Any], Sequence[Tensor]], Tensor | Seque
 
 
 def with_jvp(function: type[torch.autograd.Function], rule: Rule) -> type[torch.autograd.Function]:
-    """Return a subclass of the function with the rule as its ``jvp``.
+    """Return a subclass of an ``autograd.Function`` with the rule as its ``jvp``.
 
     With this ``jvp``, torch sets the outputs' tangents before the outputs are saved for the backward. Forward over
-    reverse needs this order. The subclass saves more tensors than the function, so calls without tangents do not use
-    the subclass.
+    reverse needs this order. The subclass saves more tensors than the ``Function``, so calls without tangents do not
+    use the subclass.
     """
 
     class WithJvp(function):  # type: ignore[misc, valid-type]
@@ -55,7 +55,7 @@ def with_jvp(function: type[torch.autograd.Function], rule: Rule) -> type[torch.
 def active() -> bool:
     """Return whether an argument may have a tangent: in a ``dual_level``, or under a transform of torch.func.
 
-    Compiled transforms do not set ``forward_ad._current_level``, so torch.func is asked too.
+    Compiled transforms do not set ``forward_ad._current_level``. Therefore any active transform counts.
     """
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
@@ -70,10 +70,10 @@ def any_tangent(args: Sequence[Any]) -> bool:
 
 
 def by_formula(formula: Callable[..., Any]) -> Rule:
-    """Make a rule from the op's formula in torch ops, by torch's own forward mode.
+    """Make a rule that differentiates the op's formula, which is written in torch ops, by torch's own forward mode.
 
     Args:
-        formula: takes the op's arguments by position; returns its outputs, or None for an output without derivative.
+        formula: takes the op's arguments by position; returns the op's outputs, or None for one without derivative.
     """
 
     def rule(inputs: Sequence[Any], tangents: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
@@ -87,10 +87,10 @@ def by_formula(formula: Callable[..., Any]) -> Rule:
 
 
 def linear_in(*positions: int) -> Callable[[Callable[..., Any]], Rule]:
-    """Make a rule for an op that is linear in each of these arguments, from a function of all the arguments.
+    """Make a rule for an op that is linear in each of the arguments at these positions.
 
-    For each argument with a tangent, the function is called with the tangent in place of the argument. The output's
-    tangent is the sum of the results.
+    The decorated function computes the op's outputs from all its arguments. For each argument with a tangent, the rule
+    calls this function with the tangent in place of the argument. The outputs' tangents are the sums of the results.
     """
 
     def decorate(function: Callable[..., Any]) -> Rule:

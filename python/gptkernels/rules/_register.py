@@ -16,9 +16,9 @@ An op's file imports this module as ``register``, contains the op's rules, and e
 - ``Function`` is a plain ``torch.autograd.Function``: ``forward(ctx, *arguments)`` calls the op by ``below_autograd``,
   and ``backward`` calls the ``_backward`` op. A ``Function`` needs no ``setup_context``, because the dispatcher calls
   the op's autograd kernel once for each transform, as it calls the autograd kernels of torch's own ops.
-- ``jvp`` returns the outputs' tangents (see ``_jvp.py``): by an op that is linear in the argument, or by
-  ``by_formula(f)`` from the op's formula in torch ops. A ``_backward`` op needs a ``jvp`` as well, because forward over
-  reverse calls it.
+- ``jvp`` computes the outputs' tangents. ``_jvp.py`` makes this rule: ``linear_in(i)(op)`` for an op that is linear in
+  argument i, or ``by_formula(f)`` from the op's formula in torch ops. A ``_backward`` op needs a ``jvp`` as well,
+  because forward over reverse calls it.
 - A ``_backward`` op is differentiated by ``differentiate(f, ...)`` from its own formula in torch ops. ``present``
   replaces the outputs that the mask excludes by None.
 - The rule of ``vmap`` comes from ``_vmap.py``: ``rows(...)`` if the mapped dimension is only one more leading
@@ -72,7 +72,8 @@ def autograd(name: str, function: type[torch.autograd.Function], *, jvp: _jvp.Ru
 
     Args:
         name: the op's name.
-        function: its ``forward`` takes the op's arguments by position and calls the op through ``below_autograd``.
+        function: an ``autograd.Function``, whose ``forward`` takes the op's arguments by position and calls the op by
+            ``below_autograd``.
         jvp: computes the tangents of the op's outputs, for forward-mode AD.
     """
     op = getattr(ops, name).default
@@ -169,7 +170,7 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def _single_level(function: type[torch.autograd.Function]) -> Any:
-    """Return a copy of the function that is applied inside one transform of torch.func.
+    """Return a copy of an ``autograd.Function`` that is applied inside one transform of torch.func.
 
     The copy is needed because from torch 2.15 on, the ``apply`` of a ``Function`` enters transforms itself, in C++.
     """
@@ -180,7 +181,7 @@ def _single_level(function: type[torch.autograd.Function]) -> Any:
 class _Outer(threading.local):
     """The modes of reverse and forward AD when an op was called under a transform of torch.func.
 
-    ``apply`` turns both modes off inside ``forward``. ``below_autograd`` turns both modes on for the outer transforms,
+    ``apply`` turns both modes off inside ``forward``. ``below_autograd`` restores the modes for the outer transforms,
     which otherwise would not record the op.
     """
 
@@ -191,16 +192,19 @@ _outer = _Outer()
 
 
 def call_by_position(function: Callable[..., Any], op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Return a function that takes the op's arguments by position and calls ``function`` with the op's signature."""
+    """Return a function that takes all of the op's arguments by position, and passes them to ``function``.
+
+    Arguments that are keyword-only in the op's schema are passed by name.
+    """
     keywords = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
     split = len(op._schema.arguments) - len(keywords)
     return lambda *args: function(*args[:split], **dict(zip(keywords, args[split:], strict=True)))
 
 
 def completer(op: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]:
-    """Return a function that gives all of the op's arguments by position.
+    """Return a function that converts the ``args`` and ``kwargs`` of a call to all of the op's arguments, by position.
 
-    The dispatcher omits trailing arguments that have their defaults.
+    It adds the trailing arguments that the dispatcher omits because they have their defaults.
     """
     defaults = [argument.default_value for argument in op._schema.arguments]
     keywords = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
@@ -217,7 +221,7 @@ def completer(op: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[str,
 
 
 def below_autograd(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the op from its own autograd rule, which runs the kernel or the next transform of torch.func."""
+    """Call the op from its own autograd rule. The call runs the kernel, or the next transform of torch.func."""
     with torch._C._AutoDispatchBelowAutograd():
         if not torch._C._are_functorch_transforms_active():
             return op(*args, **kwargs)
@@ -232,7 +236,7 @@ def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def present(gradients: Sequence[Tensor], mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Return a backward's outputs, with None for those that the mask excludes."""
+    """Return a backward's outputs, with None for each output that the mask excludes."""
     return tuple(g if wanted else None for g, wanted in zip(gradients, mask, strict=True))
 
 
@@ -244,7 +248,8 @@ def differentiate(
 ) -> tuple[Tensor | None, ...]:
     """Compute the gradients of ``formula(*inputs)``, which is written in torch ops, by torch's own autograd.
 
-    This differentiates a backward whose derivative is not worth a kernel. The result can be differentiated again.
+    Backward ops are differentiated in this way, because their derivatives have no kernels. The result can be
+    differentiated again.
 
     Args:
         formula: the op's outputs as a differentiable function of the inputs.
@@ -283,7 +288,10 @@ def _differentiate_by_func(
     needs: Sequence[bool],
     grad_outputs: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """Compute ``differentiate`` under a transform of torch.func, where ``requires_grad`` may be of another level."""
+    """Do what ``differentiate`` does, under a transform of torch.func.
+
+    There ``requires_grad`` of a tensor may describe another transform's level and cannot be used.
+    """
     places = [i for i, (t, need) in enumerate(zip(inputs, needs, strict=True)) if t is not None and need]
     found: list[Tensor | None] = [None] * len(inputs)
     if places and any(g is not None for g in grad_outputs):
@@ -314,7 +322,7 @@ def vmap(name: str, rule: _vmap.Rule) -> None:
 
 
 def autocast(name: str, *, cuda: str | None = None, cpu: str | None = None) -> None:
-    """Cast the op's floating tensors inside ``torch.autocast``, as its torch counterpart does on that device type.
+    """Make ``torch.autocast`` cast the op's floating tensors, as it does for torch's counterpart on that device type.
 
     Args:
         name: the op's name.
@@ -329,10 +337,10 @@ def autocast(name: str, *, cuda: str | None = None, cpu: str | None = None) -> N
 
 
 def autocast_by(name: str, device_type: str, rule: Callable[..., Any]) -> None:
-    """Run ``rule(op, cast, *arguments)`` inside autocast, for an op whose arguments have different rules.
+    """Register ``rule(op, cast, *arguments)``, which replaces a call of the op inside autocast.
 
-    ``cast(value, dtype)`` casts what autocast would cast, and returns anything else unchanged. Autocast is off inside
-    the rule.
+    This is for an op whose arguments are cast to different dtypes. ``cast(value, dtype)`` casts a value if it is a
+    floating tensor that autocast may cast, and returns any other value unchanged. Autocast is off inside the rule.
     """
     kernel = _autocast.kernel_by(getattr(ops, name).default, device_type, rule)
     _registrations.impl(name, kernel, _autocast.KEYS[device_type])
@@ -413,5 +421,8 @@ if _library.without_cuda_because:
 
 
 def flops(name: str, formula: Callable[..., int]) -> None:
-    """Register a count for ``torch.utils.flop_counter``; ``formula`` takes the arguments, with shapes for tensors."""
+    """Register the op's number of flops for ``torch.utils.flop_counter``.
+
+    ``formula`` takes the op's arguments, with shapes in place of tensors.
+    """
     register_flop_formula(getattr(ops, name))(formula)

@@ -34,7 +34,7 @@ def loop(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequen
 
 
 def _dims_of(in_dims: Sequence[Any], args: Sequence[Any]) -> list[int | None]:
-    """Return the mapped dimension, or None, for each leaf of the arguments."""
+    """Return the mapped dimension, or None, for each argument and for each element of arguments that are lists."""
     flat: list[int | None] = []
     for dim, arg in zip(in_dims, args, strict=True):
         if isinstance(arg, list | tuple):
@@ -98,7 +98,7 @@ def _only(positions: Sequence[int], in_dims: Sequence[Any]) -> bool:
 
 
 def leading(t: Any, dim: int | None, size: int) -> Any:
-    """Move a tensor's mapped dimension to the front, or add a first dimension.
+    """Move a tensor's mapped dimension to the front. A tensor without it is expanded to a first dimension of this size.
 
     Any other value is returned unchanged.
     """
@@ -134,9 +134,9 @@ def _unfold(t: Tensor, size: int) -> Tensor:
 
 
 def offset_tokens(tokens: Tensor, vocab_size: Any) -> Tensor:
-    """Convert tokens (B, ...) of B vocabularies to tokens of their concatenation.
+    """Convert tokens (B, ...), where ``tokens[b]`` are of vocabulary b, to tokens of the B vocabularies in a row.
 
-    A token out of range stays out of range.
+    ``vocab_size`` is the size of each vocabulary. A token that is out of range becomes -1.
     """
     first = torch.arange(tokens.shape[0], device=tokens.device).view(-1, *(1,) * (tokens.dim() - 1)) * vocab_size
     return torch.where((tokens >= 0) & (tokens < vocab_size), tokens + first, -1)

@@ -1,6 +1,7 @@
 """One step of AdamW (Loshchilov and Hutter, 2019) on lists of tensors, in place.
 
-The arguments are the same as for torch._fused_adamw_.
+Arguments that torch._fused_adamw_ also has are named as there. ``master_params``, ``grad_norm``, ``max_grad_norm`` and
+``rounding_seed`` are additional.
 """
 
 from typing import Any
@@ -27,10 +28,10 @@ _count_versions = _version_counter(ops.adamw_.default)
 
 
 def step(*lists: Any, **options: Any) -> None:
-    """Call ``adamw_`` when no gradients are recorded.
+    """Call ``adamw_`` without the rules above. The caller ensures that no gradients are recorded.
 
-    Each of the rules above would pass lists of hundreds of tensors through Python again. This function increments the
-    versions of the written tensors instead.
+    Each rule would pass lists of hundreds of tensors through Python again. This function itself increments the versions
+    of the tensors that the op writes to.
     """
     if torch.compiler.is_compiling():
         ops.adamw_.default(*lists, **options)

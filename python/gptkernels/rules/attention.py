@@ -16,7 +16,7 @@ from gptkernels.rules._vmap import batches, loop
 
 
 class Options(NamedTuple):
-    """The arguments after query, key and value, in the op's order."""
+    """The arguments of ``scaled_dot_product_attention`` after query, key and value, in the op's order."""
 
     attn_mask: Tensor | None = None
     dropout_p: float = 0.0
@@ -73,7 +73,7 @@ def _shared(t: Tensor, heads: int) -> Tensor:
 
 
 def _scores(query: Tensor, key: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Compute the scaled and masked scores, and which queries see a key. If a query sees none, its scores are 0."""
+    """Return the scaled and masked scores, and a mask of the queries that see a key. Other queries have scores of 0."""
     scale = 1 / math.sqrt(query.shape[3]) if options.scale is None else options.scale
     scores = query @ _shared(key, query.shape[1]).mT * scale
     seen = visible_keys(query, key, options)
@@ -155,7 +155,10 @@ class ScaledDotProductAttention(torch.autograd.Function):
 
 
 def _folded(*positions: int):
-    """Make a vmap rule that folds the mapped dimension into the batch; with a mask or key bounds it loops instead."""
+    """Make a vmap rule that folds the mapped dimension into the batch.
+
+    With a mask or key bounds, the rule calls the op once for each index instead.
+    """
 
     def rule(op, size, in_dims, args):
         options = Options(*args[positions[-1] + 1 :])
@@ -182,7 +185,7 @@ def unpack(qkv: Tensor, num_heads: int) -> tuple[Tensor, ...]:
 
 
 def packed_formula(qkv, num_heads, scale, dropout_p=0.0, seed=None, offset=None):
-    """Compute out in torch ops; the op's second output has no derivative."""
+    """Compute out in torch ops; return None for the op's second output, which has no derivative."""
     options = Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
     out, _ = forward_formula(*unpack(qkv, num_heads), *options)
     return out.transpose(1, 2).flatten(2), None

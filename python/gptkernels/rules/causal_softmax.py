@@ -25,7 +25,7 @@ class CausalSoftmax(torch.autograd.Function):
 
 
 def tangent(inputs, tangents, outputs):
-    """Apply the backward to the tangent; the Jacobian of a row is symmetric."""
+    """Apply the backward to the tangent. The backward multiplies by a row's transposed Jacobian, which is symmetric."""
     return ops.causal_softmax_backward.default(tangents[0], outputs[0], inputs[1])
 
 

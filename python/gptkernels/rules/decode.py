@@ -1,4 +1,4 @@
-"""A decoding step: GPT-2's logits of the newest token of each sequence, with a cache of earlier keys and values."""
+"""A decoding step: computes GPT-2's logits after the newest token of each sequence, with a cache of keys and values."""
 
 from gptkernels.rules import _register as register
 

@@ -24,7 +24,7 @@ class Dropout(torch.autograd.Function):
 
 
 def drop(x: Tensor, p: float, seed: Tensor | None, offset: Tensor | None) -> Tensor:
-    """Apply dropout in another op's formula; return x itself if p is 0."""
+    """Return ``dropout(x)``, or x itself if p is 0. The formulas of other ops call this function."""
     return x if p == 0 else ops.dropout.default(x, p, seed, offset)
 
 

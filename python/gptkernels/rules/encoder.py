@@ -33,7 +33,7 @@ class Encoder(torch.autograd.Function):
 
 
 class TiedEncoder(torch.autograd.Function):
-    """The encoder with a second output: wte, which the LM head that is tied to it uses.
+    """The encoder with wte as a second output, which the tied LM head uses as its weight.
 
     The backward receives wte's gradient from the LM head and adds the tokens' gradient to it in place. So only one
     gradient of wte is written, and no further pass adds two gradients.
@@ -105,14 +105,14 @@ class EmbeddingBackward(torch.autograd.Function):
 
 
 def encoder_tangent(inputs, tangents, outputs):
-    """Look up rows of the tangents, because the op is linear in both weights together."""
+    """Call the op on the tangents of both weights, because the op is linear in the two weights together."""
     tokens, *weights, vocab_size = inputs
     filled = (torch.zeros_like(w) if t is None else t for w, t in zip(weights, tangents[1:3], strict=True))
     return ops.encoder.default(tokens, *filled, vocab_size)
 
 
 def embedding_backward_vmap(op, size, in_dims, args):
-    """Map with one call, in which each index of the mapped dimension has its own range of tokens."""
+    """Compute all gradients by one call, in which each index of the mapped dimension has its own range of tokens."""
     dout, tokens, vocab_size = args
     dout, tokens = (leading(t, d, size) for t, d in zip((dout, tokens), in_dims[:2], strict=True))
     dweights = op(dout, offset_tokens(tokens, vocab_size), size * vocab_size)

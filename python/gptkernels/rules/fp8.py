@@ -16,12 +16,12 @@ ALIGNMENT = 16
 
 
 def new_history(device=None) -> Tensor:
-    """Make an empty amax history. The first call then computes the scale from its own values."""
+    """Make an amax history without calls. The first call with it computes the scale from the tensor itself."""
     return torch.zeros(CALLS + 2, dtype=torch.int32, device=device)
 
 
 def is_history(tensor: Tensor) -> bool:
-    """Return whether a tensor can be a history. In a history, every amax is finite and no call is unfinished."""
+    """Return whether a tensor can be an amax history, in which every amax is finite and no call is unfinished."""
     if tensor.shape != (CALLS + 2,) or tensor.dtype != torch.int32:
         return False
     calls, unfinished = tensor[:CALLS], tensor[CALLS:]
@@ -29,7 +29,10 @@ def is_history(tensor: Tensor) -> bool:
 
 
 def padded(rows):
-    """Round the number of rows up to a multiple of 16, for a transposed copy whose rows a matmul sums over."""
+    """Round the number of rows up to a multiple of 16.
+
+    A matmul that reads the transposed copy sums over the rows, and float8 matmuls sum over multiples of 16.
+    """
     return (rows + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 

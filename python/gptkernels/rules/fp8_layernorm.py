@@ -1,4 +1,4 @@
-"""Layernorm, optionally of a sum with a residual, whose output is quantised to float8 for the following matmul.
+"""Layernorm, optionally after an addition to the residual stream, with float8 output for the following matmul.
 
 The op has no derivative, because the node of autograd's graph that calls it has one (``block/node.py``).
 """

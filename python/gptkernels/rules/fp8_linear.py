@@ -21,7 +21,7 @@ def refuse_tangents(inputs, tangents, outputs):
 
 
 def refuse_second_derivatives():
-    """Raise an error if the backward is recorded, because its derivative would not reach the unquantised operands."""
+    """Raise an error if the backward is recorded: its derivative would be wrong, without the unquantised operands."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "gptkernels: float8 layers have no second derivative: not with create_graph=True, not under torch.func"
@@ -67,7 +67,7 @@ class FP8Linear(torch.autograd.Function):
 
 
 def fp8_linear_backward_flops(dout_shape, x_t_shape, weight_t_shape, *args, **kwargs) -> int:
-    """Count the forward's flops for each of dx and dweight that is needed."""
+    """Count as many flops as in the forward for each of dx and dweight that is needed."""
     mask = args[-1]
     inner = weight_t_shape[0] if mask[0] else x_t_shape[0]
     return linear_flops(dout_shape, (inner,)) * (mask[0] + mask[1])
@@ -135,7 +135,10 @@ class FP8MLP(torch.autograd.Function):
 
 
 def fp8_mlp_backward_flops(dout_shape, pre_shape, *args, **kwargs) -> int:
-    """Count the flops of ``mlp_backward`` for the same sizes, which are read from the transposed operands."""
+    """Count the flops of ``mlp_backward`` for the shapes of this call.
+
+    The input width is the first dimension of a transposed operand that was saved.
+    """
     mask, x_t, fc_t = args[-1], args[0], args[1]
     inner = (fc_t if mask[0] else x_t)[0]
     fc, proj = (pre_shape[-1], inner), (dout_shape[-1], pre_shape[-1])

@@ -68,7 +68,10 @@ class FusedClassifier(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dlosses, ddlogits):
-        """Multiply dlogits by dlosses, and add the Jacobian times ddlogits, the gradient of the output dlogits."""
+        """Compute the gradient of the logits: dlogits times dlosses, plus the Jacobian times ddlogits.
+
+        ``ddlogits`` is the incoming gradient of the output dlogits.
+        """
         if ctx.scaled:
             refuse_scaled()
         dlogits, targets = ctx.saved_tensors
@@ -115,7 +118,10 @@ def _in_place(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
 
 
 def _in_place_by_copy(logits, *args):
-    """Call the op that is not in place, and copy: ``copy_`` supports tangents, mapped dimensions and transforms."""
+    """Call the op that is not in place, and copy its dlogits to the logits.
+
+    ``copy_`` supports tangents, mapped dimensions and transforms.
+    """
     losses, dlogits = ops.fused_classifier.default(logits.clone(), *args)  # a copy, which stays valid when saved
     logits.copy_(dlogits)
     return losses
@@ -152,7 +158,10 @@ class FusedClassifierBackward(torch.autograd.Function):
 
 
 def tangent(inputs, tangents, outputs):
-    """Multiply the logits' tangent by dlogits for the losses' tangent, and by the Jacobian for dlogits' tangent."""
+    """Compute the tangents of losses and dlogits from the tangent v of the logits.
+
+    A row's loss has the tangent sum(dlogits * v), and its dlogits have the Jacobian times v.
+    """
     _, targets, _, ignore_index, dlosses = inputs
     if dlosses is not None:
         refuse_scaled()

@@ -1,4 +1,4 @@
-"""GELU: x times the normal distribution function at x, or its tanh approximation (Hendrycks and Gimpel, 2016)."""
+"""GELU(x) = x * (the normal distribution function at x), or its tanh approximation (Hendrycks and Gimpel, 2016)."""
 
 import math
 
@@ -39,7 +39,7 @@ def backward_formula(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
 
 
 def tangent(inputs, tangents, outputs):
-    """Apply the backward to the tangent; the Jacobian is diagonal."""
+    """Apply the backward to the tangent. The backward multiplies by the transposed Jacobian, which is diagonal."""
     x, approximate = inputs
     return ops.gelu_backward.default(tangents[0], x, approximate=approximate)
 

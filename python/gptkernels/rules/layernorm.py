@@ -39,7 +39,7 @@ class LayerNorm(torch.autograd.Function):
 
 
 def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
-    """Compute out in torch ops; the statistics have no derivative.
+    """Compute out in torch ops; return None for the statistics, which have no derivative.
 
     Torch's layer_norm is not used, because it treats the statistics as constants in forward mode's second derivative.
     """
@@ -54,7 +54,7 @@ def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
 def backward_formula(dout: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, ...]:
     """Compute dx, dweight and dbias in torch ops, with the mean and 1 / sqrt(variance + eps) as functions of x.
 
-    ``rstd`` only determines eps.
+    The argument ``rstd`` is used only to compute eps.
     """
     wide = rstd.dtype
     x, dout, rstd = x.to(wide), dout.to(wide), rstd.unsqueeze(-1)

@@ -53,7 +53,7 @@ def backward_formula(dout: Tensor, x: Tensor, weight: Tensor, output_mask) -> tu
 
 
 def tangent(inputs, tangents, outputs):
-    """Apply the product rule."""
+    """Compute dx @ weight^T + x @ dweight^T + dbias from the tangents dx, dweight and dbias."""
     (x, weight, _), (dx, dweight, dbias) = inputs, tangents
     parts = [ops.linear.default(dx, weight)] if dx is not None else []
     parts += [ops.linear.default(x, dweight)] if dweight is not None else []
@@ -67,7 +67,7 @@ def linear_flops(x_shape, weight_shape, *args, **kwargs) -> int:
 
 
 def linear_backward_flops(dout_shape, x_shape, weight_shape, output_mask, **kwargs) -> int:
-    """Count the forward's flops for each of dx and dweight that is needed."""
+    """Count as many flops as in the forward for each of dx and dweight that is needed."""
     return linear_flops(x_shape, weight_shape) * (output_mask[0] + output_mask[1])
 
 

@@ -2,8 +2,9 @@
 
 For "mean" and "sum" the incoming gradient dloss is one number, and dx and dweight are proportional to it. The forward
 therefore computes them for dloss = 1 from each chunk's logits, and the backward multiplies them by dloss. In two cases
-the backward computes the logits a second time: for "none", because each row has its own dloss, and for float16,
-because gradients must be multiplied by the loss scale before they are rounded.
+the forward computes no gradients, and the backward computes the logits a second time: for "none", because each row has
+its own dloss, and for float16, because gradients must be multiplied by the loss scale before they are rounded. If the
+backward is recorded (``create_graph=True``), it computes the logits a second time as well.
 """
 
 import torch
@@ -116,7 +117,7 @@ def backward_formula(
 
 
 class LinearCrossEntropyWithGradients(torch.autograd.Function):
-    """Computes the loss and its gradients. The op has no derivative, because its outputs include gradients."""
+    """Computes the loss and its gradients. A derivative raises an error, because the outputs include gradients."""
 
     @staticmethod
     def forward(ctx, x, weight, targets, *options):

@@ -47,7 +47,8 @@ def formula(
 class MLP(torch.autograd.Function):
     """x (..., C), weights (F, C) and (C', F), biases (F) and (C') -> out (..., C'), pre_gelu and post_gelu (..., F).
 
-    All three outputs are differentiable, because the second derivative reaches fc_bias through pre_gelu.
+    pre_gelu and post_gelu are differentiable too, because the second derivative reaches fc_bias through pre_gelu.
+    Without ``keep_post_gelu``, post_gelu has no elements and no derivative.
     """
 
     @staticmethod
@@ -95,7 +96,7 @@ def mlp_backward_flops(dout_shape, x_shape, fc_shape, proj_shape, pre_shape, pos
 
 
 def _mapped(op, size, in_dims, args):
-    """Map over rows with post_gelu, because an output without elements would not have the mapped dimension."""
+    """Map over rows, and return post_gelu in any case, because an empty output would not have the mapped dimension."""
     return rows(0)(op, size, in_dims[:5], args[:5])
 
 

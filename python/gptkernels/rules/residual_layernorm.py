@@ -55,9 +55,9 @@ class ResidualLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dsum, _dmean, _drstd):
-        """Compute all needed gradients in one kernel.
+        """Compute all needed gradients by one operator.
 
-        Without dropout and casts, x and residual have the same gradient.
+        Without dropout and casts, x and residual have the same gradient, which is computed once.
         """
         sum, weight, mean, rstd, seed, offset = ctx.saved_tensors
         needs_x, needs_residual, needs_weight, needs_bias, _, needs_x_bias = ctx.needs_input_grad[:6]
@@ -93,7 +93,7 @@ def _sum_of_rows(t):
 
 
 def formula(x, residual, weight, bias, eps, x_bias, dropout_p, seed, offset):
-    """Compute out and sum in torch ops; the statistics have no derivative."""
+    """Compute out and sum in torch ops; return None for the statistics, which have no derivative."""
     wide = accumulate_dtype(x.dtype)
     x = x.to(wide) if x_bias is None else x.to(wide) + x_bias.to(wide)
     sum = drop(x, dropout_p, seed, offset) + residual.to(wide)
@@ -117,7 +117,7 @@ def masked_backward_formula(dout, dsum, sum, weight, mean, rstd, *args):
 
 
 class ResidualLayerNormBackward(torch.autograd.Function):
-    """Each of the three backward ops as a differentiable function of dout, dsum, sum and weight."""
+    """The three backward ops of ``_BACKWARD``, as differentiable functions of dout, dsum, sum and weight."""
 
     @staticmethod
     def forward(ctx, dout, dsum, sum, weight, mean, rstd, *args):
@@ -131,8 +131,8 @@ class ResidualLayerNormBackward(torch.autograd.Function):
     def backward(ctx, *grads):
         """Differentiate the norm's formula.
 
-        dsum is only added to dresidual, so that dsum and dresidual have the same gradient. dx is dresidual after
-        dropout, in dout's dtype, and dx_bias is the sum of dx over the rows.
+        dsum is only added to dresidual, so that dsum's gradient is the incoming gradient of dresidual. dx is dresidual
+        after dropout, in dout's dtype, and dx_bias is the sum of dx over the rows.
         """
         dout, sum, weight, rstd, *dropout = saved(ctx)
         ddx, ddweight, ddbias, ddx_bias, ddresidual = (*present(grads, ctx.output_mask), None, None)[:5]
@@ -159,7 +159,7 @@ def _vmap(op, size, in_dims, args):
 
 
 def as_torchs_steps(op, cast, x, residual, weight, bias, eps=1e-5, x_bias=None, dropout_p=0.0, seed=None, offset=None):
-    """Cast as torch's separate ops do under CUDA's autocast.
+    """Compute the op with the dtypes that torch's separate ops have under CUDA's autocast.
 
     Autocast leaves an addition and dropout in their operands' dtype, and computes layer_norm in float32. The fused op
     computes a sum in float32 or float64. A narrower sum is computed before the norm, by separate ops.

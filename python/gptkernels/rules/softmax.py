@@ -23,7 +23,7 @@ class Softmax(torch.autograd.Function):
 
 
 def tangent(inputs, tangents, outputs):
-    """Apply the backward to the tangent; the Jacobian of a row is symmetric."""
+    """Apply the backward to the tangent. The backward multiplies by a row's transposed Jacobian, which is symmetric."""
     return ops.softmax_backward.default(tangents[0], outputs[0])
 
 

@@ -1,4 +1,4 @@
-"""``gptkernels.swap`` and ``gptkernels.unswap``: which modules of a model are replaced, and by what."""
+"""Defines ``gptkernels.swap`` and ``gptkernels.unswap``, and decides which modules are replaced, and by what."""
 
 import contextlib
 import copy
@@ -39,8 +39,8 @@ def swap(model: Model, *, leave: str | Iterable[str] = (), return_logits: bool |
         leave: names of modules that are not replaced, as in ``named_modules``, with ``*`` and ``?``. The modules inside
             them are replaced unless they are named too.
         return_logits: which logits a language model returns in training when it is given labels or targets. True
-            returns them as before. False returns None, and the loss is computed in chunks of rows, so that the logits
-            are never stored as a whole. "detached" returns logits without a gradient, for inspection; a compiled graph
+            returns them as before. False returns None, and the loss is computed in chunks of rows, of which only one
+            chunk's logits are stored. "detached" returns logits without a gradient, for inspection; a compiled graph
             then has no gradient of the logits.
 
     Returns:
@@ -114,7 +114,7 @@ def _describe(decision: tuple[Any, ...]) -> str:
 
 
 def _decide_all(model: torch.nn.Module, leave: set[torch.nn.Module]) -> dict[torch.nn.Module, tuple[str, Decision]]:
-    """Decide for each module. The modules inside a module are decided before it."""
+    """Decide for each module whether it is replaced, and by what. A module is decided after the modules inside it."""
     tried: dict[Any, Any] = {}
     longest = min(1024, max(128, min(_tables(model), default=0)))
     decisions: dict[torch.nn.Module, tuple[str, Decision]] = {}
@@ -255,7 +255,7 @@ def _call(x: Tensor, module: Any) -> Any:
 
 
 def _compared(replacement: str, width_of: Any) -> Any:
-    """Make the trial of a module that takes (B, T, C)."""
+    """Make the function of ``_TRIALS`` that tests this replacement of a module whose input is (B, T, C)."""
 
     def found(module: Any, decisions: Any, longest: int) -> Decision:
         width, pair = width_of(module), _pair(module, decisions, (replacement,))
@@ -283,7 +283,10 @@ _STATES = ("training", True), ("evaluation", False)  # the state, and whether ta
 
 
 def _model(module: Any, decisions: Any, longest: int) -> Decision:
-    """Test a GPT with all its blocks and positions, but a small vocabulary and stand-ins for attention and MLPs."""
+    """Test the replacement of a whole GPT.
+
+    The tested copies have all layers and positions, but a small vocabulary, and stand-ins for attention and MLPs.
+    """
     trunk = module.transformer
     if any(type(one) is not torch.nn.Embedding for one in (trunk.wte, trunk.wpe)):
         return "its embeddings are not torch.nn.Embedding"

@@ -1,4 +1,4 @@
-"""Registers this package's attention with transformers and with torch, which have interfaces for this."""
+"""Registers this package's attention with transformers or with torch, by the interfaces that they have for this."""
 
 import inspect
 import sys
@@ -14,12 +14,12 @@ NAME = "gptkernels"
 
 
 def register_attention(library: str) -> None:
-    """Make a library call this package's attention, without a change of the user's code.
+    """Register this package's attention with a library, so that the library's own code calls it.
 
-    With "transformers", models made or loaded with ``attn_implementation="gptkernels"`` call it, if they use
-    transformers' attention interface. With "torch", ``F.scaled_dot_product_attention`` calls it in place of torch's
-    flash kernel, until ``torch.nn.attention.restore_flash_attention_impl()`` is called. Torch 2.10 has no such
-    function; there the change lasts until the process ends.
+    With "transformers", models that are made or loaded with ``attn_implementation="gptkernels"``, and that use
+    transformers' attention interface, call this package's attention. With "torch", ``F.scaled_dot_product_attention``
+    calls it in place of torch's flash kernel, until ``torch.nn.attention.restore_flash_attention_impl()`` is called.
+    Torch 2.10 does not have this function. With torch 2.10, the registration lasts until the process ends.
 
     Args:
         library: "transformers" or "torch".
@@ -64,7 +64,7 @@ def transformers_attention(
     """Compute attention with the signature of transformers' ``sdpa_attention_forward``.
 
     Args:
-        module: the attention layer.
+        module: the attention module.
         query: (B, NH, Tq, HS).
         key: (B, KH, Tk, HS), KH a divisor of NH.
         value: (B, KH, Tk, HS).
@@ -74,7 +74,8 @@ def transformers_attention(
         is_causal: whether, without a mask, each of several queries sees only the keys up to its own position; None
             reads the module's ``is_causal``.
         kwargs: the model's other keywords. With ``position_bias`` or a paged ``cache``, transformers' function is
-            called, if it has them. ``sliding_window`` and ``cu_seq_lens_q`` must be part of the mask.
+            called, if it has an argument of this name. The mask must already include ``sliding_window`` and
+            ``cu_seq_lens_q``.
 
     Returns:
         The output (B, Tq, NH, HS), and None for the probabilities.

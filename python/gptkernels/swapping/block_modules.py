@@ -1,8 +1,8 @@
-"""The modules of a block that has not changed since ``swap``, and its description as one node of autograd's graph.
+"""Finds the modules of a swapped transformer block, so that it can be computed as one node of autograd's graph.
 
-The modules are found once, and compared at each call. For a small batch, host time determines the time of a training
-step, and checking each of a block's modules with ``untouched`` takes longer than comparing all modules with those found
-before.
+The modules are found once, and at each call they are compared with the modules that were found. For a small batch, host
+time determines the time of a training step, and checking each module with ``untouched`` would take longer than this
+comparison.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ KINDS = ("LayerNorm", "Linear", "Linear", "LayerNorm", "Linear", "GELU", "Linear
 
 @dataclasses.dataclass(eq=False)
 class Parts:
-    """The modules of a block. There is no reference to the block itself."""
+    """The modules of a transformer block, without a reference to the block, which is a weak key of ``_known``."""
 
     ln_1: Any
     c_attn: Any
@@ -61,7 +61,7 @@ _known: WeakKeyDictionary[torch.nn.Module, Parts] = WeakKeyDictionary()
 
 
 def parts_of(block: Any, kinds: Sequence[str]) -> Parts | None:
-    """Return the block's modules; None if one was replaced, hooked or wrapped.
+    """Return the modules of a transformer block; None if one was replaced, hooked or wrapped.
 
     Args:
         block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``, whose submodules are named as in nanoGPT.
@@ -115,7 +115,7 @@ def probability(dropout: Any) -> float:
 def fused_block(
     parts: Parts, dtypes: Dtypes, stream: Tensor, heads: int, scale: float | None, p: float
 ) -> FusedBlock | None:
-    """Describe a block with its current parameters and settings; None if the node does not support it.
+    """Describe a transformer block with its current parameters and settings; None if the node does not support it.
 
     ``scale`` is the factor of the scores, or None for 1/sqrt(HS), and ``p`` the probability of attention's dropout.
     """

@@ -60,7 +60,7 @@ def bare(module: torch.nn.Module) -> bool:
 
 
 def untouched(module: torch.nn.Module, kind: str) -> bool:
-    """Return whether a parent may compute the module without calling it: it is this replacement, and bare."""
+    """Return whether a parent may compute the module without calling it: if it is this replacement, and is ``bare``."""
     return kind_of(module) == kind and bare(module)
 
 

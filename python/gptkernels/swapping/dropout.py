@@ -1,7 +1,7 @@
 """The seeds and offsets of the dropouts in a forward pass. Kernels generate masks from them, and store none.
 
-A model of L layers has 3L + 1 dropouts. One launch draws a seed, and an offset for each dropout. They come from torch's
-generator for the device, which CUDA graphs, ``torch.compile`` and activation checkpointing support.
+A model of L layers has 3L + 1 dropouts. One launch draws a seed, and an offset for each dropout. These numbers come
+from torch's generator for the device, which CUDA graphs, ``torch.compile`` and activation checkpointing support.
 """
 
 from typing import Any
@@ -38,7 +38,7 @@ class Draws:
 
 
 def drop(x: Tensor, module: Any, draws: Draws) -> Tensor:
-    """Apply a dropout layer, or nothing if ``module`` is None."""
+    """Apply a dropout module to x; return x itself if ``module`` is None."""
     if module is None:
         return x
     p = dropout_of(module)

@@ -144,7 +144,7 @@ def difference(original: torch.nn.Module, replaced: torch.nn.Module, *trials: Tr
             calls.clear()
             expected = _run(trial, original)
             if state == "training" and (twice := next((n for n in calls if calls.count(n) > 1), None)) is not None:
-                # A trial with its probability at 1 would not show this.
+                # A trial in which the dropout's probability is 1 would not show that it is applied twice.
                 return f"its forward is another one: it applies {twice} more than once"
             if state in ("evaluation", "training") and _has_drawn():
                 return f"its forward draws random numbers in {state}, without dropout"
@@ -158,7 +158,10 @@ def difference(original: torch.nn.Module, replaced: torch.nn.Module, *trials: Tr
 def difference_of_gradients(
     original: torch.nn.Module, replaced: torch.nn.Module, trial: Trial, *inputs: Tensor
 ) -> str | None:
-    """Compare the gradients of vectors, embeddings and these inputs, in training without dropout."""
+    """Compare the gradients of two modules, in training mode without dropout; return a difference, or None.
+
+    The gradients are those of all parameters that are vectors, of embeddings' weights, and of ``inputs``.
+    """
     found = []
     for module in (original, replaced):
         _states(module)["training"]()

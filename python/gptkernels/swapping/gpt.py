@@ -30,7 +30,7 @@ def children(module: torch.nn.Module) -> set[str]:
 
 
 def looks_like_attention(module: Any) -> bool:
-    """Return whether a module has c_attn, c_proj and n_head, and no other submodules than two dropouts."""
+    """Return whether a module has c_attn, c_proj and n_head, and at most attn_dropout and resid_dropout besides."""
     return (
         {"c_attn", "c_proj"} <= children(module) <= {"c_attn", "c_proj", "attn_dropout", "resid_dropout"}
         and isinstance(getattr(module, "n_head", None), int)
@@ -77,7 +77,7 @@ def _attended(self: Any, x: Tensor, p: float, draws: Draws) -> Tensor:
 
 
 def looks_like_mlp(module: Any) -> bool:
-    """Return whether a module has c_fc, c_proj, an activation, and no other submodule than a dropout."""
+    """Return whether a module has c_fc, c_proj and one other submodule, the activation, besides ``dropout``."""
     rest = children(module) - {"c_fc", "c_proj", "dropout"}
     return {"c_fc", "c_proj"} <= children(module) and len(rest) == 1
 
@@ -111,7 +111,7 @@ def looks_like_block(module: Any) -> bool:
 
 
 def _fused(block: Any, dtypes: Dtypes | None, stream: Tensor) -> FusedBlock | None:
-    """Describe the block as one node of autograd's graph; return None if it cannot be one."""
+    """Describe the transformer block as one node of autograd's graph; return None if it cannot be one."""
     if dtypes is None or not untouched(block, BLOCK):
         return None
     p = attention_dropout(block.attn) if untouched(block.attn, ATTENTION) else None
@@ -122,7 +122,7 @@ def _fused(block: Any, dtypes: Dtypes | None, stream: Tensor) -> FusedBlock | No
 def _layer(
     block: Any, fused: FusedBlock | None, stream: Tensor, pending: Pending | None, draws: Draws
 ) -> tuple[Tensor, Pending]:
-    """Compute a block without its last addition, as one node if ``fused`` supports that."""
+    """Compute a transformer block without its last addition, as one node of autograd's graph if ``fused`` allows it."""
     if fused is not None and fused.supports(stream, pending):
         return fused.run(stream, pending, draws)[:2]
     attn = block.attn
@@ -143,7 +143,7 @@ def _layer(
 
 @replacement(BLOCK)
 def block(original: Any) -> Namespace:
-    """Replace a block. One kernel computes attention's residual addition and the norm that follows it."""
+    """Replace a transformer block. One kernel computes attention's residual addition and the norm that follows it."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         if (reason := why_not(x)) is not None:
@@ -172,7 +172,7 @@ def looks_like_gpt(module: Any) -> bool:
 
 @replacement("gpt model")
 def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
-    """Replace the whole model. One kernel computes a block's last addition and the next block's first norm.
+    """Replace the whole model. One kernel computes a layer's last addition and the next layer's first norm.
 
     Args:
         original: the class of the model.

@@ -92,7 +92,11 @@ def _counted(targets: Tensor, ignore_index: int) -> Tensor:
 def _compiled(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any, low: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Compute padded logits and the loss. ``torch.compile`` does not trace this function, but records its operators."""
+    """Compute padded logits and the loss.
+
+    Dynamo does not trace into this function, but puts a call of it into its graph (``allow_in_graph``). AOTAutograd
+    then records the operators that the function calls.
+    """
     if _jvp.active():  # under a transform of torch.func
         return _by_operators(hidden, weight, targets, ignore_index, divisor)
     return _CompiledHeadAndLoss.apply(hidden, weight, targets, ignore_index, divisor, low)  # type: ignore[no-any-return]
@@ -116,8 +120,8 @@ def _dtype_of_one_node(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
 class _HeadAndLoss(torch.autograd.Function):
     """LM head and loss in eager training. The forward also computes the gradients of hidden and weight for dloss = 1.
 
-    The operator works in chunks of rows, so that the gradient of the logits is never stored as a whole. It would be as
-    large as the logits, at the time when most memory is in use.
+    The operator works in chunks of rows, so that the gradient of the logits is never stored as a whole. This gradient
+    would be as large as the logits, at the time when most memory is in use.
     """
 
     @staticmethod
@@ -165,7 +169,7 @@ apply_head_and_loss = super(torch.autograd.Function, _HeadAndLoss).apply  # type
 
 
 class _CompiledHeadAndLoss(torch.autograd.Function):
-    """LM head and loss for ``torch.compile``. The forward saves dlogits, the mean loss's gradient of the logits.
+    """LM head and loss for ``torch.compile``. The forward saves dlogits, the gradient of the loss for dloss = 1.
 
     If a compiled graph returns the logits, its backward always gets a gradient for them, which may be zeros. Adding
     this gradient to dlogits is faster than separate matmuls. If the logits are not returned, dloss multiplies the
@@ -212,7 +216,7 @@ class _CompiledHeadAndLoss(torch.autograd.Function):
 
 
 def _padded(weight: Tensor, low: torch.dtype) -> Tensor:
-    """Return ``padded_weight`` in the dtype ``low``, in one pass over the weight."""
+    """Cast the weight to ``low`` and pad it as ``padded_weight`` does, in one pass over the weight."""
     V, C = weight.shape
     padded = weight.new_empty((V + -V % 64, C), dtype=low)
     padded[:V].copy_(weight)
@@ -232,14 +236,17 @@ def _sum(gradient: Tensor | None, more: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Multiply by a scale, or nothing if it is None, and cast. A 1-dim scale is not rounded to the gradient's dtype."""
+    """Return ``gradient * scale``, or the gradient if ``scale`` is None, in ``dtype``.
+
+    The scale is multiplied as a 1-dim tensor. Torch would round a 0-dim scale to the gradient's dtype.
+    """
     return (gradient if scale is None else gradient * scale.view(1)).to(dtype)
 
 
 def _differentiably(
     ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, grads: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
-    """Compute the backward by the autograd of single operators, which can be differentiated again."""
+    """Compute the gradients by the autograd of single operators, so that they can be differentiated again."""
 
     def formula(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         with without_autocast(hidden.device.type):

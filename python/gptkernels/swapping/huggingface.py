@@ -64,7 +64,7 @@ def _has_forward_of(module: torch.nn.Module, kind: Any) -> bool:
 
 
 def _sdpa_is_theirs() -> bool:
-    """Return whether transformers' "sdpa" is still its own function."""
+    """Return whether the function registered as "sdpa" is still transformers' own; True while compiling."""
     functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
     theirs = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
     return torch.compiler.is_compiling() or functions["sdpa"] is theirs
@@ -87,7 +87,7 @@ def mlp_module(original: Any) -> Namespace:
 
 
 def _mlp(draws: Draws) -> Callable[[Any, Tensor], Pending]:
-    """Return the argument ``feed_forward`` of ``layer``."""
+    """Return a function for the argument ``feed_forward`` of ``layer``."""
     return lambda module, x: feed_forward(module, x, MLP, lambda m: m.act, draws)
 
 
@@ -177,7 +177,7 @@ def _is_plain_cache(cache: Any) -> bool:
 
 @replacement(BLOCK)
 def block(original: Any) -> Namespace:
-    """Replace a block. One kernel computes attention's residual addition and the norm that follows it."""
+    """Replace a transformer block. One kernel computes attention's residual addition and the norm that follows it."""
     complete = _completer(original)
     gives_a_tuple = "output_attentions" in inspect.signature(original.forward).parameters  # 4.57
 
@@ -212,7 +212,7 @@ def block(original: Any) -> Namespace:
 
 @replacement("Hugging Face GPT2Model")
 def model(original: Any) -> Namespace:
-    """Replace the model without LM head. One kernel computes a block's last addition and the next norm."""
+    """Replace the model without LM head. One kernel computes a layer's last addition and the norm that follows it."""
     complete = _completer(original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -304,7 +304,10 @@ def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
 
 
 def _blocks(self: Any) -> list[tuple[Any, Parts | None]] | str:
-    """Return each block, with its modules if they are unchanged; or a reason why one loop cannot compute the model."""
+    """Return the transformer blocks, each with its modules if they are unchanged.
+
+    Return a reason instead if one loop cannot compute the model.
+    """
     found: list[tuple[Any, Parts | None]] = []
     for one in self.h:
         parts = parts_of(one, KINDS)
@@ -320,7 +323,7 @@ def _blocks(self: Any) -> list[tuple[Any, Parts | None]] | str:
 
 
 def _fused(parts: Parts | None, dtypes: Dtypes | None, hidden: Tensor) -> FusedBlock | None:
-    """Describe a block as one node of autograd's graph; return None if it cannot be one."""
+    """Describe a transformer block as one node of autograd's graph; return None if it cannot be one."""
     if parts is None or dtypes is None:
         return None
     attn = parts.attn
@@ -432,7 +435,7 @@ def causal_lm_loss(
 
     Args:
         logits: (B, T, V).
-        labels: (B, T), the target of each position's previous position; not read if shift_labels is given.
+        labels: (B, T); labels[:, t] is the target of position t - 1. They are not read if shift_labels is given.
         vocab_size: V.
         num_items_in_batch: the divisor of the sum of the losses; None for the number of targets that are not ignored.
         ignore_index: targets of this value are ignored.

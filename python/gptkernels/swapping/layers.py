@@ -1,4 +1,4 @@
-"""Replacements of single layers: torch.nn's layers, Hugging Face's Conv1D and GELUs, and a user's norms and GELUs."""
+"""Replacements of single modules: torch.nn's modules, Hugging Face's Conv1D and GELUs, and a user's norms and GELUs."""
 
 from typing import Any
 
@@ -80,7 +80,7 @@ def weight_of(module: Any) -> Tensor:
 
 
 def products_dtype(t: Tensor) -> torch.dtype:
-    """Return the dtype in which matmuls read a tensor: float64 for float64, otherwise autocast's."""
+    """Return the dtype in which matmuls read a tensor: autocast's dtype, except for float64 and without autocast."""
     return t.dtype if t.dtype == torch.float64 else autocast_dtype(t.device.type) or t.dtype
 
 
@@ -131,7 +131,7 @@ def cross_entropy(original: Any) -> Namespace:
 
 
 def torch_layer(module: torch.nn.Module) -> tuple[Any, ...] | str | None:
-    """Choose the replacement of a layer of torch.nn, or a reason to leave it; None for any other module.
+    """Return the replacement of a module of torch.nn, or the reason why it is not replaced; None for other modules.
 
     A subclass that does not override ``forward`` is replaced too.
     """
@@ -146,7 +146,7 @@ def torch_layer(module: torch.nn.Module) -> tuple[Any, ...] | str | None:
 
 
 def _without(**defaults: Any) -> Any:
-    """Return a function that checks a module's options: None if all have these defaults, otherwise a reason."""
+    """Return a function that names an option of a module that differs from these defaults, or returns None."""
 
     def unless(module: Any) -> str | None:
         for name, default in defaults.items():

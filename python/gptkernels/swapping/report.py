@@ -9,7 +9,7 @@ from typing import Literal
 
 @dataclasses.dataclass(frozen=True)
 class Entry:
-    """One module.
+    """One module in the report of ``swap``.
 
     Attributes:
         name: the name in ``named_modules``; empty for the model itself.
@@ -24,7 +24,7 @@ class Entry:
 
 @dataclasses.dataclass
 class Report:
-    """The table of a swapped model: ``print(model.gptkernels_report)``.
+    """The report of a swapped model, which ``print(model.gptkernels_report)`` shows as a table.
 
     Attributes:
         replaced: the modules that kernels compute.
@@ -40,7 +40,7 @@ class Report:
     return_logits: bool | Literal["detached"] = True
 
     def line(self) -> str:
-        """Return the report in one line."""
+        """Return a summary in one line: how many modules of each class were replaced, and how many were not."""
         kinds = collections.Counter(entry.kind for entry in self.replaced)
         counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         return f"gptkernels.swap: {len(self.replaced)} modules replaced ({counted or 'none'}), {len(self.left)} left"

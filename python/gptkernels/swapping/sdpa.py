@@ -1,8 +1,9 @@
 """Replacement of ``F.scaled_dot_product_attention`` in a user's own methods.
 
-All code in the process shares torch's function, so the function is not patched. A method that calls it is copied, and
-the function's name in the copied code is changed to a new attribute of ``torch.nn.functional``, which is our function.
-The rest of the method (globals, closure, source lines) stays the same, and ``torch.compile`` sees an ordinary call.
+All code in the process shares torch's function, so the function is not patched. A method that calls it is copied. In
+the copied code, the name of torch's function is replaced by the name of a new attribute of ``torch.nn.functional``,
+which is this package's function. The rest of the method (globals, closure, source lines) is unchanged, and
+``torch.compile`` sees an ordinary call.
 """
 
 import dis
@@ -21,7 +22,10 @@ _FOREIGN = ("torch.", "torch", "transformers.", "gptkernels.")
 
 
 def methods_that_call_it(kind: type) -> dict[str, Any]:
-    """Return the methods of a class, own and inherited, that call torch's function by its name."""
+    """Return the methods of a class, own and inherited, whose code names ``F.scaled_dot_product_attention``.
+
+    Methods that torch, transformers or this package define are skipped.
+    """
     return {
         name: method
         for owner in kind.__mro__
@@ -42,7 +46,7 @@ def _names(method: Any) -> list[str]:
 
 
 def _always_of_functional(method: Any) -> bool:
-    """Return whether ``F.`` or ``torch.nn.functional.`` precedes every use of the name."""
+    """Return whether a method uses the name ``scaled_dot_product_attention`` only as an attribute of torch's ``F``."""
     value: Any = None  # what the chain of globals and attributes up to the previous instruction refers to
     for instruction in dis.get_instructions(method):
         name = instruction.argval

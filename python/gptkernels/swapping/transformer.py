@@ -29,9 +29,9 @@ def norm(x: Tensor, module: Any) -> Tensor:
 
 
 def add_and_norm(stream: Tensor, pending: Pending | None, module: Any, narrow: bool = False) -> tuple[Tensor, Tensor]:
-    """Make the pending addition to the residual stream; return the norm of the sum, and the sum.
+    """Make the pending addition to the residual stream; return the normalised stream, and the stream.
 
-    With ``narrow`` the norm may have autocast's dtype, because only a matmul reads it.
+    With ``narrow`` the normalised stream may have autocast's dtype, because only a matmul reads it.
     """
     if pending is None or not untouched(module, "LayerNorm"):
         stream = add(stream, pending)
@@ -91,7 +91,7 @@ def pending_of(values: Tensor, proj: Any, module: Any, draws: Draws) -> Pending:
 
 
 def feed_forward(module: Any, x: Tensor, kind: str, activation: Callable[[Any], Any], draws: Draws) -> Pending:
-    """Compute a block's MLP. A module that is not this kind of replacement, or was hooked or wrapped, is called."""
+    """Compute a layer's MLP. A module that is not the replacement ``kind``, or was hooked or wrapped, is called."""
     if not untouched(module, kind) or why_not(x) is not None:
         return called(module, x)
     values = mlp(x, module.c_fc, activation(module), module.c_proj, bias=False)
@@ -99,7 +99,7 @@ def feed_forward(module: Any, x: Tensor, kind: str, activation: Callable[[Any], 
 
 
 def attend(qkv: Tensor, num_heads: int, scale: float | None, dropout: Dropout) -> Tensor:
-    """Causal self-attention of packed queries, keys and values: (B, T, 3C) -> (B, T, C)."""
+    """Compute causal self-attention of packed queries, keys and values: (B, T, 3C) -> (B, T, C)."""
     if qkv.shape[2] > 3 * functional.MAX_HEAD_SIZE * num_heads:
         return functional.causal_attention(qkv, num_heads, scale, dropout.p)
     return ops.attention(qkv, num_heads, scale, *dropout)[0]  # type: ignore[no-any-return]
@@ -113,7 +113,9 @@ def layer(
     feed_forward: Callable[[Any, Tensor], Pending],
     narrow: tuple[bool, bool] = (False, False),
 ) -> tuple[Tensor, Pending]:
-    """Compute a block without its last residual addition, which one kernel computes together with the next norm.
+    """Compute a transformer block without its last residual addition.
+
+    One kernel computes this addition together with the norm that follows it.
 
     Args:
         stream: (B, T, C), the residual stream.

@@ -1,4 +1,4 @@
-"""Checks of every operator against torch on this machine (``gptkernels check``), and the rule of exactness."""
+"""Checks every operator against torch on this machine (``gptkernels check``), by the rule of exactness."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -17,7 +17,7 @@ __all__ = ["Report", "Result", "assert_as_exact_as_torch", "gradcheck_ops", "op_
 
 
 def op_names() -> list[str]:
-    """Return the operators that :func:`gradcheck_ops` checks. It checks an op's ``_backward`` ops with the op."""
+    """Return the names of the operators that :func:`gradcheck_ops` checks; ``_backward`` ops are checked with these."""
     return list(dict.fromkeys(case.operator.name for case in CASES))
 
 
@@ -29,22 +29,28 @@ def gradcheck_ops(
 ) -> Report:
     """Check every operator against torch.
 
-    - In each of float64, float32, bfloat16 and float16, results and all gradients of two sizes are compared with the
-      formula in float64. Our largest error may be twice the error of torch's kernels on the same numbers, plus
-      one rounding of the result. A second call must give the same bits.
-    - In float64, :func:`torch.autograd.gradcheck` and :func:`torch.autograd.gradgradcheck` are called.
-    - In float32, :func:`torch.library.opcheck` is called for the operator and its ``_backward`` ops.
+    - For two sizes and each dtype that the operator supports (of float64, float32, bfloat16 and float16), the results
+      and all gradients are compared with the formula in float64. The largest error of this package's kernels may be
+      twice the largest error of torch's kernels, plus one rounding of the result. If it is larger, the call is repeated
+      with up to 39 other sets of numbers, because torch may happen to be exact for a few numbers. A second call with
+      the same arguments must give the same bits.
+    - In float64, :func:`torch.autograd.gradcheck` and :func:`torch.autograd.gradgradcheck` are called, unless the
+      operator has no derivative or no float64 kernels.
+    - In float32, or in the operator's first dtype if it does not support float32, :func:`torch.library.opcheck` is
+      called for the operator and its ``_backward`` ops.
 
-    This takes about 20 s on two CPU cores. A check that fails raises no error; see ``Report.passed``. The state of
-    torch's random number generators is restored.
+    This takes less than a minute on two idle CPU cores. A check that fails raises no error; see ``Report.passed``. The
+    state of torch's random number generators is restored.
 
     Args:
         ops: names, such as ``"layernorm"``; None for all of :func:`op_names`.
-        device: the device of the checks; None or "auto" is CUDA if it is in use, otherwise the CPU.
+        device: the device of the checks. None or "auto" is CUDA if the CUDA kernels are loaded and torch finds a GPU,
+            otherwise the CPU.
         progress: called with the results of each case after its checks.
 
     Returns:
-        The results, which ``print`` shows as a table. It has, for a dtype, the error divided by the allowed error.
+        The results. ``print`` shows them as a table, which gives for each dtype the largest error divided by the
+        allowed error.
 
     Raises:
         ValueError: if there is no such operator or device, or no kernels are loaded for the device.
@@ -72,7 +78,7 @@ def gradcheck_ops(
 
 
 def _pick(device: str | torch.device | None) -> torch.device:
-    """Choose the device, and check that there are kernels for it."""
+    """Return the device of this name; raise a ValueError if there are no kernels for it."""
     if device in (None, "auto"):
         device = "cuda" if info()["cuda"] == "in use" else "cpu"
     found = pick_device(str(device))

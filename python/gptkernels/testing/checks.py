@@ -25,7 +25,7 @@ WITHOUT_DERIVATIVE = (
 # multiply float8 tensors.
 ALL_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 WITHOUT_PRODUCTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-NEAR = 2.0**-13  # the relative change of numbers in trials that nearly keep them
+NEAR = 2.0**-13  # the largest relative change of elements in the odd trials of other_numbers
 TRIALS = (1, 10, 40)  # the numbers of trials after which the largest errors are compared
 
 
@@ -48,7 +48,7 @@ def _checked(case: Case, check: str, function: Callable[[], float | None]) -> Re
 
 
 def exactness(case: Case, dtype: torch.dtype, device: torch.device) -> float:
-    """Compare results and gradients of two sizes with the formula.
+    """Compare the results and gradients of two calls, of the sizes ORDINARY and ODD, with the formula.
 
     Returns the largest ratio of error to allowed error.
     """
@@ -56,7 +56,7 @@ def exactness(case: Case, dtype: torch.dtype, device: torch.device) -> float:
 
 
 def hold_to_the_rule(call: Call, view: str = "contiguous", unused: Sequence[int] = ()) -> float:
-    """Check that a call satisfies the rule of exactness, and that two calls give the same bits.
+    """Check that a call satisfies the rule of exactness, and that a second call with equal arguments gives equal bits.
 
     If the call violates the rule, it is repeated with other numbers to estimate torch's error again, because torch may
     happen to be exact for a few numbers.
@@ -67,10 +67,10 @@ def hold_to_the_rule(call: Call, view: str = "contiguous", unused: Sequence[int]
         unused: the indices of results without a gradient.
 
     Returns:
-        The largest of our errors divided by the allowed error.
+        The largest ratio, among all results and gradients, of our error to the allowed error.
 
     Raises:
-        AssertionError: if the rule is violated.
+        AssertionError: if the rule is violated, or the second call gives other bits.
     """
     args = list(call.args.values())
     generator = torch.Generator().manual_seed(1)
@@ -107,8 +107,9 @@ def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any], linear: 
     """Return an argument with other numbers, but the same zeros, equal elements, infinities, magnitudes and strides.
 
     In even trials a floating argument's rows and columns are permuted, and all elements are multiplied by a random
-    factor between 7/8 and 1. In odd trials the elements keep their places, and their last bits change. Equal elements
-    change by the same amount. Then sums that cancel still cancel, and scores that are nearly equal remain nearly equal.
+    factor between 7/8 and 1. In odd trials the elements keep their places, and change by a factor that differs from 1
+    by at most 2^-13 or four epsilons of the dtype. Equal elements change by the same factor. Then sums that cancel
+    still cancel, and scores that are nearly equal remain nearly equal. Expanded tensors become contiguous.
 
     Args:
         t: the argument; an integer tensor or None is returned unchanged.
@@ -137,7 +138,7 @@ def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any], linear: 
 def _results(
     call: Call, args: Sequence[Tensor | None], douts: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return for each output, and then for each gradient, our tensor, torch's, and the formula's."""
+    """Return, for each output and then for each gradient, this package's tensor, torch's, and the formula's."""
     doubles = [t.double() if t is not None and t.is_floating_point() else t for t in args]
     ours = with_gradients(call, call.ours, args, douts)
     for a, b in zip(ours, with_gradients(call, call.ours, args, douts), strict=True):
@@ -175,7 +176,11 @@ def differences(case: Case, check: Callable[..., bool], device: torch.device) ->
 
 
 def opcheck(case: Case, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Run ``torch.library.opcheck`` for the op and its backward ops: schema, fake, autograd, tracing."""
+    """Run ``torch.library.opcheck`` for the op and its backward ops.
+
+    It tests the schema (except with float8 arguments), the registration of autograd, the fake kernel, and tracing by
+    AOTAutograd.
+    """
     for op, args, kwargs in case.call(SMALL, dtype or case.opcheck_dtype(), device, 1).invocations():
         written = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
         tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]

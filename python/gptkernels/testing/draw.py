@@ -1,4 +1,4 @@
-"""Random choices with names. A failing call can be repeated, and some of its choices can be replaced.
+"""Draws the arguments of a call by named random choices. A failing call can be repeated with some choices replaced.
 
 A choice depends only on (seed, index, name). If one choice is replaced or removed, all other choices stay the same.
 """
@@ -23,7 +23,7 @@ LARGEST_SIZE = 2**17
 
 
 def as_view(t, kind):
-    """Return a tensor with the same values in another layout; "expanded" repeats the values of the first row."""
+    """Return a tensor with the values of ``t`` in another layout; with "expanded", every row equals the first row."""
     if kind == "transposed":
         return t.transpose(0, -1).contiguous().transpose(0, -1)
     if kind == "sliced":
@@ -44,13 +44,13 @@ class Draw:
     """The choices of one call.
 
     Args:
-        seed: the seed of the campaign.
-        index: the index of the call.
+        seed: the seed of a run of the fuzzer.
+        index: the index of the call in the run.
         device: the device of the tensors.
-        replaced: values, as text, of choices that are not drawn, by name.
+        replaced: maps names of choices to values, as text, which are used in place of drawn values.
 
     Attributes:
-        real: whether the call has real size: it fills a GPU several times, or, on the CPU, a GPU of two SMs.
+        real: whether the call has real size: it fills a GPU several times (on the CPU, it would fill a GPU of two SMs).
         most_elements: the largest number of elements of one tensor.
         most_products: the largest number of multiplications of one matmul in a call of real size.
     """
@@ -88,8 +88,8 @@ class Draw:
     def size(self, name, most, least=0, real=None):
         """Choose a number from least to most; small numbers are more frequent.
 
-        In a call of real size the largest number is ``real``, and the number is drawn in one of three ways: small
-        numbers are more frequent, or all numbers are equally frequent, or it is next to a multiple of one of ``EDGES``.
+        In a call of real size the largest number is ``real``, and the number is drawn in one of three ways: with small
+        numbers more frequent, with all numbers equally frequent, or as a multiple of one of ``EDGES`` plus -1, 0 or 1.
         """
         random = self.random(name)
         most = max(real, least) if self.real and real is not None else most
@@ -110,7 +110,10 @@ class Draw:
         return self.choose("dtype", FLOATING, (2, 4, 4, 1) if self.real else None)
 
     def room(self, *others):
-        """Return the largest size of a matmul's dimension in a call of real size; ``others`` are the other sizes."""
+        """Return the largest size that a dimension of a matmul may have in a call of real size.
+
+        ``others`` are the sizes of the matmul's other dimensions.
+        """
         others = [max(size, 1) for size in others]
         return max(min(LARGEST_SIZE, 4 * self.most_elements // max(others), self.most_products // math.prod(others)), 1)
 
@@ -151,7 +154,7 @@ class Draw:
         return {"generator": generator, "device": device}
 
     def tensor(self, name, shape, dtype, scale=1.0, special="all", huge=None, denormal=True):
-        """Draw a floating tensor in some layout.
+        """Draw a floating tensor in a random layout.
 
         Args:
             name: the prefix of the choices' names.
@@ -223,7 +226,7 @@ class Draw:
         return self.layout(name, self.put(x.to(dtype)))
 
     def layout(self, name, x):
-        """Return a tensor with the same values in a random layout; "expanded" repeats the values of the first row."""
+        """Return a tensor with the values of ``x`` in a random layout; "expanded" makes every row equal the first."""
         if x.dim() == 0:
             return x
         kind = self.choose(f"{name}.layout", LAYOUTS, (50, 8, 8, 8, 6, 8, 6))
@@ -241,7 +244,7 @@ class Draw:
 
 
 class Plain(Draw):
-    """Choices that are not random. Sizes are given, and any other choice is its first option unless it is given.
+    """The choices of a call, without randomness. Sizes are given. A choice that is not given is its first option.
 
     Args:
         choices: the sizes, and the choices that are not the first option, by name.

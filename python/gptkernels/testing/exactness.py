@@ -78,7 +78,7 @@ def last_rounding(exact: Tensor, dtype: torch.dtype) -> float:
 
 
 def error_of(result: Tensor, exact: Tensor) -> float:
-    """Return the largest error of the elements that are finite, also in the formula rounded to the dtype; or 0."""
+    """Return the largest error, or 0, of the elements that are finite in the result and in the rounded formula."""
     return _finite_errors(result, exact).abs().max().item() if exact.numel() else 0.0
 
 
@@ -152,8 +152,8 @@ def assert_product(
         b: the right operand.
         bias: (N), or None.
         name: the name of the matmul in an error message.
-        accumulation: the relative error of sums of random terms that have fewer bits than float32. If all terms are
-            equal, each of them loses as much, and the error is ``1 + K / 256`` times as large.
+        accumulation: the relative error of a sum of random terms, if sums have fewer bits than float32. If all terms
+            are equal, their errors are equal and add up, and the sum's error is ``1 + K / 256`` times as large.
 
     Raises:
         AssertionError: if the error is too large.
@@ -205,7 +205,7 @@ class Errors:
 
     Attributes:
         ours: our error in each trial.
-        torchs: torch's error in each trial, with these factors.
+        torchs: torch's error in each trial, multiplied by 4 if the terms cancel, otherwise by ``luck``.
         norms: torch's root mean square error in each trial.
     """
 
@@ -232,11 +232,11 @@ class Errors:
             self.norms.append(norm * factor)
 
     def worst_of_torchs(self) -> float:
-        """Return the largest of torch's errors."""
+        """Return the largest of torch's errors, or one rounding of the output if all of them are 0."""
         return max(self.torchs) or self.rounding
 
     def worst_norm(self) -> float:
-        """Return the largest of torch's root mean square errors."""
+        """Return the largest of torch's root mean square errors, or a quarter of a rounding if all of them are 0."""
         return max(self.norms) or self.rounding / 4
 
     def share(self) -> float:

@@ -9,7 +9,7 @@ CHECKS = ("float64", "float32", "bfloat16", "float16", "gradcheck", "gradgradche
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One check of one case.
+    """The result of one check of one case.
 
     Attributes:
         case: the operator's name, followed by the variant's.
@@ -29,7 +29,7 @@ class Result:
 
 @dataclasses.dataclass
 class Report:
-    """All results: ``print(report)`` shows a table.
+    """The results of all checks. ``print(report)`` shows them as a table.
 
     Attributes:
         device: the device of the checks.
@@ -52,7 +52,7 @@ class Report:
         return [result for result in self.results if not result.passed]
 
     def line(self) -> str:
-        """Return the report in one line."""
+        """Return a summary in one line: the numbers of checks and of failures, the device and the duration."""
         failed = f"{len(self.failures)} FAILED" if self.failures else "all passed"
         return f"gptkernels: {len(self.results)} checks on {self.device} in {self.seconds:.0f} s: {failed}"
 
@@ -66,7 +66,7 @@ class Report:
         return "\n".join([HEADER, *rows, self.summary()])
 
     def summary(self) -> str:
-        """Return the failures, and the report in one line."""
+        """Return a line for each failure, followed by the line of :meth:`line`."""
         failures = [f"{result.case}, {result.check}: {result.message}" for result in self.failures]
         return "\n".join([*failures, self.line()])
 

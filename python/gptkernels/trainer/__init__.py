@@ -1,1 +1,1 @@
-"""The commands of `gptkernels`: training, evaluation and generation, and the command line."""
+"""The command line `gptkernels`, and its commands for training, evaluation and generation."""

@@ -1,4 +1,4 @@
-"""Evaluation of a model without training, which is `gptkernels train --eval-only`."""
+"""Evaluates a model without training it: `gptkernels train --eval-only`."""
 
 from typing import Any, NamedTuple
 

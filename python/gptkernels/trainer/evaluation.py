@@ -33,9 +33,10 @@ class Score(NamedTuple):
 def mean_loss(
     loss: Callable[[Tensor, Tensor], Tensor], data: DataLoader, max_batches: int, processes: Processes
 ) -> float:
-    """Compute the mean loss (nats per token) of at most `max_batches` first batches of `data`, over all processes.
+    """Compute the mean loss (nats per token) of the first `max_batches` batches of `data`, averaged over all processes.
 
-    `loss` computes the loss of tokens and targets, (B, T) each on the processes' device. `data` is reset first.
+    If an epoch has fewer batches, all of its batches are used. `loss` computes the loss of tokens and targets, both
+    (B, T) and on this process's device. `data` is reset first.
     """
     data.reset()
     batches = min(data.batches_per_epoch, max_batches)
@@ -62,8 +63,9 @@ def answer(
 ) -> Score:
     """Count the questions that a model in evaluation mode answers correctly.
 
-    Its answer is the ending with the lowest mean loss, as in llm.c's accuracy normalised by length. The processes share
-    the questions. The model computes about `tokens_per_batch` tokens at a time, and `tick` is called after each batch.
+    The model's answer is the ending with the lowest mean loss, as in llm.c's accuracy normalised by length. The
+    processes share the questions. The model computes about `tokens_per_batch` tokens at a time, and `tick` is called
+    after each batch.
     """
     own = questions[processes.rank :: processes.world_size]
     losses = []

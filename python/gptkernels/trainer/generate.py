@@ -1,4 +1,4 @@
-"""Generation of text by a trained model, which is `gptkernels generate`."""
+"""Generates text by a trained model: `gptkernels generate`."""
 
 import sys
 from collections.abc import Iterator

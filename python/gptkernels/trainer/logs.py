@@ -173,7 +173,10 @@ def _columns(csv_file: Path) -> list[str]:
 
 
 def _kept_lines(lines: list[bytes], form: _Form, first_step: int | None) -> list[bytes]:
-    """Remove an unfinished last line, and lines of `first_step` and later steps after the last earlier step."""
+    """Return the lines to keep, without an unfinished last line.
+
+    After the last line of a step before `first_step`, lines of `first_step` and later steps are not kept either.
+    """
     if lines and not lines[-1].endswith(b"\n"):
         lines = lines[:-1]
     if first_step is None:

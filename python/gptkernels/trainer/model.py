@@ -25,7 +25,9 @@ def model_file(path: str | os.PathLike[str]) -> Path:
 
 
 def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | None = None) -> GPT2:
-    """Build the model of a resumed run, of `--init-from`, or a new model, on the CPU in the dtype of the options.
+    """Build the model of a resumed run, the model of `--init-from`, or a new model.
+
+    The model is on the CPU, and has the dtype that the options request.
 
     A ValueError says that the file of `--init-from` is damaged or has another size than the options, or that the model
     is too small for the sequences or the vocabulary.
@@ -97,7 +99,10 @@ def _check_fits(sizes: dict[str, Any], sequence_length: int, vocab_size: int) ->
 
 
 class BatchLoss:
-    """A function that computes the loss of a batch in the precision of the options, and compiled if they say so."""
+    """A function that computes the loss of a batch, in the precision that the options request.
+
+    With the option `compile`, the model is compiled.
+    """
 
     def __init__(self, model: GPT2, config: TrainConfig) -> None:
         self._call = torch.compile(model) if config.compile else model

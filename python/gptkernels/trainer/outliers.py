@@ -1,4 +1,4 @@
-"""Detection of outliers among the steps' losses and gradients by z-scores, as in llm.c's outlier_detector.h."""
+"""Detects outliers among the steps' losses and gradient norms by z-scores, as in llm.c's outlier_detector.h."""
 
 import math
 from typing import Any
@@ -39,7 +39,7 @@ class OutlierDetector:
 
 
 class Skipping:
-    """The largest z-scores of the loss and of the gradient's norm with which an update is made; 0 has no limit."""
+    """The largest z-scores of the loss and of the gradient's norm with which an update is made; 0 means no limit."""
 
     def __init__(self, max_loss_score: float, max_gradient_score: float, device: torch.device) -> None:
         limits = [limit or math.inf for limit in (max_loss_score, max_gradient_score)]

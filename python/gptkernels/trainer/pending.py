@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Mark:
-    """A point in time: on the CPU now, on CUDA when the device has completed all earlier launches."""
+    """A point in time. On the CPU it is now; on CUDA it is when the device has completed all earlier launches."""
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None

@@ -1,4 +1,4 @@
-"""The plot of a run: training and validation loss over the steps."""
+"""Plots a run's training and validation losses over the steps."""
 
 import csv
 from pathlib import Path

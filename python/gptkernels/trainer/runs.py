@@ -1,4 +1,4 @@
-"""The folders of runs, with the checkpoint, the logs and the plot."""
+"""Makes, finds and locks the folders of runs, which contain the checkpoint, the logs and the plot."""
 
 import errno
 import fcntl

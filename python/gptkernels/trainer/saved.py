@@ -1,4 +1,4 @@
-"""Checks of a checkpoint before a run is resumed from it, for files that another program made or changed.
+"""Checks a checkpoint before a run is resumed from it, because another program may have made or changed the file.
 
 Every size is compared with the file's tensors. The file's checksums are verified before these checks.
 """
@@ -52,7 +52,7 @@ def saved_options(saved: TrainingState, path: Path) -> TrainConfig:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the name of the checkpoint, which may be the cause, to a ValueError raised inside."""
+    """Return a context that adds the name of the checkpoint, which may be the cause, to a ValueError."""
     try:
         yield
     except ValueError as error:
@@ -79,9 +79,9 @@ def _check_options(options: Any, path: Path) -> TrainConfig:
 
 
 def _has_type(value: Any, wanted: tuple[type, ...]) -> bool:
-    """Return whether a value has one of these types and is no infinity, NaN or integer beyond 2^62.
+    """Return whether a value has one of these types. True and False do not count as integers.
 
-    True and False do not count as integers.
+    An infinity, a NaN, and an integer whose magnitude is 2^62 or more are refused.
     """
     if type(value) not in wanted:
         return False

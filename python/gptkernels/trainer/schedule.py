@@ -8,7 +8,7 @@ WSD_DECAY = 5
 
 
 class Schedule(NamedTuple):
-    """Linear warm-up to `peak`, and then a decay to `final`, as in llm.c, whose "constant" has no warm-up.
+    """Linear warm-up to `peak`, and then a decay to `final`, as in llm.c. (Only llm.c's "constant" has no warm-up.)
 
     Steps are counted from 0. The first step has `peak / warmup_steps`, and step `warmup_steps` has `peak`. Then follows
 

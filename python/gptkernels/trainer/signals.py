@@ -1,4 +1,4 @@
-"""Handling of Ctrl-C and SIGTERM: the run stops after the current step."""
+"""Handles Ctrl-C and SIGTERM, after which a run stops when its current step is done."""
 
 import signal
 import threading

@@ -16,7 +16,7 @@ class Step:
     """A function that makes an update without waiting for the device; on CUDA it replays a CUDA graph if possible.
 
     Args:
-        loss: computes the loss of a batch of tokens and targets, (B, T) each on the processes' device.
+        loss: computes the loss of a batch of tokens and targets, both (B, T) and on this process's device.
         optimizer: the optimizer, which computes the norm of the gradients.
         processes: the processes that average their gradients.
         max_scores: the z-scores of the loss and of the gradient's norm above which the update is skipped; 0 never

@@ -1,4 +1,4 @@
-"""Training of GPT-2: `train(TrainConfig(...))`, which is `gptkernels train`."""
+"""Trains GPT-2, by `train(TrainConfig(...))` or `gptkernels train`."""
 
 import faulthandler
 import math

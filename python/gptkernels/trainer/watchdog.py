@@ -20,8 +20,8 @@ class Watchdog:
 
     Args:
         minutes: the longest time for a unit of work; 0 disables the watchdog.
-        report: called in another thread with the argument of `watch`, to inform the user. The process ends when it
-            returns, or after `REPORT_SECONDS`.
+        report: called in another thread with the argument of `watch`, to inform the user. The process ends when
+            `report` returns, or after `REPORT_SECONDS`.
     """
 
     def __init__(self, minutes: float, report: Callable[[str], object]) -> None:

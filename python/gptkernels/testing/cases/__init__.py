@@ -1,4 +1,4 @@
-"""The table of operators. Each file has the operators of a family, and adds them to ``table.OPERATORS``."""
+"""The table of operators. Each file adds the operators of a family to ``table.OPERATORS``."""
 
 import importlib
 import pkgutil

@@ -1,4 +1,4 @@
-"""Attention that stores the probabilities, and attention that does not store them."""
+"""Table entries of attention that stores the probabilities, and of attention that does not store them."""
 
 import math
 from functools import partial
@@ -12,10 +12,10 @@ from gptkernels.testing.cases.table import Call, invoke, largest_of, operator, o
 
 
 def attention_formula(q, k, v, scale=None, product=torch.matmul, seen=None, added=None, kept=None):
-    """Compute attention of q, k and v, (..., T, HS) each, with the matmuls of ``product``.
+    """Compute attention of q, k and v, (..., T, HS) each.
 
-    ``seen`` is the mask of the keys that each query sees; None is the causal mask. ``added`` is added to the scaled
-    scores, and ``kept`` has dropout's factors of the probabilities.
+    ``product`` computes the matmuls. ``seen`` is the mask of the keys that each query sees; None is the causal mask.
+    ``added`` is added to the scaled scores, and ``kept`` has dropout's factors of the probabilities.
     """
     scores = product(q, k.mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
     if added is not None:
@@ -28,7 +28,9 @@ def attention_formula(q, k, v, scale=None, product=torch.matmul, seen=None, adde
 
 
 def attention_noise(args, douts, dtype, scale):
-    """Return the error of a query's gradient that is 0, because the query sees one key or all values are equal.
+    """Return the error that a query's gradient may have if it should be 0.
+
+    It should be 0 if the query sees only one key, or if all values are equal.
 
     ``args`` are q, k and v, or one tensor that contains them. In float32 the error comes from the matmuls with dout. In
     16-bit dtypes it comes from the rounding of out: if all values are equal, torch's out may be exact, but ours may
@@ -61,8 +63,8 @@ def by_sequences(function, scores, *args):
 def reversed_product(a, b):
     """Compute a @ b with the terms of the sums in reverse order.
 
-    In float64 the formula has rounding errors as well. With the reverse order, the rounding errors of the product
-    differ from the formula's errors, and from the errors of another sum that cancels this sum.
+    In float64 the formula has rounding errors as well. With the reverse order, the rounding errors of a @ b differ from
+    the formula's errors, and from the errors of a sum that is subtracted from a @ b.
     """
     return a.flip(-1) @ b.flip(-2)
 
@@ -73,7 +75,8 @@ LOWEST = torch.finfo(torch.float64).min / 2  # LOWEST * log2(e) is finite
 class FlashAttention(torch.autograd.Function):
     """Attention in torch ops that rounds where FlashAttention-2 and FlashAttention-3 round.
 
-    Kernels that compute powers of 2, and save out and logsumexp instead of the probabilities, are compared with it.
+    This package's attention kernels are compared with this class, because they round in the same places: they compute
+    powers of 2, and save out and logsumexp instead of the probabilities.
     """
 
     @staticmethod
@@ -129,8 +132,8 @@ def reference_exponents(exponents, dtype):
     """Return the exponent of 2 to which a row's exponents are relative before their powers are rounded to the dtype.
 
     If it is the row's largest exponent, the largest power is 1, which has no rounding error. In 16-bit dtypes a kernel
-    may use a lower exponent. The result is therefore up to 8 lower than the largest exponent, by another number in each
-    row, because the rounding error depends on this number.
+    may use a lower exponent. The result is therefore up to 8 lower than the largest exponent. The difference varies
+    from row to row, because the rounding error depends on it.
     """
     largest = exponents.amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -math.inf, 0)
@@ -147,7 +150,7 @@ def multiply_subtract(a, b, c):
 def product(a, b):
     """Compute a @ b, (B, NH, ., .) each.
 
-    The BLAS calls and therefore the rounding are as in attention_probabilities.
+    ``attention_probabilities`` makes the same BLAS calls, so that it has the same rounding errors.
     """
     if not a.shape[0]:
         return a @ b
@@ -173,7 +176,7 @@ def many_heads(draw, batch, heads, scores, queries, elements):
     """Choose the numbers of sequences and of heads.
 
     In a small call they are at most ``batch`` and ``heads``. At real size there are several tiles of 256 queries for
-    each SM. ``scores``, ``queries`` and ``elements`` are the numbers of one head.
+    each SM. ``scores``, ``queries`` and ``elements`` are the numbers of scores, queries and elements of one head.
     """
     if not draw.real:
         return draw.size("batch", batch), draw.size("heads", heads, 1)
@@ -305,7 +308,7 @@ def attention_probabilities(draw):
 
 
 def attention_mask(draw, batch, heads, queries, keys, dtype):
-    """Draw a mask: None, bool, or a tensor that is added to the scores, of a shape that broadcasts.
+    """Draw attn_mask: None, a bool mask, or a tensor that is added to the scores. Its shape broadcasts to the scores.
 
     Some rows may mask all keys.
     """

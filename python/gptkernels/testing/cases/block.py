@@ -1,4 +1,4 @@
-"""A layer of GPT-2 as one operator, with and without float8 matmuls."""
+"""Table entries of the operators that compute a layer of GPT-2, with and without float8 matmuls."""
 
 from functools import partial
 
@@ -30,7 +30,7 @@ def layer_arguments(draw):
 
 
 def layer_formula(linear, heads, *args):
-    """Compute the layer's output and residual_2, to which the output is added, with this function ``linear``."""
+    """Compute the layer's output, and residual_2, to which the output is added. ``linear`` computes the matmuls."""
     stream, values, values_bias, w1, b1, qkv_w, qkv_b, attn_w, attn_b, w2, b2, fc_w, fc_b, proj_w = args
     x = values + values_bias + stream
     qkv = linear(layernorm_formula(x, w1, b1), qkv_w, qkv_b)
@@ -71,7 +71,7 @@ def layer(draw):
     dtypes=BFLOAT16,
 )
 def fp8_layer(draw):
-    """The operands of matmuls are rounded to float8 in torch's counterpart, and not in the formula."""
+    """Draw a call. The operands of matmuls are rounded to float8 in torch's counterpart, but not in the formula."""
     args, heads = layer_arguments(draw)
 
     def options():

@@ -1,4 +1,4 @@
-"""Test cases for generation: decode (the logits of the next token) and sample_ (drawing the next token)."""
+"""Table entries of the operators for generation: decode (logits of the next token) and sample_ (draws the token)."""
 
 import math
 
@@ -129,9 +129,9 @@ def sample_formula(logits, noise, temperature=1.0, top_k=None, top_p=None):
     variants={"": {"temperature": 0.7, "top_k": 2, "top_p": 0.9}, "greedy": {"greedy": True}},
 )
 def sample_(draw):
-    """The results are the likelihoods of the drawn tokens with this noise.
+    """Draw a call. Its results are not the drawn tokens, but the tokens' likelihoods with the same noise.
 
-    Thus either of two equally likely tokens is right.
+    Therefore either of two equally likely tokens is right.
     """
     batch = draw.size("batch", 40, 1, real=300)
     most = max(draw.most_elements // batch, 16)

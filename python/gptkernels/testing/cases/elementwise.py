@@ -1,4 +1,4 @@
-"""GELU and dropout."""
+"""Table entries of GELU and dropout."""
 
 import math
 

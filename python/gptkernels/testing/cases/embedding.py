@@ -1,4 +1,4 @@
-"""Token embeddings with and without position embeddings."""
+"""Table entries of token embeddings with and without position embeddings."""
 
 import math
 

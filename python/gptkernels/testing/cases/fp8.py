@@ -1,4 +1,4 @@
-"""Quantisation to float8, and layers with float8 matmuls."""
+"""Table entries of quantisation to float8, and of operators with float8 matmuls."""
 
 import math
 from functools import partial
@@ -21,7 +21,7 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 
 def values(fp8):
-    """Return the number of each of the 256 bit patterns, in float64."""
+    """Return the 256 numbers of a float8 format in the order of their bit patterns, in float64."""
     return torch.arange(256, dtype=torch.uint8).view(fp8).double()
 
 
@@ -62,9 +62,9 @@ def fp8_size(draw, name, *others, most=20):
 
 
 def fp8_history(draw, name):
-    """Draw an amax history on the CPU: None, without calls, with 3 calls, or with all 16 calls.
+    """Draw an amax history on the CPU, with no calls, 3 calls or 16 calls; or return None.
 
-    The amaxes may be smaller than the amax of the next call.
+    The amaxes in the history may be smaller than the amax of the tensor with which it is used.
     """
     kind = draw.choose(f"{name}.history", ("none", "new", "some", "full"))
     if kind == "none":
@@ -80,7 +80,8 @@ def fp8_scale(x, fp8, history):
     """Return the scale by which x is divided before it is rounded, and x's amax: 0-dim float64 on x's device.
 
     The scale is the smallest power of two for which amax / scale does not exceed the format's largest number, which is
-    7/8 of a power of two. It is computed without waiting for the device.
+    7/8 of a power of two. Here amax is the history's largest amax, or x's amax if there is no earlier call. The scale
+    is computed without waiting for the device.
     """
     own = x.detach().abs().where(x.isfinite(), 0.0).double()
     own = own.max() if x.numel() else own.sum()
@@ -104,7 +105,7 @@ def torchs_fp8(x, fp8, history):
 
 
 def exact_fp8_product(a, b, fast):
-    """Compute a @ b^T in float64 from pairs of float8 numbers and a scale."""
+    """Compute a @ b^T in float64. Each of a and b is a tuple of float8 numbers and their scale; ``fast`` is ignored."""
     return (a[0].double() * a[1]) @ (b[0].double() * b[1]).T
 
 
@@ -121,7 +122,7 @@ def torchs_fp8_product(a, b, fast):
 
 
 def fp8_transposed(pair):
-    """Transpose a pair's numbers, after adding rows of zeros up to a multiple of 16."""
+    """Transpose the numbers of a pair of float8 numbers and scale. Rows of zeros are added up to a multiple of 16."""
     q, scale = pair
     bytes = F.pad(q.view(torch.uint8), (0, 0, 0, -len(q) % 16))
     return bytes.t().contiguous().view(q.dtype), scale
@@ -131,7 +132,7 @@ FAST_SUMS, SUMS = 2.0**-6, 2.0**-10  # relative errors of sums in float8 matmuls
 
 
 class FP8Linear(torch.autograd.Function):
-    """x (N, K), weight (M, K) -> (N, M) in float32 or float64, with the gradients of float8 layers.
+    """x (N, K), weight (M, K) -> (N, M) in float32 or float64, with the gradients that ``ops.fp8_linear`` computes.
 
     ``way`` is a pair of functions: the first one quantises, and the second one multiplies.
     """
@@ -197,7 +198,7 @@ def fp8_quantize(draw):
     weight=0.5, sizes={"a.rows": [2, 19, 96], "inner / 16": [1, 3, 8], "columns / 16": [1, 2, 16]}, dtypes=BFLOAT16
 )
 def fp8_matmul(draw):
-    """The arguments are float32 tensors, which are converted to float8 before each call."""
+    """Draw a call. Its arguments are float32 tensors, which are converted to float8 before the operator is called."""
     dtype, fast = fp8_dtype(draw), draw.chance("fast_accumulation", 0.5)
     formats = draw.choose("formats", ((0, 0), (1, 0), (0, 1)))
     a_format, b_format = ((E4M3, E5M2)[i] for i in formats)
@@ -264,9 +265,10 @@ def copied(history, device):
 
 @operator(weight=0.5, sizes={**NORM_SIZES, "width": [4, 33, 256]}, dtypes=DTYPES)
 def fp8_layernorm(draw):
-    """Torch's counterpart and the formula are the separate ops, which have entries of their own.
+    """Draw a call. Torch's counterpart and the formula call this package's separate ops, which have other entries.
 
-    The last bit of the norm's result decides to which float8 number an element is rounded.
+    Torch's norm is not used, because the last bit of the norm's result can decide to which float8 number an element is
+    rounded.
     """
     dtype, rows = fp8_dtype(draw), draw.rows()
     width = draw.width("width", rows)
@@ -341,7 +343,7 @@ def fp8_linear(draw):
         return product.view(*x.shape[:-1], outer).to(x.dtype)
 
     def products(tensors):
-        """Return the matmuls of the operands rounded to float8."""
+        """Return the matmuls for ``Call.products``, with the operands as they are after rounding to float8."""
         read = {name: t for name, t in tensors.items() if name != "dbias"}  # dbias is the sum of dout before rounding
         forms = (E4M3, histories[0]), (E4M3, None), (E5M2, histories[1])
         for name, form in zip(("x", "weight", "dout"), forms, strict=True):
@@ -369,9 +371,10 @@ def fp8_linear(draw):
     dtypes=BFLOAT16,
 )
 def fp8_mlp(draw):
-    """Torch's counterpart and the formula are the separate ops, which have entries of their own.
+    """Draw a call. Torch's counterpart and the formula call this package's separate ops, which have other entries.
 
-    The last bit of the first layer's result decides to which float8 number an element is rounded.
+    Torch's ops are not used, because the last bit of the first linear layer's result can decide to which float8 number
+    an element is rounded.
     """
     dtype, rows = fp8_dtype(draw), draw.rows()
     width = fp8_size(draw, "width", math.prod(rows), most=8)
@@ -414,9 +417,9 @@ def fp8_mlp(draw):
     dtypes=DTYPES,
 )
 def fp8_linear_cross_entropy(draw):
-    """Torch's counterpart and the formula multiply the float8 numbers that the separate ops compute.
+    """Draw a call. Torch's counterpart and the formula multiply float8 numbers that this package's other ops compute.
 
-    The last bit of a logit decides to which float8 number its gradient is rounded.
+    The reason is that the last bit of a logit can decide to which float8 number its gradient is rounded.
     """
     dtype = draw.choose("dtype", DTYPES)
     wide = torch.float32 if dtype == torch.float16 else dtype

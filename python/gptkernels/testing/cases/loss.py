@@ -1,4 +1,4 @@
-"""Cross-entropy of logits, and of the LM head's matmul."""
+"""Table entries of cross-entropy, and of the LM head's matmul with cross-entropy."""
 
 import math
 from functools import partial
@@ -38,7 +38,7 @@ def torchs_loss(logits, target):
 
 
 class RoundedGradientLoss(torch.autograd.Function):
-    """``torchs_loss`` whose gradient is rounded to a dtype before it is multiplied by the losses' gradient."""
+    """Computes ``torchs_loss``. The gradient is rounded to a dtype before it is multiplied by the losses' gradient."""
 
     @staticmethod
     def forward(ctx, logits, target, dtype):
@@ -56,7 +56,7 @@ class RoundedGradientLoss(torch.autograd.Function):
 
 
 def exact_loss(logits, target):
-    """Compute the loss so that it is exact even if the target has nearly all of the probability."""
+    """Compute the loss by a formula that is exact even if the target's probability is nearly 1."""
     finite = logits.amax(-1, keepdim=True).isfinite()
     used = torch.where(finite, logits, 0.0)
     largest = used.argmax(-1, keepdim=True)

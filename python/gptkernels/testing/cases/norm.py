@@ -1,4 +1,4 @@
-"""Layernorm, and layernorm of a sum with a residual."""
+"""Table entries of layernorm, and of layernorm after an addition to the residual stream."""
 
 import math
 from functools import partial
@@ -12,7 +12,7 @@ from gptkernels.testing.cases.table import ROWS, WIDTHS, Call, grid, invoke, lar
 
 
 def standardised(x, eps):
-    """Compute (x - mean) / sqrt(variance + eps). Subtracting the mean twice removes the mean's rounding error."""
+    """Compute (x - mean) / sqrt(variance + eps). The mean is subtracted twice, which removes its rounding error."""
     centred = x - x.mean(-1, keepdim=True)
     centred = centred - centred.mean(-1, keepdim=True)
     return centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -79,9 +79,9 @@ def torchs_layer_norm(x, shape, weight, bias, eps):
 
 
 def norm_noise(args, eps):
-    """Return the error for a row of equal numbers, for which torch's result is exactly 0.
+    """Return the error that the norm of a row of equal numbers may have. Torch's result for such a row is exactly 0.
 
-    It is at most 2^-42 of a number's magnitude, multiplied by rstd.
+    The error is at most 2^-42 times the numbers' magnitude times rstd.
     """
     return 2.0**-42 * largest_of(args) / math.sqrt(eps)
 
@@ -98,7 +98,7 @@ def layernorm_backward(dout, x, weight, mask):
 
 
 def residual_backward(op, more, dout, dsum, total, weight=None):
-    """Call one of the three backward ops with ``more`` arguments."""
+    """Call one of the three backward ops. ``more`` returns its further arguments for a sum, whose device it reads."""
     _, mean, rstd = ops.layernorm(total, weight, None)
     return op(dout, dsum, total, weight, mean, rstd, *more(total))
 
@@ -195,7 +195,7 @@ def layernorm(draw):
     },
 )
 def residual_layernorm(draw):
-    """If x is 16-bit, residual and parameters may be float32.
+    """Draw a call. If x has 16 bits, the residual and the parameters may be float32.
 
     Then out has x's dtype, and the sum has the residual's dtype.
     """

@@ -1,4 +1,4 @@
-"""The norm of a list of tensors, and AdamW's step."""
+"""Table entries of the norm of a list of tensors, and of AdamW's step."""
 
 import math
 
@@ -40,7 +40,10 @@ def global_norm(draw):
         return torch.linalg.vector_norm(torch.cat([t.double().flatten() for t in tensors]))
 
     def torchs(*tensors):
-        """Compute torch.nn.utils.get_total_norm in float32, with a power of 2 that keeps squares in float32's range."""
+        """Compute torch.nn.utils.get_total_norm in float32.
+
+        The tensors are multiplied by a power of 2 that keeps their squares in float32's range.
+        """
         largest = torch.stack([t.detach().double().abs().amax() for t in tensors if t.numel()] or [draw.number(0)])
         exponent = torch.frexp(largest.amax()).exponent.clamp(-126, 126)
         scale = torch.where(largest.isfinite().all(), (-exponent).double().exp2(), 1.0).float()

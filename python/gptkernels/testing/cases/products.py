@@ -1,4 +1,4 @@
-"""Linear layers and the MLP."""
+"""Table entries of the linear layer and the MLP."""
 
 import math
 
@@ -25,8 +25,8 @@ MLP_SIZES = [
 class Linear(torch.autograd.Function):
     """Computes x @ weight.T + bias of matrices, and its gradients.
 
-    The BLAS calls are the same as in our operators, so that the rounding is the same. F.linear, for
-    example, calls a matrix-vector function for one row. ``chunk`` is the number of rows in a call.
+    It makes the same BLAS calls as this package's operators, so that the rounding errors are equal. F.linear may make
+    other calls: for one row, for example, it calls a matrix-vector function. ``chunk`` is the number of rows in a call.
     """
 
     @staticmethod
@@ -44,7 +44,7 @@ class Linear(torch.autograd.Function):
 
 
 def linear_products(tensors, accumulation=(0.0, 0.0)):
-    """Yield the matmuls of a linear layer, for ``Call.products``.
+    """Yield the arguments of ``assert_product`` for each matmul of a linear layer, for ``Call.products``.
 
     ``accumulation`` has the relative errors of sums over features and of sums over rows.
     """
@@ -175,7 +175,7 @@ def mlp(draw):
     recompute_gelu = draw.chance("recompute_gelu", 0.3)
 
     def products(tensors):
-        """Return all matmuls except those with the gradient of pre_gelu, which is not an output."""
+        """Return all matmuls except those that read the gradient of pre_gelu, because it is not an output."""
         pre_gelu, post_gelu = (t.to(tensors["x"].device) for t in ops.mlp(*args.values())[1:])
         first = {"x": tensors["x"], "weight": tensors["fc_weight"], "bias": tensors["fc_bias"], "out": pre_gelu}
         second = {"x": post_gelu, "weight": tensors["proj_weight"], "bias": tensors["proj_bias"]}

@@ -1,4 +1,4 @@
-"""Softmax of rows, and causal softmax."""
+"""Table entries of softmax and causal softmax."""
 
 import math
 from functools import partial
@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from gptkernels import functional as G
 from gptkernels.testing.cases.table import ROWS, WIDTHS, Call, Cost, grid, invoke, nbytes, operator, ops, row_costs
 
-# Widths near those at which the kernel keeps a row in registers, in shared memory, in a cluster, or reads it again.
+# Widths near those at which the kernels change: from a row in registers to one in shared memory, in a cluster, and to
+# a row that is read again.
 KEPT = [8, 64, 100, 120, 250, 256, 520, 1000, 1536, 2304, 8200, 33000, 65536, 70001, 110000, 150000, 262144, 1000003]
 
 
@@ -79,7 +80,10 @@ def causal_softmax(draw):
     scores = draw.tensor("scores", (*lead, tokens, tokens), dtype, 3)
 
     def alone(function):
-        """Make scores above the diagonal affect neither result nor gradient, even in a row that contains NaN."""
+        """Return a function in which scores above the diagonal affect neither the result nor the gradient.
+
+        This holds even in a row that contains NaN.
+        """
 
         def of(scores):
             if not scores.numel():

@@ -148,7 +148,10 @@ class Case:
         view: str = "contiguous",
         **choices: Any,
     ) -> Call:
-        """Make a call with the random numbers of this seed, and with the layout ``view`` of each tensor."""
+        """Make a plain call. ``seed`` determines the random numbers, and ``view`` is the layout of every tensor.
+
+        ``choices`` replace choices of the operator's sizes and of the variant.
+        """
         sizes = self.operator.sizes or {}
         choices = {**sizes, **self.operator.variants[self.variant], **choices}
         of_size = {name: value[size] if isinstance(value, list) else value for name, value in choices.items()}
@@ -192,8 +195,8 @@ def nbytes(*tensors: Tensor | None) -> int:
 def row_costs(arrays: tuple[int, int], flops: tuple[int, int]) -> Callable[..., tuple[Cost, Cost]]:
     """Return ``Operator.costs`` of an op on rows.
 
-    ``arrays`` has the numbers of arrays of x's size, and ``flops`` has the flops for each element. The first number of
-    each pair is for the forward, and the second one is for the backward.
+    ``arrays`` says how many arrays of x's size the op reads and writes, and ``flops`` how many flops it needs for each
+    element. The first number of each pair is for the forward, and the second one is for the backward.
     """
 
     def costs(x: Tensor, *others: Tensor) -> tuple[Cost, Cost]:
@@ -210,7 +213,7 @@ def largest_of(tensors: Sequence[Tensor | None]) -> float:
 
 
 def wide(t: Tensor) -> Tensor:
-    """Convert a tensor to the dtype of losses and statistics."""
+    """Convert a tensor to the dtype of losses and statistics: float64 for float64, otherwise float32."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
