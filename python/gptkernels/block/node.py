@@ -156,7 +156,6 @@ class _Layer(torch.autograd.Function):
 apply_layer = super(torch.autograd.Function, _Layer).apply  # type: ignore[misc]
 
 
-@torch.compiler.allow_in_graph
 def compiled_layer(plan: Plan, dropouts: Sequence[Dropout], *tensors: Any) -> tuple[Tensor, ...]:
     """Compute the block's outputs. ``torch.compile`` does not trace this function, but records the operators' calls."""
     if _forward.active():  # under a transform of torch.func
