@@ -1,8 +1,10 @@
 """GPT-2's training kernels, hand-written in C++ and CUDA, as PyTorch operators."""
 
-from gptkernels import _openmp
+from gptkernels import _command
 
-_openmp.wait_passively_in_training()  # before torch is imported
+if _command.is_command():  # before torch is imported
+    _command.wait_passively()
+    _command.let_interrupts_end_imports()
 
 from gptkernels import _library, functional, models, nn, optim, testing  # noqa: E402
 from gptkernels._info import info  # noqa: E402
