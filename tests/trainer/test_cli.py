@@ -88,7 +88,7 @@ def test_a_run_of_zero_steps_writes_a_checkpoint(run_train, tmp_path):
         (["-t", "2000", "--model", "gpt2"], "--sequence-length is 2000, the model has 1024 positions"),
         (["-b", "1000"], "5000 tokens are too few for a batch of B=1000 sequences of T=16"),
         (["--heads", "3"], "--channels is 16, must be a multiple of --heads, 3"),
-        (["-i", "nothing"], "nothing_train.bin"),
+        (["-i", "nothing"], "nothing_train.bin is missing: 'gptkernels prepare TEXT -o nothing' writes it"),
         (["--tokenizer", "nothing.bin"], "no tokenizer 'nothing.bin'"),
         (["--device", "abacus"], "device is 'abacus'"),
         (["--device", "cuda:99"], "device is 'cuda:99', this machine has"),
