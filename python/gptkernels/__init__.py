@@ -1,13 +1,15 @@
 """GPT-2's training kernels, hand-written in C++ and CUDA, as PyTorch operators."""
 
-from gptkernels import _openmp
+from gptkernels import _command
 
-_openmp.wait_passively_in_training()  # before torch is imported
+if _command.is_command():  # before torch is imported
+    _command.wait_passively()
+    _command.let_interrupts_end_imports()
 
-from gptkernels import _library, functional, models, nn, optim, testing  # noqa: E402
-from gptkernels._info import info  # noqa: E402
-from gptkernels.graphs import graphed_step  # noqa: E402
-from gptkernels.swapping import register_attention, swap, unswap  # noqa: E402
+from gptkernels import _library, functional, models, nn, optim, testing
+from gptkernels._info import info
+from gptkernels.graphs import graphed_step
+from gptkernels.swapping import register_attention, swap, unswap
 
 __version__ = _library.build()["version"]
 __all__ = [

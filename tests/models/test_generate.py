@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 import torch
@@ -149,6 +150,30 @@ def test_what_is_no_checkpoint_is_reported(tmp_path, path, message, capsys):
     assert message in error_of(capsys, "generate", tmp_path / path)
 
 
+def test_a_model_of_the_hub_must_be_downloaded(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    error = error_of(capsys, "generate", "openai-community/gpt2")
+    assert "download it first: hf download openai-community/gpt2 --local-dir gpt2\n" in error
+
+
+def test_interactive_mode_has_line_editing(checkpoint):
+    """In a terminal, Ctrl-A moves the cursor to the beginning of the line."""
+    controller, terminal = os.openpty()
+    command = [sys.executable, "-m", "gptkernels", "generate", checkpoint, "--interactive", "--max-new-tokens", "0"]
+    with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal) as process:
+        os.close(terminal)
+        os.write(controller, b"bc\x01a\n")
+        shown, is_ended = b"", False
+        with suppress(OSError):  # after the last byte
+            while data := os.read(controller, 1024):
+                shown += data
+                if shown.count(b"> ") >= 2 and not is_ended:
+                    is_ended = os.write(controller, b"\x04") == 1
+    os.close(controller)
+    assert process.returncode == 0
+    assert b"\nabc\r\n" in shown
+
+
 def test_interactive_mode_answers_every_line(checkpoint, monkeypatch, capsys):
     monkeypatch.setattr(sys, "stdin", io.StringIO("one\ntwo\n"))
     make_scripted(checkpoint, b"!").converse(Sampling())
@@ -157,7 +182,7 @@ def test_interactive_mode_answers_every_line(checkpoint, monkeypatch, capsys):
 
 def test_the_tokenizer_must_fit_the_vocabulary(tmp_path):
     save_model_of(tmp_path / "m.safetensors", vocab_size=300)
-    message = "no tokenizer in its folder for its vocabulary of 300"
+    message = "no tokenizer in its folder for its vocabulary of 300: name one by --tokenizer. For a model of characters"
     assert_raises(ValueError, message, Writer, tmp_path / "m.safetensors", device="cpu")
     load_tokenizer("bytes").save(tmp_path / "m")
     message = "a vocabulary of 300, the tokenizer 256"

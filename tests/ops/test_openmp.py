@@ -1,4 +1,4 @@
-"""Tests that the OpenMP threads of `gptkernels train` wait passively unless the user chose another policy."""
+"""Tests that OpenMP's threads wait passively in `gptkernels COMMAND` unless the user chose another policy."""
 
 import os
 import subprocess
@@ -6,17 +6,17 @@ import sys
 
 import pytest
 
-from gptkernels._openmp import POLICIES, wait_passively_in_training
+from gptkernels._command import POLICIES, is_command, wait_passively
 
 
 @pytest.mark.parametrize(
-    ("arguments", "command_line", "is_training"),
+    ("arguments", "command_line", "expected"),
     [
         (["/usr/bin/gptkernels", "train"], ["python3", "/usr/bin/gptkernels", "train"], True),
         (["gptkernels", "--traceback", "train", "-b", "4"], ["gptkernels"], True),
         (["-m", "train"], ["python3", "-u", "-m", "gptkernels", "train"], True),
         (["-m", "train"], ["python3", "-mgptkernels", "train"], True),
-        (["-m", "generate"], ["python3", "-m", "gptkernels", "generate"], False),
+        (["-m", "generate"], ["python3", "-m", "gptkernels", "generate"], True),
         (["-m", "train"], ["python3", "-m", "another", "train"], False),
         (["train.py", "train"], ["python3", "train.py", "train"], False),
         (["-c"], ["python3", "-c", "import gptkernels"], False),
@@ -24,16 +24,14 @@ from gptkernels._openmp import POLICIES, wait_passively_in_training
         ([], [], False),
     ],
 )
-def test_only_training_commands_are_changed(arguments, command_line, is_training):
-    environment = {}
-    wait_passively_in_training(arguments, command_line, environment)
-    assert environment == ({"OMP_WAIT_POLICY": "passive"} if is_training else {})
+def test_commands_are_recognized(arguments, command_line, expected):
+    assert is_command(arguments, command_line) == expected
 
 
 @pytest.mark.parametrize("name", POLICIES)
 def test_users_setting_is_kept(name):
     environment = {name: "1"}
-    wait_passively_in_training(["gptkernels", "train"], [], environment)
+    wait_passively(environment)
     assert environment == {name: "1"}
 
 
@@ -41,7 +39,7 @@ def test_users_setting_is_kept(name):
 def test_torchs_library_obeys(given, seen):
     env = {name: value for name, value in os.environ.items() if name not in POLICIES}
     result = subprocess.run(
-        [sys.executable, "-m", "gptkernels", "train", "--help"],
+        [sys.executable, "-m", "gptkernels", "generate", "--help"],
         env=env | given | {"OMP_DISPLAY_ENV": "true"},
         capture_output=True,
         text=True,

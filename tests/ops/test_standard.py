@@ -36,6 +36,10 @@ EDGES = [
 ]
 
 
+def test_the_docstring_is_the_schema():
+    assert torch.ops.gptkernels.gelu.__doc__ == 'gptkernels::gelu(Tensor x, *, str approximate="tanh") -> Tensor'
+
+
 @pytest.mark.parametrize(("operator", "choices", "dtype"), EDGES)
 def test_matches_float64_at_edge_sizes(operator, choices, dtype, device):
     case = Case(operator, next(iter(operator.variants)))

@@ -169,6 +169,13 @@ def test_all_supported_modules_are_replaced(family, device):
     assert {entry.kind for entry in model.gptkernels_report.left} <= {"Dropout", "Identity", "GPT2SequenceSummary"}
 
 
+def test_the_report_names_the_options_of_replacements(device):
+    report = gptkernels.swap(make_model_and_call("nanoGPT", device)[0]).gptkernels_report
+    notes = {entry.kind: entry.note for entry in report.replaced}
+    assert notes["GPT"] == "gpt model (ignore_index=-1, last_only=True)"
+    assert notes["LayerNorm"] == "LayerNorm (eps=1e-05)"
+
+
 @all_families
 def test_copies_and_pickles_are_swapped_too(family, device):
     model, call = make_model_and_call(family, device)

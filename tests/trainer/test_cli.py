@@ -2,10 +2,13 @@
 
 import dataclasses
 import io
+import os
 import re
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -85,7 +88,7 @@ def test_a_run_of_zero_steps_writes_a_checkpoint(run_train, tmp_path):
         (["-t", "2000", "--model", "gpt2"], "--sequence-length is 2000, the model has 1024 positions"),
         (["-b", "1000"], "5000 tokens are too few for a batch of B=1000 sequences of T=16"),
         (["--heads", "3"], "--channels is 16, must be a multiple of --heads, 3"),
-        (["-i", "nothing"], "nothing_train.bin"),
+        (["-i", "nothing"], "nothing_train.bin is missing: 'gptkernels prepare TEXT -o nothing' writes it"),
         (["--tokenizer", "nothing.bin"], "no tokenizer 'nothing.bin'"),
         (["--device", "abacus"], "device is 'abacus'"),
         (["--device", "cuda:99"], "device is 'cuda:99', this machine has"),
@@ -280,6 +283,40 @@ def test_info_prints_what_info_returns(capsys):
     assert main(["info"]) == 0
     text = capsys.readouterr().out
     assert all(f"{name}: {value}" in text for name, value in gptkernels.info().items())
+
+
+def test_version(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--version"])
+    assert stop.value.code == 0
+    assert capsys.readouterr().out == f"gptkernels {gptkernels.__version__}\n"
+
+
+def test_ctrl_c_during_the_imports_has_no_traceback(tmp_path):
+    """The import of torch, here of a stand-in that waits, can be interrupted."""
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
+    path = os.pathsep.join([str(tmp_path), str(Path(gptkernels.__file__).parents[1])])
+    with subprocess.Popen(
+        [sys.executable, "-m", "gptkernels", "info"],
+        env=os.environ | {"PYTHONPATH": path},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stderr.read() == ""
+    assert process.returncode == -signal.SIGINT
+
+
+def test_ctrl_c_is_accepted_after_the_imports(monkeypatch):
+    """`main` lets Ctrl-C raise KeyboardInterrupt again."""
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        monkeypatch.setattr(cli, "_info", lambda: signal.raise_signal(signal.SIGINT))
+        assert main(["info"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_the_package_is_a_program():

@@ -28,7 +28,7 @@ from gptkernels.data import (
 )
 from gptkernels.data import corpus as corpus_module
 from gptkernels.data import tokens as tokens_module
-from gptkernels.data.corpus import Document, find_documents, split, standard_library, standard_library_text
+from gptkernels.data.corpus import Document, find_documents, split, standard_library
 from gptkernels.data.loader import permute
 from gptkernels.data.tokenizer import train_bpe
 from helpers import assert_raises
@@ -53,6 +53,10 @@ def expect_error(path, *words):
         TokenFile(path)
     for word in words:
         assert word in str(info.value)
+
+
+def read_text(documents):
+    return b"".join(chunk for document in documents for chunk in document.chunks())
 
 
 def header(*numbers):
@@ -120,7 +124,7 @@ def test_truncated_token_files_are_refused(tmp_path):
         (header(20240801, 7), "32-bit tokens of llm.c"),
         (b"Once upon a time there was a text....", "multiple of 4"),
         (b"Once upon a time there was a text...", "magic"),
-        (np.arange(1, 500, dtype="<u2")[:400].tobytes(), "magic"),  # nanoGPT writes uint16 without a header
+        (np.arange(1, 500, dtype="<u2")[:400].tobytes(), "In place of nanoGPT's .bin files"),  # uint16 without a header
         (np.array([5, 6, 65536, 7], "<i4").tobytes(), "value 65536 at position 2"),
         (np.array([5, -6], "<i4").tobytes(), "value -6 at position 1"),
     ],
@@ -503,10 +507,8 @@ def test_standard_library_is_a_corpus():
     sizes = [sum(document.size for document in part) for part in (train, val)]
     assert sum(sizes) <= 16 << 20
     assert 0.01 < sizes[1] / sum(sizes) < 0.12
-    few, texts = standard_library(1 << 20), standard_library_text(1 << 20)
-    sizes = [sum(document.size for document in part) for part in few]
-    assert sum(sizes) <= 1 << 20
-    assert len(texts[0]) == sizes[0]
+    texts = [read_text(part) for part in standard_library(1 << 20)]
+    assert sum(map(len, texts)) <= 1 << 20
     assert all(b"import" in text for text in texts)
 
 
@@ -731,5 +733,5 @@ def test_the_standard_library_can_be_prepared(tmp_path):
     again = prepare_standard_library(tmp_path / "again", 1 << 20)
     assert Path(summary["train"]).read_bytes() == Path(again["train"]).read_bytes()
     tokens = bytes(TokenFile(summary["val"])[:].tolist())
-    assert tokens.replace(b"\0", b"") == standard_library_text(1 << 20)[1]
+    assert tokens.replace(b"\0", b"") == read_text(standard_library(1 << 20)[1])
     DataLoader(summary["val"], 4, 64, summary["vocab_size"], shuffle=False).next_batch()

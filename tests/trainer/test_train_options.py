@@ -16,6 +16,7 @@ from gptkernels.trainer import outliers, retention, utilization
 from gptkernels.trainer.cli import main
 from gptkernels.trainer.config import TrainConfig
 from gptkernels.trainer.logs import CSV_COLUMNS, FIRST_COLUMNS, TrainingLog, TrainingStep
+from gptkernels.trainer.model import build_model
 from gptkernels.trainer.outliers import WINDOW, OutlierDetector, Skipping
 from gptkernels.trainer.progress import show_progress
 from gptkernels.trainer.retention import kept_steps, numbered, retain
@@ -129,6 +130,17 @@ def test_a_run_with_an_option_is_resumed_bit_for_bit(options, given, tmp_path, m
 )
 def test_bad_options_are_refused(given, message):
     assert_raises(ValueError, re.escape(message), TrainConfig, **given)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"batch_size": 10**9}, "--batch-size 1000000000 times --sequence-length 64 tokens take at least 1,310,720 GB"),
+        ({"batch_size": 10**9, "recompute": "blocks", "dtype": "autocast"}, "tokens take at least 65,536 GB"),
+    ],
+)
+def test_batches_larger_than_the_memory_are_refused(given, message):
+    assert_raises(ValueError, message, build_model, TrainConfig(**given), vocab_size=256)
 
 
 def test_a_resumed_run_may_change_some_options():

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gptkernels import functional
-from gptkernels.block.node import NONE, Dropout, Plan, apply_layer, cast_layers, compiled_layer
+from gptkernels.block.node import NONE, Dropout, Plan, apply_layer, cast_layers
 from gptkernels.block.tensors import BlockParameters, Matrices
 from gptkernels.rules import ops
 
@@ -83,6 +83,8 @@ class FusedBlock(NamedTuple):
         values, bias, dropout = (None, None, NONE) if pending is None else pending
         dropouts = dropout, draw(attention_p), draw(attn_proj_p)
         if torch.compiler.is_compiling():
+            from gptkernels._in_graph import compiled_layer
+
             stream, values, qkv = compiled_layer(plan, dropouts, stream, values, bias, *parameters)
         else:
             stream, values, qkv, _ = apply_layer(plan, dropouts, matrices, stream, values, bias, *parameters)

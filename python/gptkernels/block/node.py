@@ -159,7 +159,6 @@ class _Layer(torch.autograd.Function):
 apply_layer = super(torch.autograd.Function, _Layer).apply  # type: ignore[misc]
 
 
-@torch.compiler.allow_in_graph
 def compiled_layer(plan: Plan, dropouts: Sequence[Dropout], *tensors: Any) -> tuple[Tensor, ...]:
     """Compute the transformer block's outputs.
 

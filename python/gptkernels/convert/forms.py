@@ -35,6 +35,11 @@ def find(path: str | os.PathLike[str]) -> tuple[Form, Path]:
     path = Path(path)
     if path.is_dir():
         return _find_in(path)
+    if not path.suffix and not path.exists():
+        raise ValueError(
+            f"{path}: no such file or folder. If it is a model on the Hugging Face hub, download it first: hf download "
+            f"{path} --local-dir {path.name}"
+        )
     with open_regular(path) as file:
         beginning = file.read(8)
     if is_pickle(beginning):

@@ -222,13 +222,3 @@ def standard_library(max_bytes: int = 16 << 20, val_fraction: float = 0.05) -> t
     if not train or not val:
         raise ValueError(f"{root} holds too little of the standard library's sources")
     return train, val
-
-
-def standard_library_text(max_bytes: int = 16 << 20, val_fraction: float = 0.05) -> tuple[bytes, bytes]:
-    """Return the training text and the validation text of `standard_library`, each as bytes."""
-    train, val = standard_library(max_bytes, val_fraction)
-    return _join(train), _join(val)
-
-
-def _join(documents: Iterable[Document]) -> bytes:
-    return b"".join(chunk for document in documents for chunk in document.chunks())

@@ -27,6 +27,7 @@ MAX_VOCAB_SIZE = 2**16
 """Token files have 16-bit tokens."""
 MAX_TOKENS = 2**31 - 1
 """The header counts tokens in an int32."""
+_NANOGPT = ". In place of nanoGPT's .bin files, 'gptkernels prepare TEXT -o PREFIX' makes token files from the text"
 
 
 class TokenFile:
@@ -98,18 +99,20 @@ def _layout(file: BinaryIO, path: Path) -> tuple[int, np.dtype, int]:
 
 def _check_headerless(values: NDArray[np.int32], size: int, path: Path) -> None:
     if size % 4:
-        raise ValueError(f"{path}: no header, and its size of {size} bytes is not a multiple of 4 (int32 tokens)")
+        raise ValueError(
+            f"{path}: no header, and its size of {size} bytes is not a multiple of 4 (int32 tokens){_NANOGPT}"
+        )
     outside = (values < 0) | (values >= MAX_VOCAB_SIZE)
     if outside[0]:
         raise ValueError(
             f"{path}: magic is {describe_magic(int(values[0]))}, not {TOKENS_MAGIC}: neither a token file "
-            f"nor header-less int32 tokens (0..{MAX_VOCAB_SIZE - 1})"
+            f"nor header-less int32 tokens (0..{MAX_VOCAB_SIZE - 1}){_NANOGPT}"
         )
     if outside.any():
         position = int(outside.argmax())
         raise ValueError(
             f"{path}: no header, and value {values[position]} at position {position} is no token "
-            f"(0..{MAX_VOCAB_SIZE - 1}): not header-less int32 tokens"
+            f"(0..{MAX_VOCAB_SIZE - 1}): not header-less int32 tokens{_NANOGPT}"
         )
 
 

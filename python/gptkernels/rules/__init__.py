@@ -3,10 +3,13 @@
 Each file has the rules of one operator, or of a few related operators.
 
 ``from gptkernels.rules import ops`` gives the operators with these rules registered: ``ops.gelu(x)``.
+The docstring of an operator is its schema.
 """
 
 import importlib
 import pkgutil
+
+import torch
 
 from gptkernels.rules._register import ops
 
@@ -14,3 +17,8 @@ __all__ = ["ops"]
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
+
+for _name in torch._C._dispatch_get_all_op_names():
+    if _name.startswith("gptkernels::"):
+        _op = getattr(ops, _name.removeprefix("gptkernels::"))
+        _op.__doc__ = str(_op.default._schema)

@@ -15,7 +15,7 @@ from torch import Tensor
 from gptkernels._unmodified import CHANGED
 from gptkernels.swapping import equivalence, gpt, huggingface, sdpa
 from gptkernels.swapping.attention_registration import register_attention
-from gptkernels.swapping.classes import derive, original_of
+from gptkernels.swapping.classes import derive, options_of, original_of
 from gptkernels.swapping.layers import torch_layer
 from gptkernels.swapping.report import Entry, Report
 
@@ -107,7 +107,8 @@ def _replace(module: Any, decision: tuple[Any, ...], report: Report) -> None:
 
 def _describe(decision: tuple[Any, ...]) -> str:
     name, *options = decision
-    return name + (f" ({', '.join(map(str, options))})" if options else "")
+    given = ", ".join(f"{option}={value}" for option, value in zip(options_of(name), options, strict=False))
+    return name + (f" ({given})" if given else "")
 
 
 # ---- deciding --------------------------------------------------------------------------------------------------------

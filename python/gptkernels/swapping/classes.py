@@ -37,6 +37,11 @@ def replacement(name: str) -> Callable[[Callable[..., Namespace]], Callable[...,
     return register
 
 
+def options_of(name: str) -> list[str]:
+    """Return the names of a replacement's options."""
+    return list(inspect.signature(_namespaces[name]).parameters)[1:]
+
+
 @functools.cache
 def derive(original: type, name: str, *options: Any) -> type:
     """Return the subclass of ``original`` for the replacement ``name``; equal calls return the same class."""

@@ -52,7 +52,10 @@ def head_and_loss(
     if (low := _dtype_of_one_node(hidden, weight)) is None:
         logits, loss = _by_operators(*args, divisor)
     elif torch.compiler.is_compiling():
-        logits, loss = _compiled(*args, _counted(targets, ignore_index) if divisor is None else divisor, low)
+        from gptkernels._in_graph import compiled_head_and_loss
+
+        divisor = _counted(targets, ignore_index) if divisor is None else divisor
+        logits, loss = compiled_head_and_loss(*args, divisor, low)
     else:
         logits, loss = apply_head_and_loss(*args, divisor, low)
     logits = logits[..., :V]
@@ -88,8 +91,7 @@ def _counted(targets: Tensor, ignore_index: int) -> Tensor:
     return (targets != ignore_index).sum()
 
 
-@torch.compiler.allow_in_graph
-def _compiled(
+def compiled_head_and_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any, low: torch.dtype
 ) -> tuple[Tensor, Tensor]:
     """Compute padded logits and the loss.

@@ -72,7 +72,8 @@ class Report:
 
 
 _NAME = 36  # the width of the first column; no case has a longer name
-HEADER = "op".ljust(_NAME) + "".join(f"  {check:>8}" for check in CHECKS)
+HEADER = "A number is our largest error as a fraction of the allowed error, so that 1.00 would be the limit.\n"
+HEADER += "op".ljust(_NAME) + "".join(f"  {check:>8}" for check in CHECKS)
 
 
 def row(results: Sequence[Result]) -> str:

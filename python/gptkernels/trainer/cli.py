@@ -12,7 +12,9 @@ from typing import Any
 
 import torch
 
+from gptkernels._command import accept_interrupts
 from gptkernels._info import info
+from gptkernels._library import build
 from gptkernels.convert import convert
 from gptkernels.data import prepare
 from gptkernels.testing import gradcheck_ops
@@ -42,6 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     prepare_streams()
     try:
+        accept_interrupts()
         return _run(arguments)
     finally:
         flush_streams()
@@ -109,6 +112,7 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
     """Make the parser, and return it with the parsers of the commands."""
     parser = argparse.ArgumentParser("gptkernels", description="GPT-2's training kernels at work.")
+    parser.add_argument("--version", action="version", version=f"gptkernels {build()['version']}")
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error came from")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, add_arguments, run, summary in (

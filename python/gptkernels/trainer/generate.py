@@ -1,5 +1,6 @@
 """Generates text by a trained model: `gptkernels generate`."""
 
+import importlib
 import sys
 from collections.abc import Iterator
 from contextlib import suppress
@@ -109,6 +110,8 @@ class Writer:
         For a line that the tokenizer cannot encode, an error message is printed. Bytes that are not UTF-8 are decoded
         with "surrogateescape".
         """
+        with suppress(ImportError):
+            importlib.import_module("readline")  # gives `input` line editing and a history
         with suppress(AttributeError):  # stdin may be replaced by another object
             sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         _check(sampling)
@@ -157,7 +160,11 @@ def _find_tokenizer(checkpoint: Path, name: str | None, vocab_size: int) -> Toke
     if source is None:
         source = next((known for known, size in _VOCAB_SIZES.items() if size == vocab_size), None)
     if source is None:
-        raise ValueError(f"{checkpoint}: no tokenizer in its folder for its vocabulary of {vocab_size}: name one")
+        raise ValueError(
+            f"{checkpoint}: no tokenizer in its folder for its vocabulary of {vocab_size}: name one by --tokenizer. "
+            "For a model of characters, such as nanoGPT's shakespeare_char, 'gptkernels prepare TEXT -o PREFIX "
+            "--tokenizer char' makes PREFIX_tokenizer.json from the training text"
+        )
     _check_vocab_size(checkpoint, vocab_size, _VOCAB_SIZES.get(str(source), vocab_size))
     tokenizer = load_tokenizer(source)
     _check_vocab_size(checkpoint, vocab_size, tokenizer.vocab_size)

@@ -17,6 +17,9 @@ LAYER_BYTES = 30_000
 """The memory of the Python objects of a layer."""
 BYTES_PER_PARAMETER = 16
 """The bytes of a parameter, its gradient and AdamW's two moments, in float32."""
+CHANNELS_KEPT = 10
+"""The channels of a token, divided by C, that a layer keeps at least for the backward pass: two residuals (2), qkv (3),
+attention's output (1) and the GELU's input (4)."""
 
 
 def model_file(path: str | os.PathLike[str]) -> Path:
@@ -51,6 +54,7 @@ def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | Non
         positions = PRESETS[config.model].positions or config.sequence_length
         sizes |= {"block_size": positions, "vocab_size": vocab_size}
         _check_memory(sizes)
+    _check_activations(config, sizes)
     _check_fits(sizes, config.sequence_length, vocab_size)
     options = {name: getattr(config, name) for name in ("dropout", "fp8", "fp8_head", "fp8_logits")}
     model = GPT2(GPT2Config(**sizes | options))
@@ -72,6 +76,19 @@ def _check_memory(sizes: dict[str, Any]) -> None:
         raise ValueError(
             f"--layers {L} and --channels {C} are {parameters:,} parameters, which take {needed / 1e9:,.0f} GB "
             f"in training; this machine has {memory / 1e9:,.0f} GB of memory"
+        )
+
+
+def _check_activations(config: TrainConfig, sizes: dict[str, Any]) -> None:
+    """Raise a ValueError if what a batch keeps for its backward pass certainly exceeds this machine's memory."""
+    values = sizes["n_layer"] * sizes["n_embd"] * (1 if config.recompute == "blocks" else CHANNELS_KEPT)
+    item = 4 if config.dtype == "float32" and not config.fp8 else 2
+    needed = config.batch_tokens * values * item
+    memory = _memory_of_machine()
+    if needed > memory and not config.eval_only:
+        raise ValueError(
+            f"--batch-size {config.batch_size} times --sequence-length {config.sequence_length} tokens take at least "
+            f"{needed / 1e9:,.0f} GB in training; this machine has {memory / 1e9:,.0f} GB of memory"
         )
 
 

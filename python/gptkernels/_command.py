@@ -1,0 +1,50 @@
+"""Settings of a process that runs the command line, `gptkernels COMMAND`, made before the import of torch."""
+
+import os
+import signal
+import sys
+from collections.abc import MutableMapping, Sequence
+
+POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
+"""If the user has set any of these variables, the policy is not changed."""
+
+
+def is_command(arguments: Sequence[str] = sys.argv, command_line: Sequence[str] = sys.orig_argv) -> bool:
+    """Return whether this process is `gptkernels ...`, as a script or by `python -m`.
+
+    Args:
+        arguments: `sys.argv` while this package is imported.
+        command_line: the process's command line, with the interpreter and its options.
+    """
+    if not arguments:
+        return False
+    program = arguments[0]
+    if program == "-m":  # Python's placeholder until it has found the module
+        program = command_line[len(command_line) - len(arguments)].removeprefix("-m")
+    return os.path.basename(program) == "gptkernels"
+
+
+def wait_passively(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Let OpenMP's threads sleep while they wait, unless the user has set a policy. torch's import reads the policy.
+
+    The threads of GNU's OpenMP, which torch's CPU wheels contain, spin at every barrier unless there are more threads
+    than processors. If other programs use the processors, a spinning thread delays the threads that the barrier waits
+    for. GNU's, LLVM's and Intel's OpenMP read OMP_WAIT_POLICY.
+    """
+    if not any(name in environment for name in POLICIES):
+        environment["OMP_WAIT_POLICY"] = "passive"
+
+
+def let_interrupts_end_imports() -> None:
+    """Let Ctrl-C end the process without a traceback until `accept_interrupts`, because importing torch takes seconds.
+
+    An interrupt that the parent process disabled, for example by nohup, stays disabled.
+    """
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def accept_interrupts() -> None:
+    """Let Ctrl-C raise KeyboardInterrupt again."""
+    if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
