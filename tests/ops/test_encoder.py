@@ -74,7 +74,7 @@ def test_runs_of_a_token_across_windows(count, device):
 @pytest.mark.parametrize("vocabulary", [1, 2, 300, 70000, 1000000])
 @pytest.mark.parametrize("shape", [(1, 9000), (9000, 1), (140, 70)], ids=str)
 def test_long_sums(shape, vocabulary, device):
-    """Long sums are exact. The CUDA kernels compute parts of a long sum, add 64 parts at a time, and then these sums."""
+    """Long sums are exact. The CUDA kernels add the parts of a long sum in groups of 64, and then the groups' sums."""
     dout = torch.randint(-8, 8, (*shape, 8)).float().to(device)
     common = torch.randint(vocabulary, shape)
     for share in (0.0, 0.5, 0.9, 1.0):
