@@ -1,4 +1,4 @@
-"""The option ``--device``, the marker ``large``, and fixtures that several test files use."""
+"""Defines pytest's option ``--device``, the marker ``large``, and fixtures that several test files use."""
 
 import pytest
 import torch

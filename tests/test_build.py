@@ -212,7 +212,7 @@ def configure(tmp_path, *options):
 @needs_sources
 @pytest.mark.skipif(os.path.exists("/usr/bin/nvcc"), reason="nvcc cannot be hidden here")
 def test_a_build_without_nvcc_has_no_cuda_library(tmp_path):
-    """Without nvcc, the configuration fails if GPTKERNELS_CUDA=1. With "auto" it omits the CUDA library, and logs it."""
+    """Without nvcc, the configuration fails if GPTKERNELS_CUDA=1. With "auto" it omits the CUDA library."""
     demanded = configure(tmp_path, "-DGPTKERNELS_CUDA=1")
     assert demanded.returncode != 0
     assert "demands the CUDA library, but nvcc was not found" in re.sub(r"\s+", " ", demanded.stderr)

@@ -221,7 +221,7 @@ def make_call(kinds: list[Kind], seed: int, number: int) -> Call:
 
 
 def _place(rng: random.Random, data: bytes) -> int:
-    """Choose a position in the file. Half of the positions are in the first 64 bytes, where headers are."""
+    """Choose a position in the file, with a probability of 1/2 among the first 64 bytes, where headers are."""
     end = len(data) if rng.random() < 0.5 else min(len(data), 64)
     return rng.randrange(end + 1)
 
@@ -253,7 +253,7 @@ def _remove(rng: random.Random, data: bytes) -> bytes:
 
 
 def _integer(rng: random.Random, data: bytes) -> bytes:
-    """Replace one of the first ten int32, which are in the header."""
+    """Replace one of the file's first ten int32, which are in the header."""
     at = 4 * rng.randrange(10)
     return data[:at] + struct.pack("<i", rng.choice(INTEGERS)) + data[at + 4 :]
 
@@ -303,8 +303,9 @@ def _safetensors_header(rng: random.Random, data: bytes) -> bytes:
 def judge(call: Call, folder: Path) -> tuple[str, str]:
     """Load a damaged file, and return (outcome, description).
 
-    The outcome is "same" or "other" if the content is the same as the intact file's or differs from it, "refused" if
-    loading raises an error as it should, and "finding" otherwise. Only a finding has a description.
+    The outcome is "same" if the content is that of the intact file, "other" if it is different and the file has no
+    checksums, "refused" if loading raises an error as it should, and "finding" otherwise. Only a finding has a
+    description.
     """
     path = folder / call.kind.name
     _replace_file(path, call.data)

@@ -69,7 +69,7 @@ def launch(draw, op=None):
         The Trial whose results must be checked. None if an argument was wrong and the operator raised an error for it.
 
     Raises:
-        AssertionError: the operator accepted a wrong argument.
+        AssertionError: the operator accepted a wrong argument, or its error does not name the operator.
         Exception: the operator raised this exception for valid arguments.
     """
     names = list_operators()
@@ -489,7 +489,7 @@ def prepare_process():
 
 
 class DeviceLost(Exception):
-    """Says that this process cannot use the device any more after a CUDA error."""
+    """Is raised if this process cannot use the device any more, after a CUDA error."""
 
 
 def make_calls(arguments, start, stop, alone=False):
@@ -608,7 +608,7 @@ class Worker:
             self.pipe.send(task)
 
     def is_stuck(self, patience):
-        """Return whether the process has entered no stage for ``patience`` seconds (a new process: ``START``)."""
+        """Return whether the process has entered no stage for ``patience`` seconds, or for ``START`` if it is new."""
         count = self.progress.numbers[1]
         if count != self.count:
             self.count, self.since = count, time.monotonic()

@@ -55,7 +55,7 @@ ATTENTIONS = [
     ids=lambda value: value if isinstance(value, str) else "-".join(value.values()) or "drawn",
 )
 def test_one_more_tile_than_sms(op, choices, device):
-    """Calls whose tiles are one more than the SMs satisfy the rule. ``make sanitize`` runs this test, too."""
+    """Calls with one tile more than the GPU has SMs satisfy the rule. ``make sanitize`` runs this test, too."""
     for index in range(2):
         fuzzer.run(Draw(17, index, device, ONE_MORE | choices), op)
 
@@ -77,7 +77,10 @@ def test_seed_and_index_determine_a_call():
 
 
 def test_a_fault_is_found_and_can_be_repeated(monkeypatch, capfd):
-    """The planted softmax returns 0 for the last element of rows that are wider than 20."""
+    """The fuzzer finds a planted fault, simplifies the call, and prints a command that repeats it.
+
+    The softmax of this test returns 0 for the last element of rows that are wider than 20.
+    """
 
     def faulty(draw):
         call = OPERATORS["softmax"].draw(draw)
@@ -155,7 +158,10 @@ def test_a_gradient_off_by_a_few_ulps_is_found(op, device):
 
 
 def test_a_missing_row_is_found_if_torch_misses_it_too(device):
-    """In both our and torch's linear, the gradient of the weight omits the last row of the input."""
+    """A missing term of a matmul is found although torch's result has the same fault.
+
+    In this test, the gradient of the weight of linear omits the last row of the input, in ours and in torch's.
+    """
 
     def faulty(draw):
         call = OPERATORS["linear"].draw(draw)

@@ -273,7 +273,7 @@ def test_float8_matmuls_refuse_a_second_derivative(device):
 
 @both_precisions
 def test_a_block_in_torchs_checkpoint_has_the_same_bits(options, device):
-    """In torch's checkpoint, a block as a single node has the same bits. Its saved tensors are recomputed."""
+    """A block in torch's checkpoint, which recomputes the block's saved tensors, has the same results bit for bit."""
     block = Block(GPT2Config(**small_models.SIZES | options), device)
     other = copy.deepcopy(block)
     x = torch.randn(2, T, C, device=device, requires_grad=True)
@@ -288,9 +288,9 @@ def test_the_norm_refuses_another_width(device):
 
 
 def test_accumulated_float8_gradients_have_the_same_bits(device, monkeypatch):
-    """Gradients are accumulated over two losses, each with two backward passes, after both forward passes.
+    """Accumulated gradients and amax histories have the bits of the operators called one by one.
 
-    The gradients and the amax histories have the bits of the operators called one by one.
+    After the forwards of two losses, the backward of each loss is called twice.
     """
     found = []
     for patched in (False, True):

@@ -250,7 +250,7 @@ def test_a_checkpoint_restores_the_model(suffix, tmp_path, device):
 
 @contextlib.contextmanager
 def record_numbers(monkeypatch):
-    """Return a list to which each dropout inside the context adds its (seed, offset)."""
+    """Yield a list to which each dropout inside the context appends its (seed, offset)."""
     drawn, draw = [], functional._dropout_numbers
 
     def note(p, like):
@@ -569,7 +569,7 @@ def test_dropout_under_activation_checkpointing(reentrant, device):
 
 
 def test_dropout_saves_no_mask(device):
-    """Dropout saves no mask: autograd saves only two more numbers, seed and offset, for each dropout."""
+    """Dropout saves no mask: autograd saves at most two more numbers, seed and offset, for each dropout."""
 
     def saved_by(config):
         model = GPT2(config, device)

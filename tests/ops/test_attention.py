@@ -291,10 +291,10 @@ def test_wide_heads(shape, dtype, device):
 
 @low_dtypes
 def test_wide_heads_in_strided_views(dtype, device):
-    """The arguments are views whose rows are not adjacent in memory.
+    """Gradients are as exact as the formula's if the arguments are views of larger tensors.
 
-    In the memory of query and dout, the dimension of tokens precedes the dimension of heads. In key and value the
-    dimension of heads comes first.
+    The rows of query and dout are not adjacent in memory, and tokens precede heads there. Key and value are slices of
+    one tensor, in which heads precede tokens.
     """
     size = 128
     q = randn(2, 150, 4, size + 16, dtype=dtype, device=device)[..., 8:-8].transpose(1, 2)
@@ -894,7 +894,7 @@ def test_layouts_of_results(dtype, device):
 
 @all_dtypes
 def test_large_scores(dtype, device):
-    """Scores whose softmax is nearly one-hot have exact results."""
+    """Results are as exact as torch's if the scores are so large that the softmax is nearly one-hot."""
     q, k, v, dout = tensors(2, 2, 2, 70, 70, 16, dtype, device)
     check(q * 8, k, v, dout, causal=True)
 
@@ -1118,9 +1118,9 @@ def test_dropout_mask_is_philoxs(p, device):
 
 
 def test_dropout_mask_does_not_depend_on_sizes(device):
-    """A mask is a slice of any larger mask with the same numbers b * NH + h of its heads.
+    """The mask of a head depends on its number b * NH + h, and not on the numbers of heads, queries and keys.
 
-    An element's Philox counter contains only this number, the query, the key and the offset.
+    The Philox counter of an element contains only this number, the query, the key and the offset.
     """
     large = ops.attention_dropout_mask(1, 4, 300, 400, 0.3, *numbers(device))
     for heads, rows, columns in ((4, 64, 64), (2, 1, 400), (3, 129, 17)):

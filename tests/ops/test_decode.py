@@ -51,7 +51,7 @@ def references(model):
 
 
 def arguments(model, tokens, capacity=None):
-    """Return the weights for the op, and a cache of keys and values that is filled with NaN."""
+    """Return the weights that are arguments of ``decode``, and a cache of keys and values that is filled with NaN."""
     weights = decoding._Weights.of(model, tokens)
     config = model.config
     size = config.n_head, capacity or config.block_size, config.n_embd // config.n_head

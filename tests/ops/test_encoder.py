@@ -310,7 +310,7 @@ class Arrivals:
         return len(seen)
 
     def run(self, generator):
-        """Try one random order."""
+        """Let the warps act in one random order, and check the results."""
         while self.actions:
             warps = list(self.actions)
             generator.shuffle(warps)
@@ -492,7 +492,10 @@ def test_tokens_outside_the_vocabulary(index, device, on_cpu):
     ],
 )
 def test_tokens_outside_the_vocabulary_on_cuda(name, arguments, on_cuda):
-    """The test runs in another process, because a process cannot use the device after a device-side assertion fails."""
+    """On CUDA, a token outside the vocabulary makes a device-side assertion fail, whose error names the op.
+
+    The call is made in another process, because a process cannot use the device after such a failure.
+    """
     done = run_python(f"""
 import torch, gptkernels
 ops = torch.ops.gptkernels

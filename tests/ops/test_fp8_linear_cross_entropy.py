@@ -33,7 +33,7 @@ def problem(rows, inner, width, vocab_size, dtype, device):
 
 
 def gradients(function, x, weight, targets, dloss=1.0, **options):
-    """Return the loss, and the gradients of dloss * loss."""
+    """Return the loss, and the gradients of dloss * loss with respect to x and weight."""
     leaves = [t.detach().clone().requires_grad_() for t in (x, weight)]
     loss = function(*leaves, targets, **options)
     return loss.detach(), *torch.autograd.grad(loss, leaves, torch.full_like(loss, dloss))

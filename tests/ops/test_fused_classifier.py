@@ -136,7 +136,7 @@ def test_rows_in_each_kind_of_memory(width, dtype, device):
 def test_more_rows_than_the_device_keeps(width, dtype, device):
     """Results are right if the kernels reuse their buffers, because shared memory cannot hold all rows at once.
 
-    The buffers' order skips ignored rows, which are not loaded.
+    Ignored rows are not loaded into a buffer.
     """
     logits, targets, _ = inputs(1200 if device.type == "cuda" else 50, width, dtype, device)
     targets[3::5] = IGNORED
@@ -416,7 +416,10 @@ def test_target_outside_the_vocabulary(op, bad, device, on_cpu):
 
 @pytest.mark.parametrize("width", [9, 50304, 131072])
 def test_target_outside_the_vocabulary_on_cuda(width, on_cuda):
-    """The test runs in another process, because a process cannot use the device after a device-side assertion fails."""
+    """On CUDA, a target outside the vocabulary makes a device-side assertion fail, whose message says so.
+
+    The call is made in another process, because a process cannot use the device after such a failure.
+    """
     done = run_python(f"""
 import torch, gptkernels
 targets = torch.tensor([0, {width - 1}, 2], device="cuda")

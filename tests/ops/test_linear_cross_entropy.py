@@ -272,7 +272,10 @@ functions_and_dtypes = pytest.mark.parametrize(
 
 
 def aligned_problem(rows, dtype=torch.float32, device="cpu"):
-    """Return x (rows, 32) and weight (64, 32), which require gradients, and targets (rows) below 50, some ignored."""
+    """Return x (rows, 32) and weight (64, 32), which require gradients, and targets (rows) below 50.
+
+    Every fifth target is ignored.
+    """
     x, weight = (randn(n, 32, dtype=dtype, device=device, requires_grad=True) for n in (rows, 64))
     targets = torch.randint(50, (rows,), device=device)
     targets[2::5] = -100
@@ -541,7 +544,7 @@ def test_exponentials_of_ignored_rows(exponentials, device):
 
 
 def test_exponentials_in_a_cuda_graph(exponentials, device):
-    """The rows that overflow in the replay are not the rows that overflowed in the capture."""
+    """A replay of a CUDA graph computes the rows again that overflow in the replay, not those of the capture."""
     x, weight, targets = head(600, 128, 1000, device)
     x.requires_grad_()
     weight.requires_grad_()

@@ -229,7 +229,7 @@ def test_too_few_buffers(model, fault):
 def test_models_match_the_kernels(file, calls):
     """A source has as many waits and arrivals as when its model was written.
 
-    If the number changes, change the model and then this number.
+    If the number in a source changes, change the model, and then the number in this test.
     """
     code = re.sub(r"//.*", "", (CUDA / file).read_text())
     names = r"m?barrier_(wait|arrive\w*|expect)|\w+_barrier|cluster_(arrive|wait)|bar\.(sync|arrive)"

@@ -136,8 +136,8 @@ def test_deterministic(case, dtype, device):
 def test_opcheck(case, dtype, device):
     """opcheck finds no fault in float64 and bfloat16. (``gptkernels check`` calls it in float32.)
 
-    In float64 only the first variant of an operator is tested. Of the registrations, only the dtypes of sums and
-    statistics are different there.
+    In float64 only the first variant of each operator is tested, because what the operators register differs from
+    float32 only in the dtypes of sums and statistics.
     """
     if dtype not in case.operator.dtypes:
         pytest.skip("the op does not support the dtype")

@@ -12,7 +12,10 @@ MASK = "attention/sm90/backward_mask.cuh"
 
 
 def backward(tiles, dkey, masked=True, group=1, stages=None, most_passed=None, warps=1):
-    """Model the kernel of dq, or of dk and dv, in which ``group`` query heads share the keys of a tile."""
+    """Model the kernel of dq, or, if ``dkey`` is true, the kernel of dk and dv.
+
+    ``group`` is the number of query heads that share a tile of keys.
+    """
     stages = stages or find_ring_size(FILE, "ring")
     most_passed = find_constant(MASK, "kMostPassed", kStages=stages) if most_passed is None else most_passed
     model = Model()
@@ -29,7 +32,8 @@ def backward(tiles, dkey, masked=True, group=1, stages=None, most_passed=None, w
             """Skip blocks that the mask hides, and wait for the next block that the warpgroup computes.
 
             Returns:
-                False if the tile has no such block. After ``most_passed`` skipped blocks, a hidden block is computed.
+                False if the tile has no such block. If ``most_passed`` blocks were skipped before and after the block
+                that was computed last, the next block is computed even if it is hidden.
             """
             nonlocal ring, block, passed
             before, passed = passed, 0

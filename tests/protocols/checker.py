@@ -6,7 +6,7 @@ depends on data, such as the tiles and the blocks that a mask leaves visible. Th
 each process in its list. The positions determine the phases of barriers and the contents of buffers.
 
 A wait, the accesses after it and the arrivals after these accesses are one step, because no other process can observe a
-state in between. A TMA copy is an operation of a separate process, because it happens at any time after its start.
+state in between. A TMA copy is an operation of a separate process, because it may happen at any time after its start.
 """
 
 import itertools

@@ -2,7 +2,7 @@
 
 Other thread blocks of a cluster may access a thread block's shared memory only after its barriers are initialized and
 before the thread block ends. The models have a buffer for each thread block, whose first write is the initialization
-and whose second write is the end. An access of another thread block reads this buffer.
+and whose second write is the end. An arrival at a thread block's barrier by another thread block reads this buffer.
 """
 
 from .checker import Buffers, Model, Ring, Staging, add_warps, find_constant, find_ring_size

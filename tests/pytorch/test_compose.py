@@ -577,7 +577,7 @@ def test_data_loader_workers(context):
 
 
 def test_copies(device):
-    """Copies of a model and its optimizer by pickle, torch.save or deepcopy make the next training step bit for bit."""
+    """Copies of a model and its optimizer by pickle, torch.save or deepcopy continue the training bit for bit."""
     model = make_model(device, dtype=torch.float64)
     optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
     step_on(model, optimizer, *make_batch(device, seed=0))

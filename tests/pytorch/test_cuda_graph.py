@@ -116,7 +116,7 @@ def make_dropout_modules(device):
 
 
 def test_make_graphed_callables_with_dropout(device):
-    """Each replay draws a new mask, which its backward uses, too. From the same seed, eager mode draws the same mask."""
+    """Each replay draws a new mask, which its backward uses, too. With the same seed, eager mode draws this mask."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     for name, module, x in make_dropout_modules(device):

@@ -1,4 +1,4 @@
-"""Tests that gptkernels.functional's functions match torch's, with gradients, and refuse options without a kernel."""
+"""Tests that gptkernels.functional's functions match torch's, with gradients, and refuse unsupported options."""
 
 import functools
 

@@ -105,7 +105,7 @@ def run_both(device, steps, change=lambda i, model, optimizer: None, autocast=Fa
 
 
 def expect_captures(step, device, count):
-    """Assert that the step was captured this many times, or is eager on the CPU."""
+    """Assert that the step was captured ``count`` times on CUDA, or that it runs eagerly on the CPU."""
     reason = None if device.type == "cuda" else "the parameters are on the CPU"
     assert (step.eager_because, step.captures) == (reason, count if device.type == "cuda" else 0)
 
@@ -170,7 +170,7 @@ def test_a_change_of_shape_captures_again(device):
 
 
 def test_autocasts_cache_does_not_outlive_an_update(device):
-    """Steps inside one autocast context use the current parameters, although the context has a cache of cast ones."""
+    """Steps inside one autocast context use the updated parameters, although autocast caches casts of parameters."""
     plain, graphed = make_training(device, dtype=torch.float32), make_training(device, dtype=torch.float32)
     step = gptkernels.graphed_step(lambda *batch: graphed[0](*batch, return_logits=False)[1], graphed[1])
     inside = make_loss(plain[0], autocast=True)
@@ -283,7 +283,7 @@ def test_a_model_of_torchs_layers_has_the_same_bits(device):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_before_update_may_change_the_gradients(device, accumulation):
-    """Gradients that the callback ``before_update`` changes are used by the update, and the norm is theirs."""
+    """The update and the reported norm are computed from the gradients as the callback ``before_update`` left them."""
     plain, graphed = make_training(device), make_training(device)
     norms = []
 

@@ -232,7 +232,7 @@ def test_dense_layouts_match_torch(grads, device):
 
 @pytest.mark.parametrize("masters", [False, True])
 def test_a_loaded_state_takes_the_parameters_layout(masters, device):
-    """A state of a model with contiguous parameters, loaded for parameters with other strides, gets these strides."""
+    """A state that was saved for contiguous parameters gets the strides of the parameters for which it is loaded."""
     dtype = torch.bfloat16 if masters else torch.float64
     rows = [torch.nn.Parameter(p.detach().contiguous()) for p in make_layouts(device, dtype)]
     first = AdamW(rows, lr=0.1, master_weights=masters)
@@ -420,7 +420,7 @@ def test_the_scaler_leaves_gradients_scaled(device):
 
 @pytest.mark.parametrize("name", ["amsgrad", "differentiable"])
 def test_unsupported_options_and_their_states_are_refused(name):
-    """Options that our AdamW does not support are refused, also in a loaded state, which then changes nothing."""
+    """Options that our AdamW does not support are refused, also in a state. A refused state changes nothing."""
     message = f"{name}=True is not supported"
     ours, torchs, params, torch_params = make_pair()
     assert_raises(ValueError, message, AdamW, params, **{name: True})

@@ -92,7 +92,7 @@ def test_forward_over_reverse(case, device):
 
 @all_cases
 def test_forward_mode_without_gradients(case, device):
-    """Tangents are computed without requires_grad, and the tangents for single inputs add up to that for all inputs."""
+    """Tangents are computed without requires_grad. The tangents for single inputs add up to the tangent for all."""
     function, inputs = draw_case(case, device)
     directions = [torch.randn_like(t) for t in inputs]
     _, whole = jvp(function, inputs, tuple(directions))
@@ -139,7 +139,7 @@ def test_forward_mode_in_every_dtype(case, dtype, device):
 
 
 def test_an_op_without_derivative_refuses_tangents(device):
-    """An op without a derivative raises an error that names the op if an argument has a tangent."""
+    """If an argument has a tangent, an op without a derivative raises an error that names the op."""
     logits, targets = torch.randn(2, 5, device=device), torch.tensor([1, 2], device=device)
     ones = torch.ones(2, device=device)
 
@@ -247,7 +247,7 @@ def test_per_sample_gradients(case, device):
 
 
 def test_vmap_over_integers(device):
-    """vmap over integer tensors, such as tokens and targets, matches a loop, with mapped and unmapped other tensors."""
+    """vmap over tokens or targets, which are integers, matches a loop, whether the other tensors are mapped or not."""
     tokens = torch.randint(4, (3, 2, 5), device=device)
     wte, wpe = (torch.randn(3, 4, 6, device=device), torch.randn(5, 6, device=device))
 
@@ -333,7 +333,7 @@ def test_model_per_sample_gradients(device):
 
 
 def test_ensemble_of_models(device):
-    """vmap maps the stacked parameters of two models over one batch of tokens."""
+    """vmap over the stacked parameters of two models gives the logits of both models for one batch of tokens."""
     models, tokens = [make_model(device) for _ in range(2)], torch.randint(11, (3, 6), device=device)
     parameters, _ = torch.func.stack_module_state(models)
     found = vmap(lambda p: functional_call(models[0], p, (tokens,))[0])(parameters)

@@ -65,7 +65,10 @@ def edit(base, kind, setup=lambda *args: None, before=lambda model: None, calls=
 
 
 def run(model, tokens, **kwargs):
-    """Call the model. Return the logits, and the loss with the next token of the sequence as each position's target."""
+    """Call the model. Return the logits and the loss, whose targets are the next tokens of the sequence.
+
+    The last position has no target.
+    """
     if isinstance(model, published.GPT):
         return model(tokens, F.pad(tokens[:, 1:], (0, 1), value=-1))
     out = model(input_ids=tokens, labels=tokens, **kwargs)
@@ -99,7 +102,10 @@ def attend(attn, q, k, v, mask=None, scale=None):
 
 @register
 def nano_window_in_training():
-    """In training mode, attention sees the last 2, 4 and 8 tokens in the three layers. Its `forward` is a partial."""
+    """In training mode, attention sees only the last 2, 4 and 8 tokens in the three layers.
+
+    The attribute `forward` of attention is a functools.partial.
+    """
 
     def windowed(attn, window, x):
         if not attn.training:
@@ -185,7 +191,7 @@ def nano_stochastic_depth(self, call, x):
 
 @edit(nano, "CausalSelfAttention", before=lambda model: setattr(model.transformer.h[1].attn, "head_mask", (1, 0)))
 def nano_head_ablation_later(self, forward, x):
-    """Attention multiplies its heads by the attribute `head_mask`, which `run` sets in one layer after the swap."""
+    """Attention multiplies the values of its heads by the attribute `head_mask`, if `run` has set it in a layer."""
     if not hasattr(self, "head_mask"):
         return forward(x)
     q, k, v = heads(self, x)

@@ -394,7 +394,7 @@ def test_keywords_of_attention_are_supported_or_refused(keyword, value, is_suppo
 
 
 def test_attention_with_a_position_bias_calls_transformers(device, monkeypatch):
-    """A position bias, which our attention does not support, is passed to transformers' attention.
+    """A call with a position bias, which our attention does not support, is passed to transformers' attention.
 
     If transformers' attention does not have this option either, the call raises an error.
     """

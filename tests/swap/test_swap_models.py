@@ -1,4 +1,7 @@
-"""Tests that a swapped model of each family has the results of the unswapped model, with all features of torch."""
+"""Tests that a swapped model of each family has the results of the unswapped model.
+
+The models run eagerly, compiled, on meta and in pipelines, with autocast, dropout and activation checkpointing.
+"""
 
 import contextlib
 import copy
@@ -29,9 +32,9 @@ backend_of = {"cpu": "aot_eager", "cuda": "inductor"}
 
 
 def assert_close_gradients(found, expected, tolerance, least=0.0):
-    """Assert that an error is at most ``tolerance`` times the largest element of its gradient, plus ``least``.
+    """Assert that two lists of gradients are nearly equal. A gradient must be None exactly if the expected one is.
 
-    A gradient must be None if and only if the expected gradient is None.
+    The error of a gradient may be ``tolerance`` times the gradient's largest element, plus ``least``.
     """
     for a, b in zip(found, expected, strict=True):
         assert (a is None) == (b is None)
@@ -128,7 +131,7 @@ def test_ten_steps_of_training(family, autocast, device):
 def test_dropout(family, autocast, device, monkeypatch):
     """A training step with dropout everywhere is as exact as torch's step with the same masks.
 
-    llm.c has no dropout. nanoGPT before torch 2 has a dropout layer whose mask only torch draws.
+    Two families are left out: llm.c has no dropout, and nanoGPT before torch 2 has a dropout whose mask torch draws.
     """
     models = make_copies_and_call(family, device, dropout=0.2)[:3]
     _, call = make_model_and_call(family, device)
@@ -379,7 +382,7 @@ def test_reduce_overhead(family, device):
 
 @all_families
 def test_second_derivative(family, device):
-    """The gradient of a gradient's norm matches the unswapped model's."""
+    """The gradient of the squared norm of the gradients matches the unswapped model's."""
     found = []
     for model, call in make_swapped_or_not(family, device):
         parameters = [p for p in model.parameters() if p.requires_grad]

@@ -1,4 +1,4 @@
-"""Tests that models are saved and loaded as llm.c's files, safetensors and training states, and damage is found."""
+"""Tests of models in llm.c's files and in safetensors, and of training states. Damaged files must be refused."""
 
 import dataclasses
 import json

@@ -179,7 +179,7 @@ def test_weights_of_another_model_are_refused(tmp_path, change, message):
 
 
 def write_shards(folder, **changes):
-    """Replace the file of weights by two shards and an index. ``changes`` update the index's map from names to files."""
+    """Replace the file of weights by two shards and an index. ``changes`` update the index's map of names to files."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)

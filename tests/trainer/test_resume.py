@@ -163,7 +163,7 @@ def mutate(trees, tensors, randomness):
 def test_mutants_are_resumed_or_refused(checkpoint, monkeypatch, seed, tmp_path):
     """Resuming from a checkpoint with a random change succeeds or raises a ValueError or OSError.
 
-    It takes less than 5 seconds and 100 MB.
+    It takes less than 5 seconds of CPU time and 100 MB of memory.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Trainer, "run", lambda self: "resumed")

@@ -99,7 +99,7 @@ def test_training_is_reproducible_and_compresses(bpe):
 
 
 def test_training_on_long_runs_takes_linear_time(bpe):
-    """Training on runs of 1 MB of one character, which are single words, splits them and takes linear time."""
+    """Training takes linear time on runs of 1 MB of one character. Each run is a word, which training splits."""
     # SAMPLE has no word that is long enough to be split. The trained tokenizer does not split long words.
     assert max(map(len, (SAMPLE * 20).split())) < module.MAX_TRAINING_WORD
     assert json.loads(bpe._tokenizer.to_str())["pre_tokenizer"]["type"] == "ByteLevel"

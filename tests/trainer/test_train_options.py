@@ -339,7 +339,10 @@ def test_an_update_is_skipped(options, option, monkeypatch, capsys, tmp_path):
 
 
 def test_scores_are_the_same_with_and_without_skipping(options, monkeypatch, tmp_path):
-    """The z-scores are the same if the device computes them, as it does if updates may be skipped, and on the host."""
+    """The z-scores are the same whether the host or the device computes them.
+
+    The device computes them if updates may be skipped.
+    """
     monkeypatch.setattr(outliers, "WINDOW", 3)
     columns = []
     for name, limit in (("off", 0.0), ("on", 1e9)):
