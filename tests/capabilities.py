@@ -3,9 +3,9 @@
     python tests/capabilities.py [--same] [pytest's arguments]
 
 The environment variable ATEN_CPU_CAPABILITY selects the instruction set of torch's kernels, and
-GPTKERNELS_CPU_CAPABILITY selects that of our kernels. The values are default, avx2 and avx512, if this processor
-supports them. The tests run with all pairs of values, or, with --same, only with equal values. Without arguments for
-pytest, the tests of the operators run.
+GPTKERNELS_CPU_CAPABILITY selects the instruction set of our kernels. The values are default, avx2 and avx512, if this
+processor supports them. The tests run with all pairs of values, or, with --same, only with equal values. Without
+arguments for pytest, the tests of the operators run.
 """
 
 import os

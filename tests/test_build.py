@@ -102,7 +102,7 @@ def test_the_cpu_capability_can_be_chosen(wish):
 
 
 def test_every_cpu_capability_gives_the_same_bits():
-    """These kernels have the same bits for each CPU capability.
+    """layernorm, softmax, fused_classifier, gelu and global_norm have the same bits for each CPU capability.
 
     Their sources define the order of additions, and whether a product is rounded before it is added.
     """
@@ -194,7 +194,10 @@ def test_types_have_one_definition():
 
 @needs_sources
 def test_kernels_of_all_instruction_sets_agree(tmp_path):
-    """attention's CPU kernels for the instruction sets of this processor have the same results."""
+    """attention's CPU kernels for the instruction sets of this processor have nearly equal results.
+
+    The program that compares them requires equal bits of the kernels for AVX2 and for AVX-512.
+    """
     options = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
     assert compile_and_run(tmp_path, *options, ROOT / "tests/instruction_sets.cpp") == "ok\n"
 

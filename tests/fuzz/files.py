@@ -303,8 +303,8 @@ def _safetensors_header(rng: random.Random, data: bytes) -> bytes:
 def judge(call: Call, folder: Path) -> tuple[str, str]:
     """Load a damaged file, and return (outcome, description).
 
-    The outcome is "same" if the content is that of the intact file, "other" if it is different and the file has no
-    checksums, "refused" if loading raises an error as it should, and "finding" otherwise. Only a finding has a
+    The outcome is "same" if the content equals the content of the intact file, "other" if it does not and the file has
+    no checksums, "refused" if loading raises an error as it should, and "finding" otherwise. Only a finding has a
     description.
     """
     path = folder / call.kind.name

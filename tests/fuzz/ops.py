@@ -341,7 +341,7 @@ def repeat_call(draw, call, douts, wanted):
 def break_argument(draw, call):
     """Draw a kind of fault. Return an argument's name and a wrong value, or None if the call cannot have the fault.
 
-    The faults are integers in place of floating numbers, another dtype than that of the other arguments, one more
+    The faults are integers in place of floating numbers, a dtype that differs from the other arguments' dtype, one more
     column, and an index out of range.
     """
     floating = [n for n, t in call.args.items() if t is not None and t.is_floating_point()]
@@ -521,7 +521,7 @@ def make_calls(arguments, start, stop, alone=False):
 
 
 def parse_settings(arguments):
-    """Return the values given by ``--set``, by the names of the random choices that they replace in every call."""
+    """Return a dict of the options ``--set``. In every call, its values replace the random choices with these names."""
     return dict(text.split("=", 1) for text in arguments.set)
 
 

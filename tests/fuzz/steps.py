@@ -205,7 +205,7 @@ def find_broken(trials):
 
 
 def run(index, arguments, made):
-    """Make the step with this index. Return descriptions of its faults by name; none if the step is right.
+    """Make the step with this index. Return descriptions of its faults by name, or an empty dict if there are none.
 
     ``made`` has the models of earlier steps by the family's name.
     """

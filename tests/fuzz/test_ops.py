@@ -215,7 +215,7 @@ def test_errors_of_several_trials():
 
 
 def test_trials_keep_what_is_special_about_arguments(device):
-    """Other numbers keep what is special about an argument.
+    """A trial with other numbers keeps what is special about an argument.
 
     Equal elements and rows stay equal, zeros, infinities and integers do not change, and absent arguments stay absent.
     """

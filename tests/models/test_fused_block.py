@@ -139,7 +139,7 @@ def count_saved_bytes(model, autocast):
 )
 @both_precisions
 def test_frozen_parameters(options, frozen, device, monkeypatch):
-    """Training with frozen parameters has the same bits.
+    """With frozen parameters, training has the same bits whether blocks are single nodes or call their operators.
 
     With float8 matmuls, blocks with a frozen parameter are not single nodes. All other blocks are.
     """
@@ -273,7 +273,7 @@ def test_float8_matmuls_refuse_a_second_derivative(device):
 
 @both_precisions
 def test_a_block_in_torchs_checkpoint_has_the_same_bits(options, device):
-    """A block in torch's checkpoint, which recomputes the block's saved tensors, has the same results bit for bit."""
+    """torch's checkpoint, which recomputes a block's saved tensors, changes no bit of the block's gradients."""
     block = Block(GPT2Config(**small_models.SIZES | options), device)
     other = copy.deepcopy(block)
     x = torch.randn(2, T, C, device=device, requires_grad=True)

@@ -308,7 +308,7 @@ def test_wide_heads_in_strided_views(dtype, device):
 @with_dtypes(torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize(("size", "few"), [((40, 385, 4, 128), 6), ((1025, 2, 64, 8), 2)], ids=str)
 def test_sequences_are_independent_in_large_batches(size, few, dtype, device):
-    """The first and last sequences of a large batch have the same results as in a batch of their own.
+    """The first and the last sequences of a large batch have the results that they have in a small batch.
 
     One batch has more tiles than the GPU has SMs. The other has 1025 * 64 heads, more than 65535, the largest y
     dimension of a CUDA grid.

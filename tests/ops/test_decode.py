@@ -186,7 +186,7 @@ def generate_like_eager(model, *args, **options):
 @all_dtypes
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 7}, {"temperature": 1.3, "top_p": 0.8}], ids=str)
 def test_graphs_change_no_token(options, dtype, device):
-    """Generation with CUDA graphs gives the same tokens as without.
+    """Generation with CUDA graphs gives the same tokens as generation without CUDA graphs.
 
     In some calls there are more tokens than the model has positions. Then no graph is used for the last tokens, for
     which the window of tokens slides.

@@ -127,7 +127,7 @@ def test_scale_is_that_of_the_last_16_calls(fp8, device):
 
 
 def test_history_of_zeros_counts_as_empty(device):
-    """After calls with only zeros, such as a gradient of 0, the scale follows from the next call's own amax."""
+    """After calls with only zeros, such as a gradient of 0, the scale of the next call follows from its own amax."""
     history = new_history(device)
     ops.fp8_quantize(torch.zeros(5, 16, device=device), history, E5M2)
     check_quantized(torch.full((5, 16), 3e-8, device=device), history, E5M2, torch.tensor(3e-8).item())

@@ -544,7 +544,7 @@ def test_exponentials_of_ignored_rows(exponentials, device):
 
 
 def test_exponentials_in_a_cuda_graph(exponentials, device):
-    """A replay of a CUDA graph computes the rows again that overflow in the replay, not those of the capture."""
+    """A replay of a CUDA graph finds the rows that overflow in the replay, and computes them again."""
     x, weight, targets = head(600, 128, 1000, device)
     x.requires_grad_()
     weight.requires_grad_()

@@ -101,7 +101,7 @@ IN_ROWS = (
 def test_infinities_and_nan_stay_in_their_row(case, dtype, value, device):
     """An infinity or NaN in a row of the first argument changes no bit of other rows' results.
 
-    The results of its own row are those of the formula.
+    The results of the row itself are equal to the formula, within the rule.
     """
     call = case.call(ODD, dtype, device, **{rows_of(case): 5})
     first, *others = call.args.values()

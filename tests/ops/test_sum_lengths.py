@@ -63,7 +63,10 @@ def assert_complete(*sums):
 
 @all_sizes
 def test_linear(rows, columns, terms, dtype, product, device):
-    """All sums of linear are complete: dweight over the rows of x, out over the columns of x, dx over those of dout."""
+    """The sums of linear are complete.
+
+    dweight is a sum over the rows of x, out over the columns of x, and dx over the columns of dout.
+    """
 
     def ones(*shape):
         return torch.ones(shape, dtype=dtype, device=device)

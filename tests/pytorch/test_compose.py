@@ -504,9 +504,9 @@ def test_several_devices(device):
 
 
 def test_inference_mode(device):
-    """A model has the same results in inference mode.
+    """A model has the same results in inference mode as outside of inference mode.
 
-    Outside of it, autograd refuses tensors that were made in inference mode, as it does for torch's ops.
+    Autograd refuses to save a tensor that was made in inference mode, as it does for torch's ops.
     """
     model, (tokens, targets) = make_model(device), make_batch(device)
     with torch.inference_mode():

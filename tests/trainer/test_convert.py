@@ -117,7 +117,7 @@ def test_version_1_of_llmcs_format_is_read(tmp_path):
 
 @pytest.mark.parametrize("version", [0, 2, 4, 6])
 def test_other_versions_of_llmcs_format_are_refused(tmp_path, version):
-    """Other versions are refused. Versions 2 and 4 have had several layouts, which a file does not tell apart."""
+    """Versions other than 1, 3 and 5 are refused. Files of versions 2 and 4 do not tell which layout they have."""
     raw = write_as("llm.c", tmp_path, make_model()).read_bytes()
     (tmp_path / "model.bin").write_bytes(raw[:4] + struct.pack("<i", version) + raw[8:])
     message = f"version is {version}, known for a model of llm.c: 1 or 3 or 5|version"
