@@ -149,7 +149,6 @@ def operators():
 
 
 def reference():
-    """Return the text of the page."""
     parts = [HEAD]
     for name, says in MODULES.items():
         module = importlib.import_module(name)
