@@ -1,4 +1,4 @@
-"""Writes docs/api.md from the docstrings: each public name, its signature and the first line of its docstring.
+"""Prints docs/api.md: each public name with its signature and the first paragraph of its docstring.
 
 python tests/api_reference.py > docs/api.md
 """
@@ -60,7 +60,10 @@ def list_public(module):
 
 
 def first_line(value):
-    """Return the first paragraph of an object's docstring in one line, without Sphinx's roles."""
+    """Return the first paragraph of an object's docstring on one line, without Sphinx's roles such as ``:class:``.
+
+    If the paragraph gives shapes after a colon, they are omitted.
+    """
     text = (inspect.getdoc(value) or "").strip()
     assert text, value
     text = re.sub(r":\w+:`([^`]+)`", r"`\1`", text.split("\n\n")[0]).replace("``", "`")
@@ -68,7 +71,10 @@ def first_line(value):
 
 
 def signature(name, value):
-    """Return a name with its parameters and their defaults, or with `...` for a class with torch's constructor."""
+    """Return a name with its parameters and their defaults.
+
+    A class that inherits the constructor of a class of torch has `...` instead, and an enum has its members.
+    """
     if inspect.isclass(value) and (base := find_torchs(value)) is not None and inherits_constructor(value, base):
         return f"{name}(...)"
     if inspect.isclass(value) and issubclass(value, enum.Enum):
@@ -91,7 +97,7 @@ def format_default(default):
 
 
 def find_torchs(kind):
-    """Return the class of torch that a class replaces, if any."""
+    """Return the first base of a class if it is a class of torch other than nn.Module, else None."""
     base = kind.__mro__[1]
     return base if base.__module__.startswith("torch.") and base is not torch.nn.Module else None
 
@@ -102,7 +108,7 @@ def inherits_constructor(kind, base):
 
 
 def methods(kind):
-    """Yield the public methods and properties that this package defines, and whether each has arguments."""
+    """Yield (name, function, whether it is a method) for each public method and property that this package defines."""
     ours = [base for base in reversed(kind.__mro__) if base.__module__.startswith("gptkernels")]
     for name, value in {name: value for base in ours for name, value in vars(base).items()}.items():
         function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
@@ -129,12 +135,12 @@ def entries(module):
 
 
 def is_field(kind, method):
-    """Return whether a property is a field of a dataclass, which has no docstring."""
+    """Return whether a name is a field of a dataclass. Fields have no docstring."""
     return dataclasses.is_dataclass(kind) and method in {f.name for f in dataclasses.fields(kind)}
 
 
 def operators():
-    """Return two lists of schemas: operators, and the operators of their derivatives."""
+    """Return two lists of schemas. The second has the operators for gradients and for dropout masks."""
     text = (Path(__file__).parent.parent / "ops" / "library.cpp").read_text()
     declared = re.findall(r'm\.def\(\s*((?:"[^"]*"\s*)+)\)', text)
     schemas = sorted("".join(re.findall(r'"([^"]*)"', literals)) for literals in declared)
@@ -143,7 +149,6 @@ def operators():
 
 
 def reference():
-    """Return the text of the page."""
     parts = [HEAD]
     for name, says in MODULES.items():
         module = importlib.import_module(name)

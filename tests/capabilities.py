@@ -2,9 +2,10 @@
 
     python tests/capabilities.py [--same] [pytest's arguments]
 
-ATEN_CPU_CAPABILITY selects torch's kernels, and GPTKERNELS_CPU_CAPABILITY selects our kernels. The values are default,
-avx2 and avx512, as far as this processor supports them. The tests run with all pairs, or with --same only with pairs of
-equal instruction sets. Without other arguments, the operators' tests run.
+The environment variable ATEN_CPU_CAPABILITY selects the instruction set of torch's kernels, and
+GPTKERNELS_CPU_CAPABILITY selects the instruction set of our kernels. The values are default, avx2 and avx512, if this
+processor supports them. The tests run with all pairs of values, or, with --same, only with equal values. Without
+arguments for pytest, the tests of the operators run.
 """
 
 import os
@@ -44,7 +45,7 @@ def run(torchs, ours, arguments):
 def main(arguments):
     same = "--same" in arguments
     arguments = [a for a in arguments if a != "--same"] or OPERATORS
-    # addopts of this project omits pytest's counts.
+    # addopts in pyproject.toml is -q, with which pytest does not print a progress count.
     arguments = ["-o", "addopts=", "-o", "console_output_style=count", *arguments]
     found = list_available()
     for missing in CAPABILITIES[len(found) :]:

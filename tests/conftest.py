@@ -1,4 +1,4 @@
-"""The option ``--device``, the marker ``large``, and fixtures that several test files use."""
+"""Defines pytest's option ``--device``, the marker ``large``, and fixtures that several test files use."""
 
 import pytest
 import torch
@@ -13,7 +13,10 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip large tests on the CPU, and run them one by one on CUDA, because two would exceed its memory."""
+    """Skip tests with the marker ``large`` on the CPU.
+
+    On CUDA they run one after the other in the same worker of pytest-xdist, because two would exceed the GPU's memory.
+    """
     skip = pytest.mark.skip(reason="more than 2^31 elements: on CUDA only")
     alone = pytest.mark.xdist_group("large")
     for item in items:
@@ -42,7 +45,7 @@ def on_cuda(device):
 
 @pytest.fixture
 def sm_90a(on_cuda):
-    """Skip the test on devices other than sm_90a."""
+    """Skip the test on the CPU, and on GPUs that do not have compute capability 9.0."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("sm_90a only")
 
@@ -54,7 +57,7 @@ def _seeded():
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """Use one thread, because a second thread makes small models slower."""
+    """Let torch use one CPU thread in the tests of a file, because more threads make small models slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -63,7 +66,7 @@ def one_thread():
 
 @pytest.fixture(params=["own", "cublas"])
 def product(request, monkeypatch, device):
-    """Compute matmuls by our kernels if they support the call ("own"), otherwise by cuBLAS."""
+    """Run the test twice on CUDA: with our matmul kernels where they support a call ("own"), and with cuBLAS alone."""
     if device.type == "cpu" and request.param == "cublas":
         pytest.skip("CUDA only")
     monkeypatch.setenv("GPTKERNELS_MATMUL", request.param)

@@ -1,4 +1,4 @@
-"""Models and their files in every supported format, for the tests of conversion."""
+"""Functions that make models and write them in every supported file format, for the tests of conversion."""
 
 import dataclasses
 
@@ -16,7 +16,10 @@ TARGETS = {"huggingface": "model", "nanogpt": "ckpt.pt", "llm.c": "model.bin", "
 
 
 def make_model(seed=0, dtype=torch.float32, **changes):
-    """Return a model whose parameters all differ from their initial values."""
+    """Return a model with noise on its initial parameters, so that a lost parameter is noticed.
+
+    Rows of the embedding that are padding of the vocabulary are 0.
+    """
     torch.manual_seed(seed)
     model = GPT2(dataclasses.replace(CONFIG, padded_vocab_size=None, **changes))
     with torch.no_grad():
@@ -27,7 +30,7 @@ def make_model(seed=0, dtype=torch.float32, **changes):
 
 
 def unpad(model):
-    """Return the model's state without the padding of the vocabulary, as files store it."""
+    """Return the model's state dict with the embedding cut to ``vocab_size`` rows, as files store it."""
     state = model.state_dict()
     return state | {name: state[name][: model.config.vocab_size] for name in (WTE, HEAD)}
 
@@ -41,7 +44,7 @@ def assert_same_bits(found, expected):
 
 
 def expect_one_line_error(path, message, read=load):
-    """Assert that reading a model raises a ValueError whose message is one line and contains the model's path."""
+    """Assert that ``read(path)`` raises a ValueError whose message matches, is one line and contains the path."""
     with pytest.raises(ValueError, match=message) as error:
         read(path)
     assert str(path) in str(error.value)
@@ -49,7 +52,10 @@ def expect_one_line_error(path, message, read=load):
 
 
 def write_as(form, folder, model):
-    """Write a model in the file format ``form``, without `convert` where that is possible, and return the path."""
+    """Write a model in the file format ``form`` without calling `convert`, and return the path.
+
+    The formats are the keys of ``TARGETS``, and "training" for a training state.
+    """
     folder.mkdir(exist_ok=True)
     path = folder / TARGETS.get(form, "checkpoint.safetensors")
     state, config = unpad(model), dataclasses.asdict(model.config)
@@ -91,7 +97,7 @@ def nanogpt_groups(model):
 
 
 def make_checkpoint(trained, **changes):
-    """Return a checkpoint of a compiled model, as nanoGPT's train.py saves it; ``changes`` replace some entries."""
+    """Return the checkpoint that nanoGPT's train.py saves for a compiled model, with the entries in ``changes``."""
     optimizer = torch.optim.AdamW(nanogpt_groups(trained), lr=1e-3, betas=(0.9, 0.95))
     return {
         "model": {f"_orig_mod.{name}": tensor for name, tensor in trained.state_dict().items()},

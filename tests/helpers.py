@@ -1,4 +1,4 @@
-"""Helpers of the tests: dtypes, tensors, comparisons, and counters of torch's operators."""
+"""Functions for the tests: parameters of tests, random tensors, comparisons, expected errors and counts of calls."""
 
 import collections
 import contextlib
@@ -38,7 +38,7 @@ all_views = pytest.mark.parametrize("view", VIEWS)
 
 
 def randn(*shape, dtype, device, scale=1.0, requires_grad=False):
-    """Return normally distributed values. The CPU draws the values, so that they are equal on every device."""
+    """Return normally distributed values. They are drawn on the CPU, so that they are the same for every device."""
     return (torch.randn(shape) * scale).to(dtype).to(device).requires_grad_(requires_grad)
 
 
@@ -70,16 +70,16 @@ def gradients(function, inputs, dout):
 
 
 def assert_equal(found, expected, equal_nan=False):
-    """Assert that two tensors, or two sequences of tensors, have the same dtypes, shapes and values."""
+    """Assert that two tensors, or two sequences of tensors, have equal dtypes, shapes and values."""
     if isinstance(found, torch.Tensor):
         found, expected = [found], [expected]
     torch.testing.assert_close(list(found), list(expected), rtol=0, atol=0, equal_nan=equal_nan)
 
 
 def assert_same_bits(function, times=3, vary_threads=True):
-    """Assert that several calls are bitwise identical.
+    """Assert that several calls of a function return bitwise identical tensors.
 
-    With ``vary_threads`` they use several numbers of CPU threads.
+    With ``vary_threads``, every second call uses one CPU thread.
     """
     first = _copies(function())
     threads = torch.get_num_threads()
@@ -98,22 +98,25 @@ def _copies(outputs):
 
 
 def tolerance(dtype):
-    """Return four times the tolerances of ``torch.testing.assert_close``, which suffice to find wrong indices."""
+    """Return tolerances for ``torch.testing.assert_close`` with which a test still finds wrong indices.
+
+    They are four times the default tolerances for float64 and float32, and larger than these for 16-bit dtypes.
+    """
     rtol, atol = {torch.float64: (1e-7, 1e-7), torch.float32: (1.3e-6, 1e-5)}.get(dtype, (1.6e-2, 1e-2))
     return {"rtol": 4 * rtol, "atol": 4 * atol}
 
 
 def assert_close_in_scale(a, b, dtype):
-    """Compare with ``tolerance(dtype)`` relative to the largest element of ``b``.
+    """Assert that ``a`` and ``b`` are equal within ``tolerance(dtype)`` times the largest element of ``b``, or 1.
 
-    After several matmuls small elements are differences of large numbers.
+    After several matmuls, a small element is the difference of large numbers and has the absolute error of these.
     """
     scale = b.abs().max().clamp(min=1).double() if b.numel() else 1.0
     torch.testing.assert_close(a.double() / scale, b.double() / scale, **tolerance(dtype))
 
 
 def check(ours, torchs, *inputs):
-    """Assert that two functions of tensors return equal values, dtypes, shapes and gradients."""
+    """Assert that two functions return results of equal dtype and shape, and nearly equal results and gradients."""
     out, expected = ours(*inputs), torchs(*inputs)
     torch.testing.assert_close(out, expected, equal_nan=True, **tolerance(expected.dtype))
     floating = [t.detach() for t in inputs if t.is_floating_point()]
@@ -136,16 +139,17 @@ TRIALS = 50
 
 
 def assert_as_exact_with_gradients(ours, torchs, exact, args, dout, names):
-    """Apply ``assert_as_exact_as_torch`` to the results of three functions of the same arguments and to all gradients.
+    """Assert that the result of ``ours(*args)`` and all its gradients satisfy the rule of ``assert_as_exact_as_torch``.
 
-    On a few numbers torch's largest error may be small by luck. If the rule is broken, the functions are called again
-    with the same numbers in other orders. The first result must then satisfy the rule with torch's largest error, and
-    the root mean square of our errors in all trials must also satisfy the rule.
+    If there are only a few numbers, torch's largest error may happen to be small. If a result breaks the rule, the
+    functions are therefore called again in ``TRIALS`` trials, with the elements of each tensor in other orders. The
+    first result must then satisfy the rule with torch's largest error in all trials. The root mean square of our errors
+    in all trials must satisfy the rule, too.
 
     Args:
         ours: our op.
         torchs: torch's counterpart.
-        exact: the formula, called with float64.
+        exact: the formula, which is called with float64 arguments.
         args: tensors, or None for absent ones.
         dout: the gradient of the result.
         names: the gradients' names, one for each of ``args``.
@@ -155,7 +159,7 @@ def assert_as_exact_with_gradients(ours, torchs, exact, args, dout, names):
     """
 
     def compute(args, dout):
-        """Return (our result, torch's result, the formula's result) for each name."""
+        """Return (ours, torch's, the formula's tensor) by name, of the result, "out", and of each gradient."""
         doubles = [double(t) for t in args]
         results = ours(*args), torchs(*args), exact(*doubles)
         found = gradients(ours, args, dout), gradients(torchs, args, dout), gradients(exact, doubles, double(dout))
@@ -188,13 +192,16 @@ def shuffled(t):
 
 
 def call_of(name, dtype, device, **choices):
-    """Return a call of an operator of the table with these choices. All other choices have ordinary values."""
+    """Return a call of an operator of ``gptkernels.testing.cases``. Choices that are not given have ordinary values."""
     operator = OPERATORS[name]
     return Case(operator, next(iter(operator.variants))).call(ORDINARY, dtype, device, **choices)
 
 
 def check_call(name, dtype, device, choices, **args):
-    """Check a call of the table by the rule of exactness. ``args`` replace the call's arguments with these names."""
+    """Check that ``call_of(name, dtype, device, **choices)`` satisfies the rule of exactness.
+
+    ``args`` replace the arguments of the call that have these names.
+    """
     call = call_of(name, dtype, device, **choices)
     hold_to_the_rule(dataclasses.replace(call, args={**call.args, **args}))
 
@@ -203,26 +210,26 @@ def check_call(name, dtype, device, choices, **args):
 
 
 def raises(*fragments):
-    """Expect a RuntimeError whose message has all these fragments."""
+    """Return a context in which a RuntimeError must be raised whose message has all these fragments."""
     pattern = "".join(f"(?=.*{fragment})" for fragment in fragments)
     return pytest.raises(RuntimeError, match=pattern)
 
 
 def refused(op, args, *fragments, **options):
-    """Expect an error of the op for these arguments. The message must have the op's name and the fragments."""
+    """Assert that the op raises an error for these arguments, whose message has the op's name and the fragments."""
     name = op._qualified_op_name.partition("::")[2]
     with raises(rf"\b{name}\b", *fragments):
         op(*args, **options)
 
 
 def assert_raises(error, match, call, /, *args, **options):
-    """Expect that a call raises the error, with a message that matches."""
+    """Assert that a call raises an error of this type, with a message that matches."""
     with pytest.raises(error, match=match):
         call(*args, **options)
 
 
 def run_python(program, *arguments, **environment):
-    """Run a program in another process, and return its ``subprocess.CompletedProcess``."""
+    """Run Python code in another process, and return its ``subprocess.CompletedProcess``."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
     environment = {**os.environ, **environment}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
@@ -232,7 +239,7 @@ def run_python(program, *arguments, **environment):
 
 
 def philox(key, counter):
-    """Compute Philox4x32-7 for integers or arrays of integers."""
+    """Return the four 32-bit words of Philox4x32-7 for a 64-bit key and a counter of four words or arrays of words."""
     c, k = list(counter), [key & 0xFFFFFFFF, key >> 32]
     for _ in range(7):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -242,7 +249,7 @@ def philox(key, counter):
 
 
 def numbers(device, seed=12345, offset=6789):
-    """Return the seed and the offset of a dropout as tensors."""
+    """Return the seed and the offset, as tensors, that the operators with dropout have as arguments."""
     return [torch.tensor(n, device=device) for n in (seed, offset)]
 
 
@@ -255,7 +262,7 @@ def chi_square(counts):
 
 
 def assert_uniform(bins, pairs):
-    """Assert that values from 0 to 15 are uniform, and that the two tensors of each named pair are independent."""
+    """Assert that the values, from 0 to 15, are uniformly distributed, and the tensors of each pair independent."""
     counts = {"values": bins} | {name: a // 4 * 4 + b // 4 for name, (a, b) in pairs.items()}
     for name, values in counts.items():
         assert chi_square(values.flatten().bincount(minlength=16).double()) < CHI_SQUARE_15, name
@@ -265,7 +272,7 @@ def assert_uniform(bins, pairs):
 
 
 def by_operators(monkeypatch):
-    """Run every block of ``GPT2`` by single operators instead of one node of autograd's graph."""
+    """Make each transformer block of ``GPT2`` call its operators one by one, not as one node of autograd's graph."""
     monkeypatch.setattr("gptkernels.models.fused_block.run", lambda *args: None)
 
 
@@ -283,7 +290,7 @@ def tf32(allowed):
 
 @contextlib.contextmanager
 def kept_sizes():
-    """Record the bytes of each tensor that autograd saves inside the context, by its address."""
+    """Record the size in bytes of each tensor that autograd saves inside the context, by the tensor's address."""
     sizes = {}
 
     def note(tensor):
@@ -330,7 +337,11 @@ def node_names(loss):
 
 
 def warmed_up_and_captured(step):
-    """Capture a call in a CUDA graph; return the graph and the call's results, which every replay overwrites."""
+    """Call ``step`` once, and then capture a call in a CUDA graph.
+
+    Returns:
+        The graph, and the results of the captured call, which every replay overwrites.
+    """
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step()

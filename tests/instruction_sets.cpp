@@ -1,5 +1,6 @@
-// Attention's kernels for each instruction set that this processor has, beside each other: AVX2 and AVX-512 give the
-// same bits, any other processor's kernels the same numbers. One of them alone runs in the library.
+// Compares attention's kernels for the instruction sets that this processor supports. The results for AVX2 and AVX-512
+// must be bitwise identical. The results of the kernels for any processor must be equal to them within a tolerance.
+// (The library compiles the kernels for all instruction sets, but runs only those for the best one.)
 #include <cstdio>
 #include <random>
 #include <vector>
@@ -22,7 +23,7 @@ struct Outputs {
   std::vector<accumulate_t<T>> logsumexp;
 };
 
-// Two heads of queries that share one of keys.
+// A sequence with two query heads, which share one head of keys and values.
 template <typename T>
 struct Problem {
   Case c;
@@ -93,7 +94,7 @@ Outputs<T> run(Problem<T>& p, const Forward& forward, const Backward& backward) 
         isa::add_splits_range(b, splits, 0, n);                                                   \
       })
 
-// The largest difference; NaN where there is one.
+// Returns the largest magnitude of a[i] - b[i], or NaN if a difference is NaN.
 template <typename T>
 double difference(const std::vector<T>& a, const std::vector<T>& b) {
   double worst = 0;

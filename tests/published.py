@@ -1,4 +1,7 @@
-"""Models with the structure of nanoGPT's model.py and of llm.c's train_gpt2.py, as users may have them."""
+"""GPT-2 with the modules, names and code of nanoGPT's model.py and of llm.c's train_gpt2.py.
+
+The tests swap these models and convert their checkpoints, as users do with the original files.
+"""
 
 import dataclasses
 import math
@@ -10,7 +13,7 @@ import torch.nn.functional as F
 
 @dataclasses.dataclass
 class Config:
-    """A configuration with nanoGPT's names."""
+    """A model's sizes and options, with the names of nanoGPT's GPTConfig."""
 
     block_size: int = 1024
     vocab_size: int = 50304
@@ -22,7 +25,10 @@ class Config:
 
 
 def initialise(model, config):
-    """Draw the weights from N(0, 0.02). Projections into the residual stream have a smaller standard deviation."""
+    """Draw the weights from a normal distribution with standard deviation 0.02, and set the biases to 0.
+
+    For projections into the residual stream the standard deviation is 0.02 / sqrt(2L).
+    """
     for name, p in model.named_parameters():
         if p.dim() == 2:
             nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02)
@@ -31,7 +37,7 @@ def initialise(model, config):
 
 
 class LayerNorm(nn.Module):
-    """A norm with an optional bias, which older releases of torch do not have."""
+    """A layer norm whose bias is optional. nanoGPT has this class because torch.nn.LayerNorm had no option ``bias``."""
 
     def __init__(self, ndim, bias):
         super().__init__()
@@ -43,7 +49,7 @@ class LayerNorm(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Attention by torch's fused function, or with a mask in a buffer."""
+    """Computes attention with torch's fused function, or, without ``flash``, with matmuls and a mask in a buffer."""
 
     flash = True
 
@@ -104,7 +110,10 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """nanoGPT's model. It returns the logits of all positions if there are targets, otherwise of the last position."""
+    """nanoGPT's model. With targets it returns the logits of all positions and the loss.
+
+    Without targets it returns the logits of the last position, and None.
+    """
 
     block = Block
 
@@ -149,7 +158,7 @@ class GPT(nn.Module):
 
 
 class SlowAttention(CausalSelfAttention):
-    """Attention with a mask in a buffer, which nanoGPT uses with torch before 2.0."""
+    """Computes attention with matmuls and a mask in a buffer, as nanoGPT does if torch is older than 2.0."""
 
     flash = False
 
@@ -175,7 +184,7 @@ class NewGELU(nn.Module):
 
 
 class LlmcAttention(nn.Module):
-    """Attention without dropout. The flag FLASH selects torch's fused function."""
+    """Computes attention without dropout. If FLASH is set, it calls torch's fused function."""
 
     def __init__(self, config):
         super().__init__()
@@ -228,7 +237,7 @@ class LlmcBlock(nn.Module):
 
 
 class LlmcGPT(nn.Module):
-    """llm.c's model, which can return its loss without logits."""
+    """llm.c's model. With ``return_logits=False`` it returns only the loss, and None for the logits."""
 
     def __init__(self, config):
         super().__init__()

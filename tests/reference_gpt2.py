@@ -1,6 +1,7 @@
 """GPT-2 in plain PyTorch, the reference for the tests of models.
 
-The file imports nothing from gptkernels. Parameters have nanoGPT's names, so `load_state_dict` works both ways.
+The file imports nothing from gptkernels. Parameters have nanoGPT's names, as in `gptkernels.models.GPT2`, so that each
+of the two models can load the state of the other.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ class Block(nn.Module):
 
 
 class ReferenceGPT2(nn.Module):
-    """GPT-2 without dropout. `wte` has `padded_vocab_size` rows, and the logits have `vocab_size` columns."""
+    """GPT-2 without dropout.
+
+    The embedding `wte` has `padded_vocab_size` rows. The logits have `vocab_size` columns.
+    """
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -88,7 +92,10 @@ class ReferenceGPT2(nn.Module):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Draw weights from N(0, 0.02), and from N(0, 0.02 / sqrt(2L)) for the projections into the residual stream."""
+        """Draw the matrices from a normal distribution with standard deviation 0.02, and set the biases to 0.
+
+        For projections into the residual stream the standard deviation is 0.02 / sqrt(2L).
+        """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, parameter in self.named_parameters():
             if name.endswith(".bias"):

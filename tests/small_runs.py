@@ -29,19 +29,26 @@ SMALL = {
 
 
 def make_options(folder, device, **changes):
-    """Write a text to a folder, and return the options of a small run on it."""
+    """Write token files to a folder, and return the options of a small training run on them."""
     files = {"data": write_text(folder / "text"), "output": str(folder / "run")}
     return SMALL | files | {"device": str(device)} | changes
 
 
 def train_with(options, **changes):
-    """Train with the options, updated by ``changes``, and return the result. Paths are converted to strings."""
+    """Train with the options, updated by ``changes``, and return what ``train`` returns.
+
+    Options that are a Path are converted to strings.
+    """
     given = {name: str(value) if isinstance(value, Path) else value for name, value in (options | changes).items()}
     return train(TrainConfig(**given))
 
 
 def write_text(prefix):
-    """Write TEXT as bytes with their tokenizer, and return the data prefix."""
+    """Write the bytes of TEXT as token files for training and validation, and the tokenizer of bytes.
+
+    Returns:
+        The prefix of the files' names, for the option ``data``.
+    """
     write_tokens(f"{prefix}_train.bin", [list(TEXT)])
     write_tokens(f"{prefix}_val.bin", [list(TEXT[:200])])
     load_tokenizer("bytes").save(prefix)
@@ -60,12 +67,12 @@ def read_log(run, split=None):
 
 
 def load_step(run):
-    """Return the step of a run's checkpoint."""
+    """Return the number of training steps that a run's checkpoint contains."""
     return load_training_state(run / "checkpoint.safetensors").trainer["step"]
 
 
 def assert_same_run(one, other):
-    """Assert that two runs have the same bits of parameters, optimizer, data order and losses."""
+    """Assert that the logs of two runs have equal losses, and that their checkpoints are equal except for options."""
     assert read_losses(one) == read_losses(other)
     states = [load_training_state(run / "checkpoint.safetensors") for run in (one, other)]
     for field in ("model", "optimizer", "rng"):
@@ -76,7 +83,7 @@ def assert_same_run(one, other):
 
 
 def at_step(monkeypatch, step, act):
-    """Make the trainer call `act` before the update with the number `step`."""
+    """Make the trainer call `act` before the training step with the number `step`. The first step has number 0."""
     launch = Trainer._launch_step
 
     def launch_and_act(self):

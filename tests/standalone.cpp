@@ -1,4 +1,4 @@
-// A program that uses csrc without torch and Python. A pool of std::thread replaces torch's thread pool.
+// A program that calls a kernel of csrc without torch and Python. Instead of torch's thread pool, it uses std::thread.
 #include <cmath>
 #include <cstdio>
 #include <thread>
@@ -8,7 +8,7 @@
 
 using namespace gptkernels::cpu;
 
-// Two threads, each with half of the range.
+// Calls the body for each half of the range, in two threads.
 static void two_threads(int64_t begin, int64_t end, int64_t, Stream::Body body, void* context) {
   const int64_t middle = begin + (end - begin) / 2;
   std::thread first([&] { body(begin, middle, context); });

@@ -1,4 +1,4 @@
-"""Families of models for the tests of ``gptkernels.swap``, and functions that compare two models."""
+"""Models for the tests of ``gptkernels.swap``, and functions that compare a swapped with an unswapped model."""
 
 import contextlib
 import copy
@@ -29,7 +29,7 @@ needs_transformers = pytest.mark.skipif(transformers is None, reason="transforme
 
 
 def hf_config(dropout=0.0, **changes):
-    """Return the configuration of a small GPT-2."""
+    """Return the configuration of a small GPT-2 of transformers. ``changes`` replace its options."""
     base = dict(
         n_layer=2, n_head=2, n_embd=32, vocab_size=V, n_positions=64, num_labels=3, pad_token_id=0,
         bos_token_id=1, eos_token_id=2, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
@@ -39,9 +39,9 @@ def hf_config(dropout=0.0, **changes):
 
 
 def randomised(model):
-    """Set the parameters to random values so large that each affects the results.
+    """Set the parameters of a model to random values that are so large that each of them affects the results.
 
-    The seed is the same for every class.
+    The seed is fixed, so that two models of a class get the same values.
     """
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
@@ -53,7 +53,7 @@ def randomised(model):
 
 
 def huggingface(kind):
-    """Return a function that makes a model of one of transformers' classes."""
+    """Return a function that makes a model of the class ``kind`` of transformers with a given dropout probability."""
 
     def make(dropout):
         return randomised(getattr(transformers, kind)(hf_config(dropout)))
@@ -67,7 +67,7 @@ def tokens(device, draw=0, batch=2):
 
 
 def call_language_model(model, device, draw=0):
-    """Return logits and the loss."""
+    """Call a language model of transformers. Return [logits] and the loss."""
     x = tokens(device, draw)
     labels = x.clone()
     labels[0, :3] = -100
@@ -76,13 +76,13 @@ def call_language_model(model, device, draw=0):
 
 
 def call_model(model, device, draw=0):
-    """Return hidden states and a loss that depends on them."""
+    """Call a model of transformers without a head. Return [hidden states] and their mean square as a loss."""
     hidden = model(input_ids=tokens(device, draw)).last_hidden_state
     return [hidden], hidden.float().square().mean() if hidden.dtype != torch.float64 else hidden.square().mean()
 
 
 def call_classifier(model, device, draw=0):
-    """Classify sequences that end with padding."""
+    """Call a classifier of transformers on sequences, of which one ends with padding. Return [logits] and the loss."""
     x = tokens(device, draw)
     x[0, -4:] = 0
     out = model(input_ids=x, attention_mask=(x != 0).long(), labels=torch.tensor([2, 0], device=device))
@@ -90,7 +90,7 @@ def call_classifier(model, device, draw=0):
 
 
 def call_double_heads(model, device, draw=0):
-    """Score two choices for each of two sequences."""
+    """Call GPT2DoubleHeadsModel on two examples with two choices each. Return both heads' logits and summed losses."""
     x = tokens(device, draw, 4).view(2, 2, T)
     out = model(
         input_ids=x, mc_token_ids=torch.tensor([[3, 5], [9, T - 1]], device=device), labels=x,
@@ -100,7 +100,7 @@ def call_double_heads(model, device, draw=0):
 
 
 def call_gpt(model, device, draw=0):
-    """Call a model of nanoGPT or llm.c."""
+    """Call a model of nanoGPT or llm.c. Return [logits] and the loss."""
     x = tokens(device, draw)
     targets = x.roll(-1, 1)
     targets[:, -1] = -1
@@ -109,7 +109,7 @@ def call_gpt(model, device, draw=0):
 
 
 def gpt(kind, bias=True):
-    """Return a function that makes a model of ``published``."""
+    """Return a function that makes a model of the class ``kind`` of ``published`` with a given dropout probability."""
     return lambda dropout: randomised(kind(published.Config(64, V, 2, 2, 32, dropout, bias)))
 
 
@@ -129,7 +129,7 @@ all_families = pytest.mark.parametrize(
 
 
 def make_model_and_call(family, device, dropout=0.0):
-    """Return a family's model, and the function that calls it."""
+    """Return a model of a family in FAMILIES, and the function that calls it."""
     make, call = FAMILIES[family]
     return make(dropout).to(device), call
 
@@ -154,14 +154,15 @@ def results(model, call, device, autocast=False, draw=0):
 def assert_as_exact(ours, torchs, exact, others=()):
     """Assert that every result satisfies the rule of ``helpers.assert_as_exact_as_torch``.
 
-    A small tensor has few errors, so torch's largest error is taken over several inputs. A loss is one number, whose
-    error may happen to be near 0, so torch's error of the loss is taken to be at least the mean error of the outputs.
+    The largest error of a small tensor varies from input to input. ``others`` therefore adds further inputs, and the
+    rule uses torch's largest error over all of them. The error of a loss, a single number, may happen to be near 0. The
+    rule therefore uses at least the mean error of torch's first output for it.
 
     Args:
-        ours: our results.
+        ours: our results by name, as ``results`` returns them.
         torchs: torch's results.
-        exact: results in float64.
-        others: pairs of torch's results and the exact results for other inputs.
+        exact: the results of the model in float64.
+        others: pairs (torch's results, results in float64) for other inputs.
     """
     assert ours.keys() == torchs.keys() == exact.keys()
     typical = (torchs["output 0"].double() - exact["output 0"].double()).abs().mean().item()
@@ -172,9 +173,10 @@ def assert_as_exact(ours, torchs, exact, others=()):
 
 @contextlib.contextmanager
 def our_dropout(monkeypatch):
-    """Make torch's attention and dropout apply the masks of our kernels.
+    """Make torch's attention and dropout apply the dropout masks of our kernels.
 
-    All dropouts have the same seed. The offset of a dropout is the number of earlier dropouts.
+    All dropouts, ours and torch's, have the same seed. The offset of a dropout is the number of earlier dropouts in the
+    context. A swapped and an unswapped model therefore apply the same masks.
     """
     count = iter(range(10**6))
 

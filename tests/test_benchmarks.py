@@ -1,4 +1,4 @@
-"""The benchmarks run on the CPU at small sizes, report faults and regressions, and write the pages' figures."""
+"""Tests that the benchmarks run on the CPU at small sizes, report faults and regressions, and fill in the pages."""
 
 import functools
 import importlib
@@ -35,7 +35,7 @@ def make_settings(**changes):
 
 
 def measure_tiny(op, **changes):
-    """Return the rows of an operator at its tiny sizes."""
+    """Measure an operator at its tiny sizes, and return the rows of the table of results."""
     return list(measure.measure(op, make_settings(sizes=[importlib.import_module(f"benchmarks.{op}").TINY], **changes)))
 
 
@@ -85,7 +85,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def filled_pages(kind):
-    """Return the pages with the figures of a kept run, and the text that a benchmark's option --pages writes."""
+    """Return the text that a benchmark's option --pages would write to each page, by path."""
     if kind == "operators":  # python -m benchmarks --from benchmarks/results/h200*.json --pages
         return pages.filled(ROOT, load(*sorted(RESULTS.glob("h200*.json"))))
     if kind == "steps":  # python -m benchmarks.train_step --from benchmarks/results/step*.json --pages
@@ -145,7 +145,7 @@ def test_a_regression_is_reported(kept, tmp_path, capsys):
 
 
 def slow_down(row):
-    """Increase all times by 30 %, as on a slower machine, so that the ratios to the copy's time do not change."""
+    """Increase all times by 30 %, as on a slower machine. Their ratios to the time of the copy do not change."""
     row.times = {name: Time(*(1.3 * t for t in time)) for name, time in row.times.items()}
 
 
@@ -294,9 +294,9 @@ def test_a_timeline_counts_every_launch_once():
 
 
 def floors_of(*calls, **options):
-    """Return the lower bounds of the times of calls (operator, shapes, kernels) at 1 byte/s and 1 flop/s.
+    """Return the lower bounds of times on a device with 1 byte/s and 1 flop/s, by the part that a kernel computes.
 
-    The keys are the parts that the calls compute.
+    Each call is (operator, shapes, names of kernels).
     """
     found = [Launch(op, i, shapes, name, 1e-6) for i, (op, shapes, names) in enumerate(calls) for name in names]
     return {p.what: p.floor for p in pieces(found, Rates(bytes=1, flops=1), itemsize=2, parameters=10, **options)}

@@ -1,4 +1,4 @@
-"""Tests of the libraries' dependencies, of the errors for missing parts of the build, and of csrc without torch."""
+"""Tests of the libraries' symbols, of errors if a part of the build is missing, and of csrc without torch."""
 
 import collections
 import os
@@ -28,9 +28,9 @@ def list_undefined(library):
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.name)
 def test_libraries_use_only_the_stable_abi(library):
-    """The libraries use no symbols of Python, and no C++ symbols of c10, at or torch.
+    """The libraries use no symbols of Python, and no C++ symbols of the namespaces c10, at and torch.
 
-    The ABI of these C++ symbols changes with each release.
+    The ABI of these C++ symbols changes with each release of torch.
     """
     symbols = list_undefined(library)
     assert any(s.startswith("aoti_torch_") for s in symbols)
@@ -58,7 +58,7 @@ def run_python(code, **environment):
     [("/nowhere/libgptkernels_cuda.so", "without its CUDA library"), (__file__, "could not be loaded")],
 )
 def test_a_missing_cuda_library_is_reported(library, reason):
-    """The import and CPU calls work. ``info`` and the first CUDA call report why there are no CUDA kernels."""
+    """Without a CUDA library, the import and calls on the CPU work. ``info`` and a CUDA call report what is missing."""
     code = f"""
         import pathlib, torch
         torch.version.cuda = torch.version.cuda or "13.0"
@@ -90,7 +90,7 @@ CAPABILITIES = ["default", "avx2", "avx512"]
 
 @pytest.mark.parametrize("wish", [*CAPABILITIES, "sse9"])
 def test_the_cpu_capability_can_be_chosen(wish):
-    """A capability that is unknown, or that the processor lacks, is an error. No other capability replaces it."""
+    """GPTKERNELS_CPU_CAPABILITY selects the kernels. An unknown or unsupported value is an error."""
     done = run_python("import gptkernels; print(gptkernels.info()['cpu capability'])", GPTKERNELS_CPU_CAPABILITY=wish)
     if done.returncode == 0:
         assert done.stdout.strip() == wish != "sse9"
@@ -102,7 +102,10 @@ def test_the_cpu_capability_can_be_chosen(wish):
 
 
 def test_every_cpu_capability_gives_the_same_bits():
-    """The sources define the order of additions and the places at which products are rounded."""
+    """layernorm, softmax, fused_classifier, gelu and global_norm have the same bits for each CPU capability.
+
+    Their sources define the order of additions, and whether a product is rounded before it is added.
+    """
     code = """
         import hashlib, torch, gptkernels
         torch.manual_seed(0)
@@ -132,7 +135,7 @@ WITHOUT_TORCH = ["-std=c++20", "-Wall", "-Wextra", "-Werror", "-fopenmp-simd", "
 @needs_sources
 @pytest.mark.parametrize("source", CPU_SOURCES, ids=lambda p: p.name)
 def test_every_cpu_kernel_compiles_without_torch(source):
-    # Other folders must not be searched for headers.
+    # Without these variables, the compiler cannot find torch's headers.
     environment = {k: v for k, v in os.environ.items() if k not in ("CPATH", "CPLUS_INCLUDE_PATH", "C_INCLUDE_PATH")}
     command = [find_compiler(), *WITHOUT_TORCH, source]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
@@ -159,7 +162,7 @@ def test_csrc_has_no_torch(tmp_path):
 
 
 def find_types(source):
-    """Yield the classes and enumerations that a text defines in named namespaces, as (namespace, name)."""
+    """Yield (namespace, name) of each class and enumeration that a C++ source defines in a named namespace."""
     code = re.sub(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', "", source, flags=re.S)
     scopes = []  # for each open brace: a namespace's name, "" for an anonymous namespace, or None
     namespace = r"\bnamespace\s*(?P<namespace>[\w:]*)\s*\{"
@@ -175,7 +178,10 @@ def find_types(source):
 
 @needs_sources
 def test_types_have_one_definition():
-    """Two types of one name in a namespace are undefined behaviour that neither compiler nor linker reports."""
+    """No two sources define a type with the same name in the same namespace.
+
+    Two such types are undefined behaviour, which neither the compiler nor the linker reports.
+    """
     found = collections.defaultdict(set)
     for folder in ("csrc", "ops"):
         for source in (p for p in (ROOT / folder).rglob("*") if p.suffix in (".h", ".cuh", ".cpp", ".cu")):
@@ -188,13 +194,16 @@ def test_types_have_one_definition():
 
 @needs_sources
 def test_kernels_of_all_instruction_sets_agree(tmp_path):
-    """The program compares attention's kernels for the instruction sets of this processor."""
+    """attention's CPU kernels for the instruction sets of this processor have nearly equal results.
+
+    The program that compares them requires equal bits of the kernels for AVX2 and for AVX-512.
+    """
     options = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
     assert compile_and_run(tmp_path, *options, ROOT / "tests/instruction_sets.cpp") == "ok\n"
 
 
 def configure(tmp_path, *options):
-    """Run CMake's configuration in an environment without nvcc."""
+    """Run CMake's configuration step in an environment without nvcc."""
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     environment = {k: v for k, v in os.environ.items() if k not in ("CUDACXX", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST")}
     environment["PATH"] = f"{tmp_path}:/usr/bin:/bin"
@@ -206,7 +215,7 @@ def configure(tmp_path, *options):
 @needs_sources
 @pytest.mark.skipif(os.path.exists("/usr/bin/nvcc"), reason="nvcc cannot be hidden here")
 def test_a_build_without_nvcc_has_no_cuda_library(tmp_path):
-    """If the CUDA library is required, the build is an error. Otherwise the log has a line about it."""
+    """Without nvcc, the configuration fails if GPTKERNELS_CUDA=1. With "auto" it omits the CUDA library."""
     demanded = configure(tmp_path, "-DGPTKERNELS_CUDA=1")
     assert demanded.returncode != 0
     assert "demands the CUDA library, but nvcc was not found" in re.sub(r"\s+", " ", demanded.stderr)

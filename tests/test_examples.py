@@ -23,7 +23,7 @@ needs_cmake = pytest.mark.skipif(shutil.which("cmake", path=PROGRAMS) is None, r
 
 
 def make_environment(**more):
-    """Return environment variables with which a program finds the package under test."""
+    """Return environment variables with which a child process imports the package under test."""
     path = os.pathsep.join([str(Path(gptkernels.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PATH": PROGRAMS, "PYTHONPATH": path, **more}
 
@@ -54,7 +54,7 @@ def read_losses(text):
 
 
 def test_nanogpt(device):
-    """The program's losses decrease as without the swap. They differ slightly, because the dropout masks differ."""
+    """The program's losses with and without the swap are nearly equal. Only their dropout masks differ."""
     arguments = "--steps", 21, "--device", device
     ours, theirs = (run_python("nanogpt/train.py", *arguments, *more) for more in ([], ["--no-swap"]))
     assert "gpt block" in ours
@@ -79,7 +79,7 @@ def test_huggingface(device, tmp_path):
 
 @needs_cmake
 def test_cpp(device, tmp_path):
-    """A program without Python continues a text as Python does."""
+    """A C++ program that does not link Python generates the tokens that the model generates in Python."""
     torch.manual_seed(0)
     model = GPT2(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=256, block_size=64))
     with torch.no_grad():

@@ -1,9 +1,11 @@
 """Damages files at random. Every damaged file must load, or raise a ValueError or an OSError with a message.
 
 `python -m fuzz.files --calls N --seed S` (in tests/) damages models (`.bin` of versions 3 and 5, `.safetensors`),
-training states, nanoGPT's checkpoints, Hugging Face's files, token files, tokenizers and loader states. Findings are
-other exceptions, crashes, loads that take more than `SECONDS` or `EXTRA_BYTES` of address space, and, for files with
-checksums, other content than was saved. `--only CALL` repeats the call of a finding.
+training states, nanoGPT's checkpoints, Hugging Face's files, token files, tokenizers and loader states.
+
+A finding is any other exception, a crash, a load that takes more than `SECONDS` or `EXTRA_BYTES` of address space, or,
+if the file has checksums, content that differs from the intact file's. `--only CALL` repeats the call of a finding,
+whose number is CALL.
 """
 
 from __future__ import annotations
@@ -44,7 +46,10 @@ VALUES = [None, True, False, 0, -1, 1.5, 1e308, 2**31, 2**63, 2**64, 10**30, "",
 
 
 class Kind(NamedTuple):
-    """A kind of file: its name, the bytes of an intact file, its reader, and whether it has checksums."""
+    """A kind of file.
+
+    It has the name and the bytes of an intact file, the function that loads it, and whether it has checksums.
+    """
 
     name: str
     data: bytes
@@ -63,7 +68,7 @@ class Call(NamedTuple):
 
 
 def make_kinds(folder: Path) -> list[Kind]:
-    """Make an intact file of every kind."""
+    """Write an intact file of every kind, and return the kinds."""
     torch.manual_seed(0)
     model = GPT2(GPT2Config(block_size=4, vocab_size=10, n_layer=2, n_head=2, n_embd=8))
     optimizer = AdamW(model.parameters(), lr=1e-3)
@@ -155,7 +160,7 @@ def _use_tokenizer(path: Path) -> Any:
 
 
 class _Folder:
-    """Reads a Hugging Face folder with one file replaced."""
+    """Loads a Hugging Face folder in which a damaged file replaces the intact file with this name."""
 
     def __init__(self, sound: Path, name: str) -> None:
         self._sound, self._name = sound, name
@@ -171,7 +176,10 @@ class _Folder:
 
 
 class _Loader:
-    """Makes the loader of a configuration, and loads its state. Arguments that are not integers get default values."""
+    """Makes the DataLoader that a JSON file describes, and loads the file's state into it.
+
+    Arguments that are not integers are replaced by their defaults.
+    """
 
     def __init__(self, tokens: Path) -> None:
         self._tokens = tokens
@@ -196,7 +204,7 @@ class _Loader:
 
 
 def make_call(kinds: list[Kind], seed: int, number: int) -> Call:
-    """Make the damaged file that a seed and a number determine."""
+    """Damage a file of a random kind. The seed and the call's number determine the kind and the damage."""
     rng = random.Random(f"{seed}/{number}")
     kind = rng.choice(kinds)
     mutations: list[Callable[[random.Random, bytes], bytes]] = [_flip, _overwrite, _cut, _insert, _remove, _integer]
@@ -213,7 +221,7 @@ def make_call(kinds: list[Kind], seed: int, number: int) -> Call:
 
 
 def _place(rng: random.Random, data: bytes) -> int:
-    """Choose a position, half of the time among the first 64 bytes, where headers are."""
+    """Choose a position in the file, with a probability of 1/2 among the first 64 bytes, where headers are."""
     end = len(data) if rng.random() < 0.5 else min(len(data), 64)
     return rng.randrange(end + 1)
 
@@ -245,7 +253,7 @@ def _remove(rng: random.Random, data: bytes) -> bytes:
 
 
 def _integer(rng: random.Random, data: bytes) -> bytes:
-    """Replace an int32 of the header."""
+    """Replace one of the file's first ten int32, which are in the header."""
     at = 4 * rng.randrange(10)
     return data[:at] + struct.pack("<i", rng.choice(INTEGERS)) + data[at + 4 :]
 
@@ -266,14 +274,14 @@ def _json_value(rng: random.Random, data: bytes) -> bytes:
         other, name = rng.choice(places)
         parent[key] = json.loads(json.dumps(other[name])) if name in other or isinstance(other, list) else None
     elif isinstance(parent[key], str) and action < 0.7:
-        parent[key] = _json_value(rng, parent[key].encode()).decode()  # the metadata has JSON in strings
+        parent[key] = _json_value(rng, parent[key].encode()).decode()  # strings of the metadata may contain JSON
     else:
         parent[key] = rng.choice(VALUES)
     return json.dumps(tree).encode()
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield every (container, key) of a tree of lists and dicts."""
+    """Yield (container, key) for every item of nested lists and dicts. The key of a list's item is its index."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in list(items):
         yield tree, key
@@ -293,13 +301,11 @@ def _safetensors_header(rng: random.Random, data: bytes) -> bytes:
 
 
 def judge(call: Call, folder: Path) -> tuple[str, str]:
-    """Load a damaged file. Return ("same"
+    """Load a damaged file, and return (outcome, description).
 
-    "other"
-
-    "refused"
-
-    "finding", description).
+    The outcome is "same" if the content equals the content of the intact file, "other" if it does not and the file has
+    no checksums, "refused" if loading raises an error as it should, and "finding" otherwise. Only a finding has a
+    description.
     """
     path = folder / call.kind.name
     _replace_file(path, call.data)
@@ -319,7 +325,7 @@ def judge(call: Call, folder: Path) -> tuple[str, str]:
 
 
 def _replace_file(path: Path, data: bytes) -> None:
-    """Write a new file with this name, because loaded data may be a view of the old file."""
+    """Delete the file and write a new one, because tensors loaded before may be views of the mapped old file."""
     path.unlink(missing_ok=True)
     path.write_bytes(data)
 
@@ -352,19 +358,22 @@ def _feed(found: Any, content: Any) -> None:
 
 
 def _work(pipe: Connection, seed: int, numbers: range) -> None:
-    """Judge calls in a child process. Send a call's number before the call, and its outcome after the call."""
+    """Judge damaged files in a child process.
+
+    Send (kind, None) before a file is loaded, and (kind, outcome and description) afterwards.
+    """
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.set_num_threads(1)
         kinds = make_kinds(folder)
         mutants = folder / "mutants"
         mutants.mkdir()
-        for kind in kinds:  # libraries allocate their memory before it is limited
+        for kind in kinds:  # so that libraries allocate their memory before the limit is set
             judge(Call(kind, kind.data), mutants)
         pages = int(Path("/proc/self/statm").read_text().split()[0])
         limit = pages * os.sysconf("SC_PAGE_SIZE") + EXTRA_BYTES
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Rust prints its panics
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # Libraries in Rust print their panics to stderr.
         for number in numbers:
             call = make_call(kinds, seed, number)
             pipe.send((call.kind.name, None))
@@ -373,7 +382,7 @@ def _work(pipe: Connection, seed: int, numbers: range) -> None:
 
 
 def run(calls: range, seed: int) -> tuple[Counter[str], list[str]]:
-    """Judge the calls in child processes; return the numbers of outcomes, and the findings."""
+    """Judge damaged files in child processes. Return how often each outcome occurred, and the findings."""
     counts: Counter[str] = Counter()
     findings: list[str] = []
     start = calls.start
@@ -383,7 +392,11 @@ def run(calls: range, seed: int) -> tuple[Counter[str], list[str]]:
 
 
 def _run_child(calls: range, seed: int, counts: Counter[str], findings: list[str]) -> int:
-    """Judge calls in a child process until the process ends, hangs or crashes. Return the number of the next call."""
+    """Judge damaged files in one child process until it has finished, hangs or crashes.
+
+    Returns:
+        The number of the first call that the process has not begun.
+    """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_work, args=(there, seed, calls), daemon=True)
@@ -419,7 +432,7 @@ def _run_child(calls: range, seed: int, counts: Counter[str], findings: list[str
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a campaign and print its results; return 1 if there are findings."""
+    """Run a campaign and print its results. Return 1 if there are findings, otherwise 0."""
     parser = argparse.ArgumentParser("fuzz.files", description=__doc__)
     parser.add_argument("--calls", type=int, default=1000, metavar="N", help="number of damaged files (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the campaign (default: 0)")

@@ -2,8 +2,8 @@
 
     cd tests && python -m fuzz.ops --calls 100000 --seed 1 [--device cuda] [--jobs 8] [--op gelu]
 
-A seed and an index determine a call. If a call fails, its choices are made simpler as long as it still fails. Then a
-command that repeats the call is printed:
+A seed and an index determine a call. If a call fails, the fuzzer replaces the call's random choices by simpler ones as
+long as the call still fails. Then it prints a command that repeats the simplified call:
 
     cd tests && python -m fuzz.ops --seed 1 --index 4711 --set dtype=torch.float32 --set x.layout=contiguous
 
@@ -12,13 +12,14 @@ so must their root mean squares. Matmuls must satisfy ``assert_product``, which 
 repeated and must give bitwise identical results. Some calls have a wrong argument and must raise an error that names
 the operator.
 
-On CUDA half of the calls have real sizes, which fill the GPU several times. With ``--set size=real``, all calls have
-real sizes. With ``--jobs``, a call that hangs or ends its process is reported, and a new process continues.
+On CUDA half of the calls have real sizes: their thread blocks fill the GPU several times. With ``--set size=real``, all
+calls have real sizes. With ``--jobs``, a call that hangs or ends its process is reported, and a new process makes the
+next calls.
 
-The rule compares our error with torch's error, which may be 0 by luck if there are few numbers. A call that breaks the
-rule is therefore repeated with other numbers (``make_trial``), up to 400 times. The first result must then satisfy the
-rule with torch's largest error in these trials, and the root mean square of our errors in all trials must also satisfy
-the rule.
+The rule compares our error with torch's error, which may happen to be 0 if there are few numbers. If the result of a
+call breaks the rule, the call is therefore repeated with other numbers (``make_trial``), in up to 400 trials. The
+result of the first trial must then satisfy the rule with torch's largest error in all trials. The root mean square of
+our errors in all trials must satisfy the rule, too.
 """
 
 import argparse
@@ -45,10 +46,11 @@ from gptkernels.testing.draw import FLOATING, Draw
 from gptkernels.testing.exactness import Errors, assert_norm_as_exact_as_torch, assert_product
 from helpers import assert_as_exact_as_torch, double
 
-# calls per task; on CUDA, all small calls are launched before the first check, because a check synchronizes
+# Calls of a task. On CUDA, all small calls of a task are launched before the first check, because a check synchronizes.
 LAUNCHED = 32
-MOST_KEPT = 2**30  # bytes of CUDA memory that a process keeps for its next calls
-# errors are compared after these numbers of trials; calls of real size have at most 100 trials
+MOST_KEPT = 2**30  # bytes of unused CUDA memory that torch's allocator may keep for the next calls
+# The rules are applied after these numbers of trials, until they are satisfied. Calls of real size have at most 100
+# trials.
 TRIALS = (1, 10, 100, 400)
 
 
@@ -61,14 +63,14 @@ def list_operators():
 
 
 def launch(draw, op=None):
-    """Make a call.
+    """Draw a call and make it, without checking its results.
 
     Returns:
-        The Trial whose results must be checked, or None if the call had to raise an error, and did.
+        The Trial whose results must be checked. None if an argument was wrong and the operator raised an error for it.
 
     Raises:
-        AssertionError: the operator accepted a wrong argument.
-        Exception: the operator raised it.
+        AssertionError: the operator accepted a wrong argument, or its error does not name the operator.
+        Exception: the operator raised this exception for valid arguments.
     """
     names = list_operators()
     draw.op = draw.choose("op", names, [OPERATORS[n].weight for n in names])
@@ -85,11 +87,11 @@ def launch(draw, op=None):
 
 
 def run(draw, op=None):
-    """Make and check a call.
+    """Draw a call, make it and check its results.
 
     Raises:
         AssertionError: a result is wrong, or the repeated call gave other bits.
-        Exception: the operator raised it.
+        Exception: the operator raised this exception for valid arguments.
     """
     first = launch(draw, op)
     if first:
@@ -97,7 +99,10 @@ def run(draw, op=None):
 
 
 def name_tensors(trial):
-    """Return all tensors of a call with one output by name, as ``Call.products`` expects them."""
+    """Return a trial's tensors by the names that ``Call.products`` uses.
+
+    The names are those of the arguments, "out" and "dout" for the first output and its gradient, and "d<argument>".
+    """
     named = dict(zip(trial.call.args, trial.args, strict=True))
     named |= {"out": trial.ours[0], "dout": trial.douts[0]}
     return named | {f"d{name}": t for name, t in zip(trial.wanted, trial.ours[len(trial.douts) :], strict=True)}
@@ -127,14 +132,14 @@ def make_first_trial(draw, call):
         douts[draw.choose("unused output", range(len(outs)))] = None
     found = [t.detach() for t in outs] + compute_gradients(outs, leaves, douts)
     if draw.real and draw.device.type == "cuda":
-        torch.cuda.synchronize()  # so that a hang is reported for this stage
+        torch.cuda.synchronize()  # If a kernel hangs, the process stops here, and the report names the stage "ours".
     again = repeat_call(draw, call, douts, wanted) if draw.chance("again", 0.05) else []
     enter("torch's")
     return Trial(call, wanted, args, douts, found, compute_results(call, call.torchs, args, douts, wanted), again)
 
 
 def choose_gradients(draw, call):
-    """Return the names of the arguments that require a gradient: all, some or none."""
+    """Choose which of the differentiable arguments require a gradient, and return their names."""
     names = list(call.differentiable())
     which = draw.choose("gradients", ("all", "some", "none"), (6, 3, 1))
     if which == "some":
@@ -150,7 +155,10 @@ def make_leaves(call, args, wanted):
 
 
 def compute_gradients(outs, leaves, douts):
-    """Return the gradients of the leaves that require one. A gradient is zero if no used output depends on its leaf."""
+    """Return the gradients of the leaves that require one.
+
+    The gradient of a leaf is 0 if the leaf affects only outputs without a gradient in ``douts``.
+    """
     inputs = [t for t in leaves if t is not None and t.requires_grad]
     pairs = [(o, d) for o, d in zip(outs, douts, strict=True) if d is not None and o.requires_grad]
     if not inputs or not pairs:
@@ -160,7 +168,7 @@ def compute_gradients(outs, leaves, douts):
 
 
 def compute_results(call, function, args, douts, wanted):
-    """Return the function's outputs and its gradients."""
+    """Return the outputs of ``function(*args)``, and the gradients of the arguments in ``wanted``."""
     leaves = make_leaves(call, args, wanted)
     outs = outputs(function(*leaves))
     return [t.detach() for t in outs] + compute_gradients(outs, leaves, douts)
@@ -171,19 +179,19 @@ def compute_results(call, function, args, douts, wanted):
 
 @dataclasses.dataclass
 class Trial:
-    """A call and its results."""
+    """A call with one choice of its numbers, our results and torch's results."""
 
     call: Call  # from the table of operators
     wanted: list  # names of the arguments whose gradients are computed
-    args: list  # tensors, or None for absent ones
-    douts: list  # gradients of the outputs, None for an unused output
+    args: list  # tensors, or None for an absent argument
+    douts: list  # gradients of the outputs, or None for an unused output
     ours: list  # our outputs, then our gradients
     torchs: list  # torch's outputs, then its gradients
     again: list = dataclasses.field(default_factory=list)  # our results of the repeated call, if the call is repeated
 
 
 def make_trial(draw, first, i):
-    """Make the first trial's call with other numbers."""
+    """Repeat the call of the first trial with other numbers, which ``i`` determines."""
 
     def changed(t, name, **more):
         return other_numbers(t, i, draw.source(f"trial {i}, {name}"), **more)
@@ -196,12 +204,15 @@ def make_trial(draw, first, i):
 
 
 def choose_device(draw, trials):
-    """Copy trials to the CPU, where they are compared. Trials of real size stay on their device."""
+    """Copy small trials to the CPU, where their results are compared. Trials of real size stay on their device."""
     return trials if draw.real else copy_to_cpu(trials)
 
 
 def copy_to_cpu(trials):
-    """Copy all tensors of the trials to the CPU as one tensor of bytes, because every copy synchronizes."""
+    """Return the trials with all tensors on the CPU.
+
+    The tensors are copied together, as one tensor of bytes, because every copy from the GPU synchronizes.
+    """
     lists = ("args", "douts", "ours", "torchs", "again")
     tensors = [t for trial in trials for name in lists for t in getattr(trial, name) if t is not None]
     if all(t.device.type == "cpu" for t in tensors):
@@ -225,18 +236,18 @@ def view_bytes(t):
 
 
 def compute_formula(trial):
-    """Return the outputs and gradients of the formula in float64."""
+    """Return the outputs and gradients of the formula, in float64, for the arguments of the trial."""
     args = [double(t) if t is not None and t.is_floating_point() else t for t in trial.args]
     return compute_results(trial.call, trial.call.exact, args, [double(d) for d in trial.douts], trial.wanted)
 
 
 def check(draw, first, compared):
-    """Check the results of a call; if they break the rule, compare them again after trials with other numbers.
+    """Check the results of a call. If they break the rules of exactness, make trials with other numbers.
 
     Args:
         draw: the source of the call's random numbers.
-        first: the call.
-        compared: the same call on the device where results are compared, see ``choose_device``.
+        first: the call's first trial.
+        compared: a copy of ``first`` on the device where results are compared (``choose_device``).
     """
     for one, other in zip(compared.ours, compared.again, strict=False):
         assert torch.equal(view_bytes(one), view_bytes(other)), "the same call gave other bits"
@@ -253,14 +264,24 @@ def check(draw, first, compared):
 
 
 def assert_as_exact(names, results, errors, norms):
-    """Apply the rules to (our result, torch's result, the formula's result), given torch's errors on other numbers."""
+    """Assert that each result satisfies the rules for its largest error and for its root mean square error.
+
+    Args:
+        names: the names of the results.
+        results: (our result, torch's result, the formula's result) for each name.
+        errors: torch's largest errors in other trials, or 0.
+        norms: torch's largest root mean square errors in other trials, or 0.
+    """
     for name, triple, error, norm in zip(names, results, errors, norms, strict=True):
         assert_as_exact_as_torch(*triple, name, torch_error=error)
         assert_norm_as_exact_as_torch(*triple, name, torch_error=norm)
 
 
 def assert_as_exact_in_trials(draw, first, names, results):
-    """Apply the rules to the results, given torch's largest errors in more and more trials."""
+    """Assert that the first trial's results satisfy the rules with torch's largest error in all trials so far.
+
+    Trials are added until the rules are satisfied, or the largest number in ``TRIALS`` is reached.
+    """
     noise, luck = first.call.noise(first.args, first.douts), 2.0 if first.call.torchs_splits else 1.0
     errors = [Errors(noise, luck) for _ in names]
 
@@ -279,7 +300,7 @@ def assert_as_exact_in_trials(draw, first, names, results):
                 triples = zip(other.ours, other.torchs, compute_formula(other), strict=True)
                 found = [leave_out_overflows(*triple) for triple in triples]
                 add(found)
-                # All finite errors are allowed here, so that only the places of infinities and NaN are compared.
+                # With an allowed error of infinity, only the infinities and NaN of our result are checked.
                 assert_as_exact(names, found, [math.inf] * len(names), [math.inf] * len(names))
         try:
             assert_as_exact(names, results, *zip(*((e.worst_of_torchs(), e.worst_norm()) for e in errors), strict=True))
@@ -292,13 +313,19 @@ def assert_as_exact_in_trials(draw, first, names, results):
 
 
 def leave_out_overflows(ours, torchs, exact):
-    """Replace elements that are finite only in the formula by the formula's: an intermediate result overflowed."""
+    """Return the three results. Elements that are finite only in the formula get the formula's value in all of them.
+
+    An intermediate result of such an element overflowed both in our and in torch's dtype, but not in float64.
+    """
     left_out = exact.isfinite() & ~ours.isfinite() & ~torchs.isfinite()
     return *(torch.where(left_out, exact.to(t.dtype), t) for t in (ours, torchs)), exact
 
 
 def repeat_call(draw, call, douts, wanted):
-    """Repeat the call and return the results. On the CPU, change the number of threads unless the bits depend on it."""
+    """Repeat our call and return its results.
+
+    On the CPU, the repeated call uses another number of threads if ``call.any_threads`` says that this changes no bit.
+    """
     threads = torch.get_num_threads()
     try:
         if call.any_threads and draw.device.type == "cpu":
@@ -312,7 +339,11 @@ def repeat_call(draw, call, douts, wanted):
 
 
 def break_argument(draw, call):
-    """Return the name of an argument and a wrong value, or None if the drawn kind of fault does not apply."""
+    """Draw a kind of fault. Return an argument's name and a wrong value, or None if the call cannot have the fault.
+
+    The faults are integers in place of floating numbers, a dtype that differs from the other arguments' dtype, one more
+    column, and an index out of range.
+    """
     floating = [n for n, t in call.args.items() if t is not None and t.is_floating_point()]
     tied = [n for n in call.tied if call.args[n] is not None]
     how = draw.choose("breakage", ("integers", "another dtype", "wider", "an index out of range"))
@@ -333,7 +364,8 @@ def break_argument(draw, call):
 def break_index(draw, call):
     """Return an argument's name and its tensor with an index out of range, or None if the call has no indices.
 
-    The result is None on CUDA, too, where a device-side assertion would end the process.
+    On CUDA the result is always None, because the kernels find the index by a device-side assertion, after which the
+    process cannot use the device.
     """
     name = next((n for n in ("tokens", "targets") if n in call.args), None)
     if name is None or draw.device.type != "cpu" or not call.args[name].numel():
@@ -363,7 +395,7 @@ def check_refused(draw, call, name, value):
 
 
 def find_failure(seed, index, device, op=None, replaced=None):
-    """Return the draw and the exception of a call if the call fails, else None."""
+    """Make and check a call. Return its draw and its exception if it fails, else None."""
     draw = Draw(seed, index, device, replaced)
     draw.call = "?"
     try:
@@ -374,9 +406,12 @@ def find_failure(seed, index, device, op=None, replaced=None):
 
 
 def simplify(draw, error, seed, index, device, op, seconds):
-    """Make the choices of a failing call simpler one by one, as long as the call fails in the same way.
+    """Replace the choices of a failing call by simpler ones, one by one, as long as the call raises the same exception.
 
-    After a CUDA error nothing is tried, because the process cannot use the device.
+    After a CUDA error no simpler call is tried, because the process cannot use the device.
+
+    Returns:
+        The draw and the exception of the simplest call that failed.
     """
     if "CUDA error" in str(error):
         return draw, error
@@ -400,7 +435,10 @@ def simplify(draw, error, seed, index, device, op, seconds):
 
 
 def format_report(draw, error, seed, index, device, op):
-    """Return a command that repeats the call, the call and the error, on three lines."""
+    """Return a text of three lines: the command that repeats the call, the call, and the error.
+
+    If the error is not an AssertionError, the line of code that raised it follows.
+    """
     where = "" if isinstance(error, AssertionError) else "".join(traceback.format_tb(error.__traceback__)[-1:])
     return (
         f"{format_command(seed, index, device, op, draw.replaced)}\n"
@@ -418,11 +456,11 @@ def format_command(seed, index, device, op, replaced):
 
 # ---- the campaign's processes ----------------------------------------------------------------------------------------
 
-_progress = None  # This is set in each process of a campaign.
+_progress = None  # the Progress of this process, if it is a worker of a campaign
 
 
 class Progress:
-    """The current call and stage of a process, in memory that the campaign reads."""
+    """The current call of a worker process and the stage of this call, in memory that the campaign's process reads."""
 
     def __init__(self, context):
         self.numbers = context.Array("q", 2, lock=False)  # the call's index, and the number of stages entered so far
@@ -434,7 +472,7 @@ class Progress:
 
 
 def enter(stage, call=None, index=None):
-    """Record that this process enters a stage."""
+    """Record that this process enters a stage of a call. If ``call`` and ``index`` are given, a new call begins."""
     if _progress:
         for buffer, text in zip(_progress.texts, (stage, call), strict=True):
             if text is not None:
@@ -451,14 +489,16 @@ def prepare_process():
 
 
 class DeviceLost(Exception):
-    """A CUDA error, after which a process cannot use the device."""
+    """Is raised if this process cannot use the device any more, after a CUDA error."""
 
 
 def make_calls(arguments, start, stop, alone=False):
-    """Make the calls start to stop - 1; on CUDA several are launched together, unless ``alone``.
+    """Make and check the calls start to stop - 1.
+
+    On CUDA, ``LAUNCHED`` calls at a time are launched before the first of them is checked, unless ``alone`` is true.
 
     Yields:
-        The index and the report of each failure, and the numbers of calls of each operator.
+        (index, report) of each failure, and after each group of calls a Counter of the calls of each operator.
 
     Raises:
         DeviceLost: the process cannot use the device any more.
@@ -481,12 +521,15 @@ def make_calls(arguments, start, stop, alone=False):
 
 
 def parse_settings(arguments):
-    """Return the choices that replace drawn ones in every call."""
+    """Return a dict of the options ``--set``. In every call, its values replace the random choices with these names."""
     return dict(text.split("=", 1) for text in arguments.set)
 
 
 def find_failures(arguments, indices, counts):
-    """Return (index, draw, exception) of failing calls. All small calls are launched before the first check."""
+    """Make the calls with these indices. Return (index, draw, exception) of each failing call.
+
+    All small calls are launched before the first of them is checked. ``counts`` counts the calls of each operator.
+    """
     launched, failed = [], []
     for index in indices:
         enter("draw", "?", index)
@@ -515,7 +558,10 @@ def find_failures(arguments, indices, counts):
 
 
 def work(pipe, progress, arguments):
-    """Make the calls of each task that the pipe delivers, and send back the results of ``make_calls``."""
+    """Run a worker process: receive tasks from the pipe, and send back what ``make_calls`` yields, then None.
+
+    If the device is lost, the process ends without sending None.
+    """
     global _progress
     _progress = progress
     prepare_process()
@@ -534,15 +580,15 @@ def work(pipe, progress, arguments):
         pipe.send(None)
 
 
-START = 300  # seconds in which a process must enter its first stage
+START = 300  # seconds in which a new process must enter its first stage, after importing torch
 
 
 class Worker:
     """A process that makes calls.
 
     Attributes:
-        task: (start, stop, alone) of the calls, or None while the process waits for a task.
-        why: the reason for which the previous process with this task ended, or None.
+        task: the arguments (start, stop, alone) of ``make_calls``, or None while the process waits for a task.
+        why: the reason why an earlier process with this task ended, or None.
         count: the number of stages that the process had entered at ``since``.
         since: the time at which the process last entered a stage.
     """
@@ -558,11 +604,11 @@ class Worker:
 
     def give(self, task, why):
         self.task, self.why, self.since = task, why, time.monotonic()
-        with contextlib.suppress(OSError):  # if the process has ended, the campaign notices when it reads the pipe
+        with contextlib.suppress(OSError):  # If the process has ended, run_in_processes notices when it reads the pipe.
             self.pipe.send(task)
 
     def is_stuck(self, patience):
-        """Return whether the process has entered no stage for this number of seconds."""
+        """Return whether the process has entered no stage for ``patience`` seconds, or for ``START`` if it is new."""
         count = self.progress.numbers[1]
         if count != self.count:
             self.count, self.since = count, time.monotonic()
@@ -576,15 +622,15 @@ class Worker:
 
 
 def run_in_processes(arguments):
-    """Yield what ``make_calls`` yields in several processes.
+    """Make the calls in several worker processes, and yield what ``make_calls`` yields in them.
 
-    If a process on CUDA hangs or ends, its calls are repeated one by one to find the faulty call. While a kernel hangs,
-    other processes' kernels may wait for it. Only the process that has waited longest is ended, and the waiting
-    times of the others restart.
+    If a process on CUDA hangs or ends, a new process repeats its calls one by one to find the faulty call. While a
+    kernel hangs, the kernels of other processes may have to wait for it. Therefore only the process that has entered no
+    stage for the longest time is killed, and the waiting times of the other processes begin again.
     """
     starts = iter(range(0, arguments.calls, LAUNCHED))
-    again = []  # (task, why) of processes that ended
-    reported = set()  # indices of calls
+    again = []  # (task, why) of tasks that must be repeated because their process hung or ended
+    reported = set()  # indices of the calls whose failure has been reported
     end = time.time() + arguments.seconds
     workers = [Worker(arguments) for _ in range(arguments.jobs)]
 
@@ -595,7 +641,11 @@ def run_in_processes(arguments):
         return None if start is None else ((start, min(start + LAUNCHED, arguments.calls), False), None)
 
     def lose(worker, why):
-        """Replace a process by a new one, and yield the report of the call that ended it if that call is known."""
+        """Replace a process that hangs or has ended by a new one.
+
+        On CUDA, if the task's calls were launched together, the task is repeated. Otherwise the current call of the
+        process is at fault: its report is yielded, and the calls after it are repeated.
+        """
         start, stop, alone = worker.task
         index, stage, call = worker.progress.read()
         index = index if start <= index < stop else start
@@ -649,7 +699,7 @@ def run_in_processes(arguments):
 
 
 def run_in_process(arguments):
-    """Yield the results of ``make_calls`` in this process. A CUDA error ends the campaign."""
+    """Make the calls in this process, and yield what ``make_calls`` yields. A CUDA error ends the campaign."""
     prepare_process()
     end = time.time() + arguments.seconds
     for start in range(0, arguments.calls, LAUNCHED):
@@ -667,7 +717,10 @@ def run_in_process(arguments):
 
 
 def run_campaign(arguments):
-    """Make all calls, print their numbers even if the campaign is interrupted, and return the exit status."""
+    """Make all calls, and return the exit status: 1 if a call failed, otherwise 0.
+
+    At the end, also after an interrupt, the number of calls of each operator is printed.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     begin = shown = time.monotonic()
     counts, failures = Counter(), 0

@@ -3,14 +3,14 @@
 `python -m fuzz.steps --steps 300 --seed 1 --device cuda` (in tests/). Every step starts with new weights. Its loss and
 all its gradients are compared with the results of torch's model in float64:
 
-- The norm of a gradient's error may be twice the norm of the error of torch's model in the same precision.
-- The loss's error may be twice the mean magnitude of torch's errors of single tokens. This bounds the error of torch's
-  mean, but is not small by luck.
-- In both cases an error of one rounding to float32 is added.
+- The norm of a gradient's error may be twice the norm of the error of torch's model in the same precision, plus one
+  rounding to float32.
+- The loss's error may be twice the mean magnitude of the errors of torch's losses of single tokens, plus one rounding
+  to float32. (The error of torch's mean loss is at most this mean magnitude, but may happen to be near 0.)
 
-torch's errors may still be small by luck if a step has few tokens. A step that breaks the rule is therefore repeated
-with other numbers, and the root mean squares of the errors are compared. A failing step is printed as a command that
-repeats it. A step that takes longer than `SECONDS` ends the process.
+If a step has few tokens, torch's errors may all happen to be small. A step that breaks this rule is therefore repeated
+with other numbers, and the root mean squares of the errors over all repetitions must satisfy the rule. A failing step
+is printed as a command that repeats it. If a step takes longer than `SECONDS`, the process ends.
 """
 
 import argparse
@@ -34,13 +34,13 @@ from swapped import hf_config, transformers
 SECONDS = 300  # Inductor may take two minutes
 IGNORED = -100
 TRIALS = 10
-UNUSED = 47  # columns of the padded vocabulary (50304) without a token of GPT-2 (50257)
+UNUSED = 47  # padding of the vocabulary: 50304 columns for GPT-2's 50257 tokens
 WAYS = ("eager", "compiled", "graphed")
-REPLAYED = 4  # the first call that replays a graph, after two eager calls and the capture
+REPLAYED = 4  # Of these calls of a graphed step, two are eager, the third captures the graph, the fourth replays it.
 
 
 class Sizes(NamedTuple):
-    """The models' sizes, and the range of a step's tokens."""
+    """The sizes of the models, and the smallest and largest number of tokens (B * T) of a step."""
 
     layers: int
     heads: int
@@ -56,9 +56,9 @@ SIZES = {"cpu": Sizes(2, 2, 32, 64, 128, (64, 300)), "cuda": Sizes(2, 12, 768, 1
 class Family(NamedTuple):
     """A kind of model.
 
-    `make` returns our model and torch's model, whose parameters have the same names. `loss` computes our mean loss of
-    tokens and targets, and `logits` computes torch's logits. With `shifts` the targets are the next tokens of the
-    same sequence.
+    `make` returns our model and torch's model, whose parameters have the same names. `loss` calls our model for its
+    mean loss, and `logits` calls torch's model. If `shifts` is true, the model has no targets as an argument: it
+    computes the loss with the next token of the sequence as the target of each token but the last.
     """
 
     make: Callable
@@ -127,7 +127,7 @@ class Models:
         self.family = family
         self.ours, self.torchs = (model.to(device) for model in family.make(SIZES[device.type]))
         self.exact = copy.deepcopy(self.torchs).double()
-        # With beta1 = 0 the first moment is the last gradient.
+        # With beta1 = 0, exp_avg is the gradient of the last step.
         self.optimizer = AdamW(self.ours.parameters(), lr=1e-3, betas=(0.0, 0.95), max_grad_norm=math.inf)
         compiled = torch.compile(self.loss, dynamic=True, backend=backend)
         self.steps = {
@@ -153,7 +153,7 @@ class Models:
             model.load_state_dict(self.ours.state_dict())
 
     def reference(self, model, tokens, targets, autocast=False):
-        """Return the losses of the tokens, and the gradients of the mean loss by parameter name."""
+        """Run torch's model. Return the loss of each token, and the gradients of the mean loss by parameter name."""
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
             logits = self.family.logits(model, tokens, targets)
             targets = targets.flatten()
@@ -164,7 +164,12 @@ class Models:
         return losses.detach().double(), {name: p.grad.double() for name, p in model.named_parameters()}
 
     def step(self, way, autocast, B, T, generator):
-        """Make a step with new weights and tokens. Return (our error, torch's error, magnitude) by name."""
+        """Make a step with new weights and tokens.
+
+        Returns:
+            (our error, torch's error, magnitude) of the loss and of each gradient, by name. A gradient's numbers are
+            norms.
+        """
         sizes, device = SIZES[generator.device.type], generator.device
         self.redraw(generator)
         text = torch.randint(sizes.vocabulary - UNUSED, (B, T + 1), generator=generator, device=device)
@@ -186,7 +191,7 @@ class Models:
 
 
 def find_broken(trials):
-    """Describe the results whose root mean square error over the trials breaks the rule, by name."""
+    """Return descriptions of the results whose root mean square error over the trials breaks the rule, by name."""
     found = {}
     for name in trials[0]:
         error, torchs, magnitude = (
@@ -200,7 +205,10 @@ def find_broken(trials):
 
 
 def run(index, arguments, made):
-    """Make one step; return descriptions of its errors by name."""
+    """Make the step with this index. Return descriptions of its faults by name, or an empty dict if there are none.
+
+    ``made`` has the models of earlier steps by the family's name.
+    """
     draw = random.Random(f"{arguments.seed}/{index}")
     device = torch.device(arguments.device)
     sizes = SIZES[device.type]
@@ -220,7 +228,7 @@ def run(index, arguments, made):
     if device.type == "cuda" and way == "graphed" and step.eager_because:
         found["graph"] = f"no graph: {step.eager_because}"
     step.reset()
-    torch.cuda.empty_cache()  # a capture cannot use memory that the allocator has kept since steps of other sizes
+    torch.cuda.empty_cache()  # A capture cannot use the memory that the allocator keeps of steps with other sizes.
     return found
 
 
@@ -235,7 +243,7 @@ def main(argv=None):
     parser.add_argument("--index", type=int, help="make this step alone")
     arguments = parser.parse_args(argv)
     indices = range(arguments.steps) if arguments.index is None else [arguments.index]
-    torch._dynamo.config.recompile_limit = 64  # all families share the code of `Models.loss`
+    torch._dynamo.config.recompile_limit = 64  # Dynamo counts the compilations of `Models.loss` for all families.
     failures, made = 0, {}
     for index in indices:
         faulthandler.dump_traceback_later(SECONDS, exit=True, file=sys.__stderr__)

@@ -36,7 +36,7 @@ def test_a_short_campaign_finds_nothing(op, size, calls, device, capfd):
     assert status == 0, capfd.readouterr().out
 
 
-# Calls with these choices have one tile or block of rows more than the GPU has SMs.
+# Calls with these choices have work for one thread block more than the GPU has SMs.
 ONE_MORE = {"size": "real", "broken": "False"} | {
     f"{name}.{choice}": "1" for name in ("x", "a", "rows", "lead", "queries") for choice in ("tiles each", "more tiles")
 }
@@ -55,7 +55,7 @@ ATTENTIONS = [
     ids=lambda value: value if isinstance(value, str) else "-".join(value.values()) or "drawn",
 )
 def test_one_more_tile_than_sms(op, choices, device):
-    """``make sanitize`` runs these calls."""
+    """Calls with one tile more than the GPU has SMs satisfy the rule. ``make sanitize`` runs this test, too."""
     for index in range(2):
         fuzzer.run(Draw(17, index, device, ONE_MORE | choices), op)
 
@@ -77,7 +77,10 @@ def test_seed_and_index_determine_a_call():
 
 
 def test_a_fault_is_found_and_can_be_repeated(monkeypatch, capfd):
-    """The planted softmax omits the last element of rows that are wider than 20."""
+    """The fuzzer finds a planted fault, simplifies the call, and prints a command that repeats it.
+
+    The softmax of this test returns 0 for the last element of rows that are wider than 20.
+    """
 
     def faulty(draw):
         call = OPERATORS["softmax"].draw(draw)
@@ -102,7 +105,7 @@ def test_a_fault_is_found_and_can_be_repeated(monkeypatch, capfd):
     assert repeated.rstrip().endswith(printed.split("\n\n")[0].rstrip().splitlines()[-1])
 
 
-# Errors are a few ulps. The rule must distinguish small faults from errors that are large by chance.
+# Planted faults of a few ulps. The rule must distinguish such faults from rounding errors that happen to be large.
 
 
 def make_off_by(units):
@@ -117,7 +120,7 @@ def make_off_by(units):
 
 
 class DoutOffBy(torch.autograd.Function):
-    """The identity, with a gradient that is off by ``units`` ulps."""
+    """Returns its argument. The backward multiplies the gradient by 1 + ``units`` ulps."""
 
     @staticmethod
     def forward(ctx, out, units):
@@ -155,7 +158,10 @@ def test_a_gradient_off_by_a_few_ulps_is_found(op, device):
 
 
 def test_a_missing_row_is_found_if_torch_misses_it_too(device):
-    """Both our and torch's gradient of linear's weight omit the last of thousands of rows."""
+    """A missing term of a matmul is found although torch's result has the same fault.
+
+    In this test, the gradient of the weight of linear omits the last row of the input, in ours and in torch's.
+    """
 
     def faulty(draw):
         call = OPERATORS["linear"].draw(draw)
@@ -168,7 +174,7 @@ def test_a_missing_row_is_found_if_torch_misses_it_too(device):
         return dataclasses.replace(call, ours=without_last_row, torchs=without_last_row)
 
     replaced = {"size": "real", "dtype": "torch.bfloat16", "x.dims": "1", "gradients": "all", "broken": "False"}
-    # with many more rows, a missing row would change the sum by less than bfloat16's rounding
+    # If the input had many more rows, a missing row would change the sum by less than bfloat16's rounding.
     replaced |= {"x.rows of a tile": "4"}
     replaced |= {"x.values": "normal", "weight.values": "normal", "dout0.values": "normal", "x.layout": "contiguous"}
     with pytest.MonkeyPatch.context() as patch:
@@ -183,8 +189,8 @@ def test_errors_of_several_trials():
     one = torch.tensor([1.0])
     errors = fuzzer.Errors()
     errors.add(one, one, one.double())
-    assert errors.worst_of_torchs() == errors.rounding > 0  # torch's order of summation suits the numbers
-    errors.add(one * 4, one * 4, one.double() * 4 + 1e-6)  # the result is four times as large
+    assert errors.worst_of_torchs() == errors.rounding > 0  # an error of 0 counts as one rounding
+    errors.add(one * 4, one * 4, one.double() * 4 + 1e-6)  # four times as large, so that the error counts a quarter
     assert errors.worst_of_torchs() == pytest.approx(0.25e-6, rel=1e-5)
     errors.add(one, one, one.double() - 1e-6)
     assert errors.worst_of_torchs() == pytest.approx(1e-6, rel=1e-5)
@@ -197,8 +203,9 @@ def test_errors_of_several_trials():
     errors = fuzzer.Errors()
     errors.add(one * 0, one * 0, one.double() * 0)
     errors.add(one * 1e-7, one * 1e-7, one.double() * 1e-17)  # the formula's terms cancel, except for rounding errors
-    errors.add(one, one * 1.1, one.double())  # the error of a larger result is ignored where terms cancel
-    assert errors.worst_of_torchs() == pytest.approx(4e-7)  # torch's error counts four times where terms cancel
+    # The first result is 0. A trial with a larger result is scaled down to it, so that its error counts as 0.
+    errors.add(one, one * 1.1, one.double())
+    assert errors.worst_of_torchs() == pytest.approx(4e-7)  # If terms cancel, torch's error counts four times.
 
     errors = fuzzer.Errors(noise=1e-6, luck=2.0)
     errors.add(one + 1e-6, one + 3e-7, one.double())
@@ -208,7 +215,10 @@ def test_errors_of_several_trials():
 
 
 def test_trials_keep_what_is_special_about_arguments(device):
-    """Trials with other numbers have constants, zeros, equal rows, infinities and integers where the first has them."""
+    """A trial with other numbers keeps what is special about an argument.
+
+    Equal elements and rows stay equal, zeros, infinities and integers do not change, and absent arguments stay absent.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(7, generator=generator)
     args = {
@@ -249,7 +259,7 @@ def test_a_lost_device_ends_the_campaign_with_a_report(monkeypatch, capfd):
 
 
 def work_with_faults(*args):
-    """Run a worker in which call 3 of gelu hangs and call 40 ends the process."""
+    """Run ``fuzz.ops.work`` with a gelu that hangs in call 3 and ends the process in call 40."""
     draw_gelu = OPERATORS["gelu"].draw
 
     def faulty(draw):
@@ -286,11 +296,14 @@ def test_the_campaign_ends_after_its_time(capfd):
 
 @all_dtypes
 def test_attention_of_scale_zero(dtype, device):
-    """All keys have the same weight. oneDNN does not write the result of a matmul that it multiplies by 0."""
+    """With scale 0, all keys that a query sees have the same probability.
+
+    If a matmul is multiplied by 0, oneDNN leaves the result's memory as it is, and NaN in it must not stay.
+    """
     op = ops.attention_probabilities
     qkv = randn(2, 63, 3 * 120, dtype=dtype, device=device)
     junk = torch.full((2, 5, 63, 63), float("nan"), dtype=dtype, device=device)
-    del junk  # the allocator returns this memory next
+    del junk  # The allocator uses this memory for the next tensor of this size.
     out, probabilities = op(qkv, 5, 0.0)
     counts = torch.arange(1, 64, dtype=torch.float64, device=device)
     expected = (torch.ones(63, 63, device=device).tril() / counts[:, None]).expand(2, 5, 63, 63)

@@ -1,4 +1,4 @@
-"""A transformer block that is one node of autograd's graph has the same bits as its operators called one by one."""
+"""Tests that a transformer block as one node of autograd's graph has the bits of its operators called one by one."""
 
 import contextlib
 import copy
@@ -39,12 +39,12 @@ def compute_loss(model, device, seed=5):
 
 
 def count_nodes(loss):
-    """Return how many blocks are a single node in the graph of the loss."""
+    """Return how many transformer blocks are a single node in the autograd graph of the loss."""
     return node_names(loss).count("_LayerBackward")
 
 
 def train(model, device, autocast=None):
-    """Run three steps from a fixed seed. Return the losses, the gradients, and the final parameters and buffers."""
+    """Make three training steps from a fixed seed. Return all losses and gradients, and the final state dict."""
     torch.manual_seed(7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
@@ -59,7 +59,7 @@ def train(model, device, autocast=None):
 
 
 def assert_same(found, expected):
-    """Assert that tensors have the same bits, dtypes and strides."""
+    """Assert that two sequences of tensors have the same values, dtypes and strides. Both may contain None."""
     for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         if ours is None or theirs is None:
             assert ours is theirs, i
@@ -112,7 +112,7 @@ def test_recomputed_blocks_have_the_same_bits(options, device, monkeypatch):
 @pytest.mark.parametrize("options", ["plain", "exact GELU"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
 def test_recomputed_gelus(options, autocast, device, monkeypatch):
-    """With recompute_gelu, a block does not save the output of its GELU. On the CPU, the bits do not change."""
+    """With recompute_gelu, a block does not save the output of its GELU. On the CPU, no bit of the results changes."""
     model = make_model(device, **OPTIONS[options])
     other, saved = copy.deepcopy(model), [count_saved_bytes(model, autocast)]
     for block in model.transformer.h:
@@ -139,7 +139,10 @@ def count_saved_bytes(model, autocast):
 )
 @both_precisions
 def test_frozen_parameters(options, frozen, device, monkeypatch):
-    """With float8 matmuls, a block with a frozen parameter is not a single node. All other blocks are single nodes."""
+    """With frozen parameters, training has the same bits whether blocks are single nodes or call their operators.
+
+    With float8 matmuls, blocks with a frozen parameter are not single nodes. All other blocks are.
+    """
     model = make_model(device, **options)
     for name, p in model.named_parameters():
         p.requires_grad_(frozen not in name)
@@ -191,7 +194,7 @@ def add_buffer(model):
     ],
 )
 def test_a_changed_block_is_called(options, change, device, monkeypatch):
-    """Only the changed block calls its modules. The other two blocks stay single nodes of autograd's graph."""
+    """If one block is changed, this block calls its modules. The other two blocks stay single nodes."""
     model = make_model(device, **options)
     before = compute_loss(copy.deepcopy(model), device)
     change(model)
@@ -270,7 +273,7 @@ def test_float8_matmuls_refuse_a_second_derivative(device):
 
 @both_precisions
 def test_a_block_in_torchs_checkpoint_has_the_same_bits(options, device):
-    """torch's checkpoint recomputes the tensors that the block saved, and passes these to the block's backward."""
+    """torch's checkpoint, which recomputes a block's saved tensors, changes no bit of the block's gradients."""
     block = Block(GPT2Config(**small_models.SIZES | options), device)
     other = copy.deepcopy(block)
     x = torch.randn(2, T, C, device=device, requires_grad=True)
@@ -285,7 +288,10 @@ def test_the_norm_refuses_another_width(device):
 
 
 def test_accumulated_float8_gradients_have_the_same_bits(device, monkeypatch):
-    """Two forward passes are followed by two backward passes for each loss."""
+    """Accumulated gradients and amax histories have the bits of the operators called one by one.
+
+    After the forwards of two losses, the backward of each loss is called twice.
+    """
     found = []
     for patched in (False, True):
         model = make_model(device, torch.bfloat16, **FP8)

@@ -1,4 +1,4 @@
-"""`gptkernels generate` streams reproducible text, and reports bad input in one sentence."""
+"""Tests that `gptkernels generate` streams reproducible text, and reports bad input in one sentence."""
 
 import io
 import os
@@ -71,7 +71,7 @@ def test_an_empty_prompt_begins_a_document(checkpoint, device):
 
 
 class Script:
-    """Replaces a model. It generates the given bytes for every prompt."""
+    """Replaces a model in tests. It generates the given bytes after every prompt."""
 
     def __init__(self, data):
         self.data = data

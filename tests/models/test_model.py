@@ -1,4 +1,4 @@
-"""GPT2 calls our kernels, matches the reference model and refuses bad input."""
+"""Tests that GPT2 calls our kernels, matches the reference model and refuses bad input."""
 
 import contextlib
 import copy
@@ -32,7 +32,10 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.b
 
 
 def assert_same(ours, theirs, exact, dtype, name):
-    """Compare a result with the reference. The error of a 16-bit result may be 1.5 times the reference's error."""
+    """Assert that our result matches the reference's result ``theirs``, with a tolerance in float32 and float64.
+
+    In 16 bits, the norm of our error relative to ``exact`` may be 1.5 times the norm of the reference's error.
+    """
     if dtype in (torch.float64, torch.float32):
         torch.testing.assert_close(ours, theirs, **tolerance(dtype), msg=lambda text: f"{name}: {text}")
         return
@@ -55,7 +58,7 @@ def test_the_configuration_pads_the_vocabulary():
 
 @pytest.mark.parametrize("token", [65, 127])
 def test_tokens_of_the_padding_are_refused(token, device):
-    """The model and its embedding refuse tokens that address the embedding's rows of padding."""
+    """The model and its embedding refuse tokens from vocab_size to padded_vocab_size - 1, whose rows are padding."""
     if device.type != "cpu":
         pytest.skip("on CUDA a device-side assertion ends the process's context; see the next test")
     assert (CONFIG.vocab_size, CONFIG.padded_vocab_size) == (65, 128)
@@ -207,7 +210,7 @@ def test_models_made_on_meta_stay_tied(fill, nested, tmp_path, device):
     if fill == "to_empty":
         outer.to_empty(device=device)
         for buffer in model.buffers():
-            buffer.fill_(-1)  # simulates uninitialised memory
+            buffer.fill_(-1)  # as uninitialised memory may be
         torch.manual_seed(0)
         model.reset_parameters()
     else:
@@ -241,13 +244,13 @@ def test_a_checkpoint_restores_the_model(suffix, tmp_path, device):
     again = GPT2.from_checkpoint(path, device)
     assert again.config == model.config
     assert next(again.parameters()).device == next(model.parameters()).device
-    assert torch.equal(again(tokens, targets)[1], model(tokens, targets)[1])  # the file omits only the rows of padding
+    assert torch.equal(again(tokens, targets)[1], model(tokens, targets)[1])  # Only padding is not in the file.
     assert next(GPT2.from_checkpoint(path, dtype=torch.bfloat16).parameters()).dtype == torch.bfloat16
 
 
 @contextlib.contextmanager
 def record_numbers(monkeypatch):
-    """Record the seed and the offset of every dropout inside the context, in the order of the calls."""
+    """Yield a list to which each dropout inside the context appends its (seed, offset)."""
     drawn, draw = [], functional._dropout_numbers
 
     def note(p, like):
@@ -260,7 +263,7 @@ def record_numbers(monkeypatch):
 
 
 def drop_out(reference, drawn, p):
-    """Make the reference apply dropout as nanoGPT does, with our ops' masks.
+    """Make the reference apply dropout where nanoGPT does, with the masks of our ops for the pairs in ``drawn``.
 
     Returns:
         An iterator over the pairs (seed, offset) that the reference has not used yet.
@@ -286,7 +289,7 @@ def drop_out(reference, drawn, p):
 @pytest.mark.parametrize("changes", [{}, {"bias": False}, {"activation": "gelu"}, {"dropout": 0.2}], ids=str)
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_outputs_and_gradients_match_the_reference(return_logits, changes, dtype, device, monkeypatch):
-    """If the model has dropout, the reference applies the masks that the model drew."""
+    """Logits, loss and gradients match the reference. With dropout, the reference applies the masks of the model."""
     ours, reference = make_pair(device, dtype, **changes)
     exact = copy.deepcopy(reference).double()
     tokens, targets = make_batch(device)
@@ -320,7 +323,7 @@ def test_outputs_and_gradients_match_the_reference(return_logits, changes, dtype
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_meta_tensors(return_logits, compiled):
-    """First derivatives and, in eager mode, second derivatives have the parameters' shapes."""
+    """On the meta device, gradients and, in eager mode, second derivatives have the parameters' shapes."""
     model = GPT2(CONFIG, "meta")
     call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     logits, loss = call(*make_batch("meta"), return_logits=return_logits)
@@ -371,7 +374,7 @@ def test_twenty_steps_of_training_match_the_reference(dtype, device):
 
 
 class NoisyAdapter(torch.nn.Module):
-    """Applies dropout, which the configuration does not mention, before a linear layer."""
+    """Applies dropout before a linear layer. The model's configuration does not contain this dropout."""
 
     def __init__(self, linear):
         super().__init__()
@@ -386,13 +389,16 @@ class NoisyAdapter(torch.nn.Module):
     [(None, False), (None, True), *((change, False) for change in ("adapter", "probability", "attention", "hook"))],
 )
 def test_recomputed_blocks_have_the_same_gradient_bits(change, autocast, device):
-    """Recomputed modules draw the same random numbers again. An unchanged model saves less than half as many bytes."""
+    """Recomputation changes no bit of the gradients, because it draws the same random numbers again.
+
+    A model without changes then saves less than half as many bytes.
+    """
     ours, _ = make_pair(device, torch.float64 if change else torch.float32)
     block = ours.transformer.h[0]
     if change == "adapter":
         block.attn.c_proj = NoisyAdapter(block.attn.c_proj)
     elif change == "probability":
-        ours.transformer.h[-2].resid_dropout.p = 0.5  # the fused op of the next block applies this dropout
+        ours.transformer.h[-2].resid_dropout.p = 0.5  # The next layer's fused op applies this dropout.
     elif change == "attention":
         block.attn.dropout = 0.5
     elif change == "hook":
@@ -433,7 +439,7 @@ KERNELS_OF_THE_BLOCKS = {
     "mlp": 3,
     "encoder_backward": 1,
     "layernorm_backward": 1,
-    "residual_layernorm_bias_backward": 6,  # this op also computes the gradient of the preceding layer's bias
+    "residual_layernorm_bias_backward": 6,  # also computes the gradient of the preceding linear module's bias
     "attention_backward": 3,
     "mlp_backward": 3,
     "adamw_": 1,
@@ -442,7 +448,7 @@ VIEWS = {
     *("aten::view", "aten::_unsafe_view", "aten::detach", "aten::alias", "aten::slice.Tensor", "aten::expand"),
     "aten::lift_fresh",
 }
-# These ops compute the mean loss over the targets that are not ignored, and the loss's own gradient of 1.
+# These ops compute the mean loss over the targets that are not ignored, and the gradient 1 of the loss.
 MEAN = {"aten::ne.Scalar", "aten::sum", "aten::ones_like"}
 # These ops add the encoder's and the LM head's gradients of wte, and count the optimizer's steps.
 COUNTING = {"aten::_foreach_add_.Scalar", "aten::_foreach_add_.Tensor", "aten::ones"}
@@ -452,7 +458,10 @@ PROFILER = {"profiler::_record_function_enter_new", "profiler::_record_function_
 
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_a_training_step_runs_on_our_kernels(return_logits, device):
-    """Of the 2L + 1 layer norms, 2L are fused with the preceding addition. L is the number of blocks."""
+    """A training step calls only our kernels, and a few ops of torch that are listed here.
+
+    Of the 2L + 1 norms of a model with L layers, 2L are fused with the addition before them.
+    """
     ours, _ = make_pair(device, torch.float32)
     tokens, targets = make_batch(device)
     optimizer = AdamW(ours.parameters())
@@ -479,7 +488,10 @@ def test_a_training_step_runs_on_our_kernels(return_logits, device):
 
 
 def test_the_tied_weights_gradient_is_a_sum(device):
-    """The embedding's backward adds its gradient to the LM head's in place, or autograd adds the two gradients."""
+    """The tied weight's gradient is the sum of the embedding's and the LM head's gradients.
+
+    The embedding's backward adds its gradient to the LM head's in place. If it cannot, autograd adds the two.
+    """
     ours, _ = make_pair(device)
     weight = ours.lm_head.weight
     tokens, targets = make_batch(device)
@@ -494,7 +506,7 @@ def test_the_tied_weights_gradient_is_a_sum(device):
     found.append(weight.grad.clone())
     loss().backward()
     found.append(weight.grad / 2)
-    ours.transformer.register_forward_hook(lambda *_: None)  # the hooked module is called, not fused with the LM head
+    ours.transformer.register_forward_hook(lambda *_: None)  # A module with a hook is not fused with the LM head.
     found.append(torch.autograd.grad(loss(), weight)[0])
     (expected,) = torch.autograd.grad(ours(tokens, targets)[1], weight)
     torch.testing.assert_close(found, [expected] * len(found))
@@ -505,7 +517,7 @@ DROPOUT = dataclasses.replace(CONFIG, dropout=0.2)
 
 
 def test_dropout_acts_in_training_only(device):
-    """A dropout module in training mode is applied even if the model is in evaluation mode."""
+    """Dropout is applied in training mode, or if the dropout module alone is in training mode."""
     ours, _ = make_pair(device, torch.float32, dropout=0.2)
     plain = GPT2(CONFIG, device)
     plain.load_state_dict(ours.state_dict())
@@ -514,12 +526,12 @@ def test_dropout_acts_in_training_only(device):
     ours.eval()
     assert torch.equal(ours(tokens, targets)[1], plain(tokens, targets)[1])
     assert torch.equal(ours.generate(tokens[:, :4], 6, 0), plain.generate(tokens[:, :4], 6, 0))
-    ours.transformer.drop.train()  # Monte Carlo dropout uses a model in this way
+    ours.transformer.drop.train()  # as for Monte Carlo dropout
     assert not torch.equal(ours(tokens)[0], ours(tokens)[0])
 
 
 def test_a_seed_fixes_all_dropout_masks(device):
-    """The masks do not depend on whether blocks are fused, or on whether modules have hooks."""
+    """A seed fixes the dropout masks, whether blocks are fused or not, and whether modules have hooks or not."""
     ours, _ = make_pair(device, dropout=0.2)
 
     def step():
@@ -540,7 +552,7 @@ def test_a_seed_fixes_all_dropout_masks(device):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_dropout_under_activation_checkpointing(reentrant, device):
-    """torch's checkpoint recomputes each block with the random state of its first forward pass."""
+    """torch's checkpoint recomputes each block with the dropout masks of the first forward pass."""
     ours, _ = make_pair(device, dropout=0.2)
 
     def gradients():
@@ -557,7 +569,7 @@ def test_dropout_under_activation_checkpointing(reentrant, device):
 
 
 def test_dropout_saves_no_mask(device):
-    """Compared with a step without dropout, autograd saves at most two more numbers for each dropout."""
+    """Dropout saves no mask: autograd saves at most two more numbers, seed and offset, for each dropout."""
 
     def saved_by(config):
         model = GPT2(config, device)
@@ -572,7 +584,7 @@ def test_dropout_saves_no_mask(device):
 
 
 def test_only_the_embeddings_dropout_is_a_kernel(device):
-    """The dropout after the embedding has its own kernel. All other dropouts are fused with other ops."""
+    """Only the dropout after the embedding calls the op ``dropout``. All other dropouts are fused with other ops."""
     ours, _ = make_pair(device, torch.float32, dropout=0.2)
     tokens, targets = make_batch(device)
     ours(tokens, targets)[1].backward()
@@ -589,7 +601,10 @@ def test_only_the_embeddings_dropout_is_a_kernel(device):
 @DTYPES
 @pytest.mark.parametrize("prompt", [1, 5, 16, 20])
 def test_cached_generation_matches_the_full_forward(prompt, dtype, device):
-    """The tokens also match beyond block_size, where the model sees only the last block_size tokens."""
+    """Generation with a cache chooses the tokens with the largest logits of a forward of all tokens.
+
+    Beyond block_size tokens, the forward sees only the last block_size tokens.
+    """
     ours, _ = make_pair(device, dtype)
     tokens = torch.randint(65, (3, prompt), device=device)
     found = ours.generate(tokens, 22, temperature=0)
@@ -597,7 +612,7 @@ def test_cached_generation_matches_the_full_forward(prompt, dtype, device):
     window = tokens
     for t in range(prompt, prompt + 22):
         logits = ours(window[:, -16:])[0][:, -1].float()
-        # The token has the largest logit. In bfloat16, its logit may differ from the largest by rounding errors.
+        # In bfloat16, the logit of the chosen token may differ from the largest logit by rounding errors.
         chosen = logits.gather(1, found[:, t : t + 1])
         slack = 0 if dtype != torch.bfloat16 else 0.05
         assert (chosen + slack >= logits.max(-1, keepdim=True).values).all()
@@ -673,7 +688,7 @@ def test_stream_yields_generated_tokens(device):
 
 
 def test_a_cached_step_runs_on_our_kernels(device):
-    """A decoding step calls two operators. With a hook or more than 8 sequences, it calls the modules instead."""
+    """A decoding step calls two of our operators. With a hook or more than 8 sequences, it calls the modules."""
     ours, _ = make_pair(device, torch.float32)
     modules = {"encoder": 1, "layernorm": 1, "residual_layernorm": 6, "mlp": 3, "linear": 7}
     modules |= {"scaled_dot_product_attention": 3, "sample_": 1}
@@ -718,7 +733,10 @@ def test_bad_options_of_generation_are_refused(device):
 
 
 def test_only_layers_with_dropout_keep_random_state(device):
-    """Recomputed layers without dropout need no random state, which would be copied from the device to the host."""
+    """A recomputed layer keeps the random state only if it has dropout in training mode.
+
+    The random state of a GPU would have to be copied to the host.
+    """
     kept = []
     for config, training in ((CONFIG, True), (DROPOUT, True), (DROPOUT, False)):
         block = GPT2(config, device).train(training).transformer.h[0]

@@ -1,4 +1,4 @@
-"""GPT2's methods with nanoGPT's names match the methods of nanoGPT's own model."""
+"""Tests that GPT2's methods with nanoGPT's names match the methods of nanoGPT's model."""
 
 import dataclasses
 import math
@@ -35,7 +35,8 @@ def test_configure_optimizers_matches_nanogpt(bias, device):
     shapes = [[[len(p.shape) for p in group["params"]] for group in o.param_groups] for o in (optimizer, expected)]
     assert shapes[0] == shapes[1]
     for group in (*optimizer.param_groups, *expected.param_groups):
-        group["eps"] = 1e-3  # Adam would amplify rounding errors in the keys' bias's gradient, which is exactly 0
+        # The gradient of the keys' bias is 0, except for rounding errors, which Adam would amplify with a smaller eps.
+        group["eps"] = 1e-3
     for tokens in torch.randint(50, (5, 2, 8), device=device):
         for model, steps in ((ours, optimizer), (theirs, expected)):
             steps.zero_grad()
@@ -93,7 +94,7 @@ def test_get_num_params_matches_nanogpt(bias):
 
 
 def test_estimate_mfu_is_nanogpts_formula(monkeypatch):
-    """The peak of the device is used unless the caller gives peak_flops."""
+    """estimate_mfu has nanoGPT's formula, with peak_flops or, without this argument, the peak of the device."""
     model = make_model()
     L, H, Q, T = 2, 2, 8, 8
     flops = (6 * model.get_num_params() + 12 * L * H * Q * T) * T

@@ -1,4 +1,4 @@
-"""Tests of the file that stores which cuBLASLt algorithms were fastest (csrc/cuda/gemm/algorithm_cache.h)."""
+"""Tests of the file that stores which of cuBLASLt's algorithms were fastest (csrc/cuda/gemm/algorithm_cache.h)."""
 
 import pytest
 

@@ -55,9 +55,10 @@ def visible(q, k, mask=None, causal=False, offset=0, begin=None, end=None):
 
 
 def formula(q, k, v, *, scale=None, keep=None, p=0.0, **options):
-    """Compute out and logsumexp step by step in the dtype of the arguments, which is float64 for the reference.
+    """Compute out and logsumexp with torch's elementary operators, in the dtype of q, k and v.
 
-    With ``keep`` and ``p``, dropout is applied to the probabilities.
+    ``options`` are those of ``visible``. If ``keep`` is given, the probabilities are multiplied by it and divided by
+    1 - p, which is dropout.
     """
     seen = visible(q, k, **options)
     groups = q.shape[1] // k.shape[1]
@@ -75,10 +76,10 @@ def formula(q, k, v, *, scale=None, keep=None, p=0.0, **options):
 
 
 def torchs(q, k, v, *, scale=None, **options):
-    """Compute out by torch's kernels.
+    """Compute out with torch's scaled_dot_product_attention.
 
-    All keys are shown to a query that sees no key, and the query's output is set to 0, because torch's output may be
-    NaN.
+    For a query that sees no key, torch's output may be NaN. Such a query is therefore given a mask that shows all keys,
+    and then its output is set to 0.
     """
     if scale is not None and scale <= 0:  # torch's fused kernels are wrong for these scales
         return formula(q, k, v, scale=scale, **options)[0]
@@ -101,12 +102,12 @@ def ours(q, k, v, *, scale=None, mask=None, causal=False, offset=0, begin=None, 
 
 
 def out_of(function, **options):
-    """Return the function of query, key and value that computes out with these options."""
+    """Return a function of (query, key, value) that calls ``function`` with these options and returns only out."""
     return lambda *t: function(*t, **options)[0]
 
 
 def all_results(q, k, v, dout, **options):
-    """Return out, logsumexp and the three gradients."""
+    """Return our out and logsumexp, and the gradients of query, key and value for the gradient ``dout`` of out."""
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     out, logsumexp = ours(*leaves, **options)
     return [out, logsumexp, *torch.autograd.grad(out, leaves, dout)]
@@ -119,11 +120,11 @@ def tensors(b, heads, key_heads, rows, columns, size, dtype, device):
 
 
 def check(q, k, v, dout, few_keys=False, **options):
-    """Compare out, logsumexp and all gradients with float64 and with torch.
+    """Check that out and its gradients are as exact as torch's, and that logsumexp is close to the formula in float64.
 
-    The logsumexp of a query that sees few keys has all rounding errors of a sum of HS products, and torch's logsumexp
-    may have fewer. ``few_keys`` says that there are many such queries. Then logsumexp is compared with a tolerance
-    instead.
+    If a query sees few keys, the rounding errors of their scores (sums of HS terms) do not average out in the query's
+    logsumexp. It may then be less exact than the rounded formula in float64, with which it is compared. With
+    ``few_keys``, logsumexp is therefore only compared with a tolerance.
     """
     functions = out_of(ours, **options), partial(torchs, **options), out_of(formula, **options)
     assert_as_exact_with_gradients(*functions, (q, k, v), dout, QKV)
@@ -137,7 +138,10 @@ def check(q, k, v, dout, few_keys=False, **options):
 
 
 def check_gradients(ours, formula, inputs, douts):
-    """Compare the gradients of out and logsumexp with the formula's, in float64 and in the dtype of the inputs."""
+    """Check that the gradients of ``ours`` are as exact as the gradients of the formula in the dtype of the inputs.
+
+    ``douts`` are the gradients of out and logsumexp. The errors are differences from the formula in float64.
+    """
 
     def gradients_of(function, inputs):
         leaves = [t.detach().requires_grad_() for t in inputs]
@@ -150,7 +154,7 @@ def check_gradients(ours, formula, inputs, douts):
 
 
 def check_dropped(q, k, v, dout, dropout, **options):
-    """Compare out and all gradients with the formula, for the mask of attention_dropout_mask."""
+    """Check out and its gradients with dropout. The formula has the mask that attention_dropout_mask returns."""
     keep = ops.attention_dropout_mask(*q.shape[:3], k.shape[2], *dropout)
     dropped = out_of(formula, **options, keep=keep, p=dropout[0])
     functions = out_of(ours, **options, dropout=dropout), lambda *t: dropped(*t).to(q.dtype), dropped
@@ -188,7 +192,7 @@ def test_packed_and_separate_arguments_give_the_same_bits(size, p, dtype, device
     assert_equal(unpack(dqkv, size[2]), found)
 
 
-# The two ops have the same arguments, but different second results.
+# Both ops have the arguments (qkv, num_heads). Their second results differ: logsumexp, or the probabilities.
 both_ops = pytest.mark.parametrize("op", [ops.attention, ops.attention_probabilities], ids=["", "probabilities"])
 
 
@@ -204,7 +208,8 @@ def test_no_sequences_or_no_tokens(op, size, dtype, device):
     assert gradients(lambda x: op(x, nh)[0], (qkv,), dout)[0].shape == qkv.shape
 
 
-# On a CPU with AMX, torch's bfloat16 matmul of a longer sequence spreads a NaN to other rows (docs/notes/linear.md).
+# attention_probabilities is tested with 20 tokens only: it calls torch's matmul, which on a CPU with AMX spreads a NaN
+# to other rows if the sequence is longer and the dtype is bfloat16 (docs/notes/linear.md).
 @all_dtypes
 @pytest.mark.parametrize(
     ("op", "tokens", "first"),
@@ -217,7 +222,7 @@ def test_later_tokens_change_no_bit_of_earlier_ones(op, tokens, first, dtype, de
     changed = qkv.clone()
     changed[:, first:] += 1
     assert torch.equal(op(changed, 2)[0][:, :first], out[:, :first])
-    # only in q and k: a NaN in v would be multiplied by a probability of 0, and the product is NaN
+    # Only q and k get NaN. A NaN in v would be multiplied by a probability of 0, which gives NaN.
     changed[:, first:, :32] = math.nan
     out_nan = op(changed, 2)[0]
     assert torch.equal(out_nan[:, :first], out[:, :first])
@@ -245,7 +250,7 @@ SHAPES = [
     (2, 2, 2, 200, 70, 64, False, 0),
     (1, 2, 2, 100, 64, 8, True, 0),
     (1, 2, 2, 64, 150, 64, True, 0),
-    (1, 4, 2, 64, 200, 64, True, 136),  # a chunk of a longer sequence
+    (1, 4, 2, 64, 200, 64, True, 136),  # the queries are the last 64 tokens of a sequence
     (2, 2, 2, 37, 129, 80, True, 92),
     (1, 2, 2, 100, 100, 64, True, -30),  # the first 30 queries see no key
     (1, 1, 1, 20, 20, 64, True, -40),  # no query sees a key
@@ -261,15 +266,15 @@ def test_matches_float64(shape, dtype, device):
 
 
 # (NH, KH, Tq, Tk, HS, causal, offset): head sizes that need two panels of 64 channels. The numbers of queries are near
-# multiples of the kernels' tiles of 64 and 128 rows. ATTENTION_SIZES has the case of a single key instead, because all
-# gradients are compared as one tensor there. For a single key, the formula's gradients of query and key are 0, while
-# the kernels' gradients have rounding errors.
+# multiples of 64 and 128, the rows of the kernels' tiles. No sequence has a single key. For a single key, the formula's
+# gradients of query and key are 0, but the kernels' gradients have rounding errors. In the test of ATTENTION_SIZES, the
+# gradient of the packed qkv is compared as one tensor, whose value gradient allows for these errors.
 WIDE = [
     *((2, 1, rows, rows, 128, causal, 0) for rows in (63, 64, 65, 127, 128, 129, 257) for causal in (True, False)),
     (4, 2, 1000, 1000, 128, True, 0),
     (4, 2, 1000, 1000, 128, False, 0),
     *((2, 2, 130, 130, size, True, 0) for size in (72, 88, 104, 112, 120)),
-    (6, 2, 70, 300, 128, True, 230),  # a chunk of a longer sequence
+    (6, 2, 70, 300, 128, True, 230),  # the queries are the last 70 tokens of a sequence
     (2, 1, 300, 70, 96, False, 0),
     (2, 1, 70, 300, 80, True, 0),  # keys that no query sees
     (2, 2, 200, 200, 128, True, -70),  # queries that see no key
@@ -286,7 +291,11 @@ def test_wide_heads(shape, dtype, device):
 
 @low_dtypes
 def test_wide_heads_in_strided_views(dtype, device):
-    """The stride of rows is larger than their length. The heads' dimension is after or before the tokens' dimension."""
+    """Gradients are as exact as the formula's if the arguments are views of larger tensors.
+
+    The rows of query and dout are not adjacent in memory, and tokens precede heads there. Key and value are slices of
+    one tensor, in which heads precede tokens.
+    """
     size = 128
     q = randn(2, 150, 4, size + 16, dtype=dtype, device=device)[..., 8:-8].transpose(1, 2)
     kv = randn(2, 2, 2, 160, size, dtype=dtype, device=device)
@@ -299,7 +308,11 @@ def test_wide_heads_in_strided_views(dtype, device):
 @with_dtypes(torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize(("size", "few"), [((40, 385, 4, 128), 6), ((1025, 2, 64, 8), 2)], ids=str)
 def test_sequences_are_independent_in_large_batches(size, few, dtype, device):
-    """The batch has more tiles than the GPU has SMs, or more heads than a CUDA grid has rows (65535)."""
+    """The first and the last sequences of a large batch have the results that they have in a small batch.
+
+    One batch has more tiles than the GPU has SMs. The other has 1025 * 64 heads, more than 65535, the largest y
+    dimension of a CUDA grid.
+    """
     qkv, dout = packed_inputs(size, dtype, device)
 
     def results(qkv, dout):
@@ -314,15 +327,16 @@ def test_sequences_are_independent_in_large_batches(size, few, dtype, device):
 
 
 def many_heads(device):
-    """Return the number of SMs.
+    """Return the number of the GPU's SMs, or 3 on a CPU.
 
-    sm_90a's backward assigns a thread block to each head if there are at least this many heads, of 64 channels and up
-    to 1024 queries.
+    If the number of heads (B * NH) is a multiple of the number of SMs, and the heads have up to 64 channels and 1024
+    queries, the backward for sm_90a is computed by attention/sm90/backward_one_pass.cu: one thread block for each head.
     """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
 
-# (B, NH, KH, Tq, Tk, HS, causal, offset): several tiles for each SM of an H200; a head's last tile is not full.
+# (B, NH, KH, Tq, Tk, HS, causal, offset): an H200 has several tiles for each SM, and the last tile of a head is not
+# full.
 RAGGED = [
     (5, 12, 12, 700, 700, 64, False, 0), (16, 12, 12, 560, 560, 64, True, 0), (16, 6, 6, 700, 700, 64, True, 0),
     (7, 25, 25, 700, 700, 64, True, 0), (8, 25, 25, 853, 502, 64, False, 0), (40, 12, 12, 257, 1030, 40, False, 0),
@@ -356,7 +370,7 @@ MANY_HEADS = [
 def test_many_heads(shape, dtype, device):
     rows, columns, size, causal, offset = shape
     heads = many_heads(device)
-    batches = 2 if rows < 500 else 1  # with 2 sequences, a thread block computes two heads
+    batches = 2 if rows < 500 else 1  # with 2 sequences, each thread block computes two heads, one after the other
     check(*tensors(batches, heads, heads, rows, columns, size, dtype, device), True, causal=causal, offset=offset)
 
 
@@ -373,9 +387,10 @@ def test_many_heads_gradient_of_logsumexp(device):
 
 
 def test_many_heads_are_independent(device):
-    """A head's results do not depend on the head that its thread block computed before.
+    """A head's results do not depend on which head its thread block computed before it.
 
-    A NaN affects only its own head.
+    If the order of the sequences is reversed, the results are bitwise identical in reverse order. A NaN in one head's
+    queries changes no bit of other heads' results.
     """
     heads = many_heads(device)
     inputs = tensors(3, heads, heads, 200, 200, 64, torch.bfloat16, device)
@@ -407,7 +422,10 @@ def test_many_heads_in_a_cuda_graph(device, on_cuda):
 
 
 def masks(b, heads, rows, columns, device):
-    """Yield bool masks of several forms, e.g. as in Hugging Face's models. Some masks hide all keys from a query."""
+    """Yield bool masks of several shapes, among them the masks of Hugging Face's models.
+
+    Some of the masks hide all keys from a query.
+    """
     lengths = torch.randint(0, columns + 1, (b,), device=device)
     lengths[0] = 0
     right = (torch.arange(columns, device=device) < lengths.view(-1, 1)).view(b, 1, 1, columns)
@@ -438,7 +456,10 @@ def test_masks_of_every_shape(causal, additive, dtype, device):
 
 @all_dtypes
 def test_key_begin_and_end(dtype, device):
-    """Sequences have padding on the left, on the right, on both sides, nowhere or everywhere. Bounds may exceed Tk."""
+    """A query sees only keys with begin <= key < end, where begin may be negative and end may exceed Tk.
+
+    The six sequences have padding on the left, on the right, on both sides, nowhere or everywhere.
+    """
     inputs = tensors(6, 2, 1, 70, 140, 32, dtype, device)
     begin = torch.tensor([0, 17, 64, 0, 90, -5], dtype=torch.int32, device=device)
     end = torch.tensor([100, 140, 130, 140, 80, 1000], dtype=torch.int32, device=device)
@@ -451,12 +472,13 @@ def test_key_begin_and_end(dtype, device):
 @all_dtypes
 @pytest.mark.parametrize(("rows", "causal"), [(300, False), (300, True), (5, False)], ids=str)
 def test_padding_changes_no_bit(rows, causal, dtype, device):
-    """If padding is replaced by NaN, the results stay bitwise identical, with and without dropout."""
+    """NaN in the keys and values of padding changes no bit of the results, with and without dropout."""
     q, k, v, dout = tensors(6, 4, 2, rows, 300, 64, dtype, device)
     begin = torch.tensor([0, 130, 0, 64, 250, 299], dtype=torch.int32, device=device)
     end = torch.tensor([300, 300, 17, 201, 240, 300], dtype=torch.int32, device=device)
     bounds = {"begin": begin, "end": end, "causal": causal}
-    # The queries of the last sequence see one key, so that torch's gradient of its scores is exactly 0. Show more keys.
+    # In the last sequence, begin 299 leaves only one key, for which torch's gradients of query and key are exactly 0.
+    # Rounding errors would then not be allowed. This check therefore uses begin 280 at most.
     check(q, k, v, dout, **bounds | {"begin": begin.clamp(max=280)})
     hidden = ~visible(q, k, begin=begin, end=end)[:, :2, 0, :, None]
     poisoned = [t.masked_fill(hidden, math.nan) for t in (k, v)]
@@ -468,9 +490,11 @@ def test_padding_changes_no_bit(rows, causal, dtype, device):
 
 @all_dtypes
 def test_query_of_one_key_has_no_gradient(dtype, device, on_cpu):
-    """The gradient is exactly 0, because delta and the probability's gradient are summed in the same order.
+    """A query that sees one key has probability 1 for it, so that the query's gradient is 0.
 
-    The test is for the CPU, because CUDA's kernels use different orders for the two sums.
+    The backward computes probability * (dprobability - delta). On the CPU the result is exactly 0, because both
+    dprobability and delta are then sums of dout * value over the channels, in the same order. CUDA's kernels add the
+    terms of the two sums in different orders.
     """
     q, k, v, dout = tensors(2, 3, 3, 70, 70, 128, dtype, device)
     dq = gradients(out_of(ours, causal=True), (q, k, v), dout)[0]
@@ -483,9 +507,11 @@ def test_query_of_one_key_has_no_gradient(dtype, device, on_cpu):
 @pytest.mark.parametrize("scale", [0.125, 1.0])
 @with_dtypes(torch.float64, torch.float32)
 def test_probability_of_a_dominant_key_is_1(scale, dtype, device, on_cpu):
-    """The scores are thousands, but the rounding error of log2(e) does not change the probability.
+    """The key with the largest score, which is 1000 or more, has probability 1 in the forward and the backward.
 
-    The test is for the CPU, because CUDA's kernels round logsumexp when they multiply it by log2(e).
+    A kernel that multiplies score and logsumexp by a rounded log2(e) would have an error that is proportional to the
+    score. The CPU's kernels avoid this error. The test does not run on CUDA, where the kernels multiply logsumexp by
+    log2(e) and round the product.
     """
     v = randn(1, 1, 300, 64, dtype=dtype, device=device)
     q, k = torch.zeros_like(v), torch.zeros_like(v)
@@ -530,7 +556,10 @@ def test_queries_that_see_no_key(dtype, device):
 
 
 def block_masks(b, heads, rows, columns, device):
-    """Yield (name, bool mask). The masks hide whole blocks or parts of blocks, and some hide all keys from a query."""
+    """Yield (name, bool mask). The masks hide whole blocks of 64 x 64 or parts of blocks.
+
+    Some of the masks hide all keys from a query.
+    """
     i, j = (torch.arange(n, device=device) for n in (rows, columns))
     lengths = torch.linspace(max(columns // 3, 1), columns, b, device=device).int().view(b, 1, 1, 1)
     right, left = j < lengths, j >= columns - lengths
@@ -547,12 +576,12 @@ def block_masks(b, heads, rows, columns, device):
 
 
 def added(mask, hidden, dtype):
-    """Return the additive mask that has 0 where the bool mask is true, and the given value elsewhere."""
+    """Return the additive mask that has 0 where the bool mask is true, and the value ``hidden`` elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, hidden)
 
 
 def some_key(mask):
-    """Return the mask after showing all keys to each query that sees no key."""
+    """Return the bool mask, but with all keys shown to each query that sees no key."""
     return mask | ~mask.any(-1, keepdim=True)
 
 
@@ -599,7 +628,10 @@ def test_masks_of_many_blocks(rows, size, dtype, device):
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("half", [0, 64])
 def test_masks_that_hide_most_of_half_a_tile(half, size, dtype, device):
-    """Of each 128 queries, 64 see only a few distant tiles of keys. The transposed mask does this to keys."""
+    """Of each 128 queries, 64 see only one to three tiles of 64 keys.
+
+    In the transposed mask, 64 of each 128 keys are seen only from one to three tiles of 64 queries.
+    """
     one_kernel_on_a_cpu(device, size > 64 or dtype == torch.float16)
     rows = 1024
     heads = (1, 1) if device.type == "cpu" else (4, 2)  # the CPU takes a second for one head
@@ -625,9 +657,9 @@ def test_block_masks_of_more_or_fewer_keys_than_queries(dtype, device):
 @low_dtypes
 @pytest.mark.parametrize("size", [64, 96])
 def test_masks_with_values(size, dtype, device):
-    """The values of additive masks depend on the position, the head or the element.
+    """The values of additive masks differ by position, by head or by element.
 
-    Some hide all or nearly all of a block.
+    Some masks hide whole blocks of 64 x 64, or nearly all of a block, by -inf or by a very low value.
     """
     one_kernel_on_a_cpu(device, size > 64 or dtype == torch.float16)
     rows = 300
@@ -653,7 +685,10 @@ def test_masks_with_values(size, dtype, device):
 @pytest.mark.parametrize("deviation", [3, 10, 30])
 @pytest.mark.parametrize(("rows", "size"), [(193, 64), (321, 40), (1000, 64), (193, 128)])
 def test_additive_masks_of_large_deviation(rows, size, deviation, dtype, device):
-    """In a tile, rows beyond the last query have no logsumexp. There exp(score + mask) would overflow."""
+    """A kernel's exponentials do not overflow in a tile's rows beyond the last query.
+
+    These rows have no logsumexp to subtract, and exp(score + mask) would be infinite for large values of the mask.
+    """
     one_kernel_on_a_cpu(device, size > 64 or dtype == torch.float16 or deviation < 30)
     mask = randn(rows, rows, dtype=dtype, device=device, scale=deviation)
     check(*tensors(2, 4, 2, rows, rows, size, dtype, device), few_keys=True, mask=mask)
@@ -698,9 +733,10 @@ def test_nan_and_infinity_in_a_mask_stay_in_their_row(dtype, device):
 
 
 def check_lowest(q, k, v, dout, **options):
-    """Do the same as ``check`` for masks with rows of the dtype's lowest value.
+    """Check out, logsumexp and gradients, as ``check`` does, if a mask has rows of the dtype's lowest value.
 
-    The logsumexp of such a row is this value.
+    The logsumexp of such a row is nearly the lowest value. Its gradient is set to 0 (see
+    ``test_rows_of_lowest_values``).
     """
     exact = formula(*map(double, (q, k, v)), **options)
     out, logsumexp = ours(q, k, v, **options)
@@ -714,14 +750,15 @@ def check_lowest(q, k, v, dout, **options):
 @all_dtypes
 @pytest.mark.parametrize(("rows", "size"), [(3, 64), (4, 7), (40, 7), (65, 64), (90, 32), (300, 64), (200, 128)])
 def test_rows_of_lowest_values(rows, size, dtype, device):
-    """Hugging Face's additive masks hide padding on the left by rows of the dtype's lowest value.
+    """A query whose whole row of the mask has the dtype's lowest value sees all keys alike.
 
-    For such a row the formula returns the mean of all values, because adding a score to the lowest value does not
-    change this value. (In float16 some bits of the score remain.) The logsumexp of these rows is not differentiated,
-    because the formula of its gradient has exp(score - logsumexp), which is 1 here.
+    Hugging Face's additive masks have such rows for padding on the left. The formula then returns the mean of all
+    values, because adding a score to the lowest value does not change the lowest value. (In float16 some bits of the
+    score remain.) The logsumexp of these rows is not differentiated. Its gradient's formula has exp(score - logsumexp),
+    which should be 1 / Tk, but is 1 because the logsumexp is rounded to the lowest value.
     """
     lowest = torch.finfo(dtype).min
-    batches = 2 if rows > 64 else 64  # many sequences, because the largest errors are compared
+    batches = 2 if rows > 64 else 64  # the largest of few errors would depend on chance
     q, k, v, dout = tensors(batches, 4, 2, rows, rows, size, dtype, device)
     seen = dict(block_masks(batches, 4, rows, rows, device))["causal and left"]
     mask = added(seen, lowest, dtype)
@@ -747,9 +784,10 @@ def test_rows_of_lowest_values_in_tf32(device):
     [(300, 300, 2, 64), (100, 328, 1, 64), (330, 200, 4, 40), (257, 257, 2, 128)],
 )
 def test_additive_masks_of_padding_on_the_left(rows, columns, key_heads, size, form, dtype, device):
-    """Padding covers no token, a part of a block of 64, whole blocks, or all tokens.
+    """The eight sequences have 0, 1, 37, 64, 100, 128, Tk - 1 and Tk tokens of padding.
 
-    Queries in the padding see no key, or see only keys whose mask has the dtype's lowest value.
+    The padding of a sequence is thus a part of a block of 64 keys, whole blocks, or all keys. A query in the padding
+    sees no key, or sees only keys for which the mask has the dtype's lowest value.
     """
     one_kernel_on_a_cpu(device, size > 64 and dtype == torch.float16)
     begin = torch.tensor([0, 1, 37, 64, 100, 128, columns - 1, columns], device=device)
@@ -786,7 +824,7 @@ def test_masks_and_dropout(size, form, dtype, device):
 def test_masked_sequences_are_independent(form, size, dtype, device):
     """A sequence has bitwise identical results in a repeated call and in a smaller batch.
 
-    There are more tiles than SMs.
+    The batch has more tiles than the GPU has SMs.
     """
     one_kernel_on_a_cpu(device, size > 64 or dtype == torch.float16)
     inputs = tensors(20, 4, 2, 300, 300, size, dtype, device)
@@ -831,7 +869,11 @@ def test_logsumexp_is_differentiable(dtype, device):
 
 @two_dtypes
 def test_layouts_of_results(dtype, device):
-    """A model can reshape out without a copy. Gradients have the strides of their inputs."""
+    """The memory of out has the layout (B, T, NH, HS), so that a model can reshape it to (B, T, C) without a copy.
+
+    Gradients have the strides of query, key and value. If these are slices of a packed tensor, the gradients have the
+    layout (B, T, NH, HS).
+    """
     b, heads, rows, size = 2, 3, 70, 16
     for transposed in (False, True):
         shape = (b, rows, heads, size) if transposed else (b, heads, rows, size)
@@ -852,7 +894,7 @@ def test_layouts_of_results(dtype, device):
 
 @all_dtypes
 def test_large_scores(dtype, device):
-    """The scores are so large that the softmax is nearly one-hot."""
+    """Results are as exact as torch's if the scores are so large that the softmax is nearly one-hot."""
     q, k, v, dout = tensors(2, 2, 2, 70, 70, 16, dtype, device)
     check(q * 8, k, v, dout, causal=True)
 
@@ -867,10 +909,11 @@ def test_unscaled_scores_may_exceed_float16(op, device):
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 66])
 def test_backward_computes_the_forwards_scores(tokens, device):
-    """The backward sums scores in the same order as the forward.
+    """The backward computes each score by adding the same terms in the same order as the forward.
 
-    In another order, scores of about 90 would differ by several ulps. All keys are equal, so that the probabilities
-    are 1/n except for the rounding error of a row's logsumexp.
+    In another order the scores, which are about 90 to 110, would differ by several ulps from the scores in logsumexp.
+    All keys are equal, so that query n sees n keys with probability 1 / n, except for the rounding error of its
+    logsumexp.
     """
     dtype = torch.float32
     eps = torch.finfo(dtype).eps
@@ -887,7 +930,10 @@ def test_backward_computes_the_forwards_scores(tokens, device):
 
 @pytest.mark.parametrize("size", [160, 256])
 def test_wide_float32_heads_with_large_scores(size, device):
-    """A score is a sum of many large terms. Its absolute rounding error becomes a relative error of the probability."""
+    """Heads of more than 128 channels are as exact as torch's if the scores are large.
+
+    A score is then a sum of many large terms. Its absolute rounding error is a relative error of the probability.
+    """
     check(*tensors(4, 4, 4, 150, 200, size, torch.float32, device), few_keys=True, causal=True, offset=1, scale=1.0)
 
 
@@ -904,7 +950,7 @@ def test_one_key(dtype, device):
 
 @all_dtypes
 def test_huge_scores(dtype, device):
-    """Scores are tens of thousands. The softmax is 1 at a row's largest score and 0 elsewhere, without an overflow."""
+    """For scores up to 40000, the softmax is 1 at a row's largest score and 0 elsewhere, without an overflow."""
     size = 64
     q = torch.zeros(1, 1, 3, size, dtype=dtype, device=device)
     k = torch.zeros(1, 1, 130, size, dtype=dtype, device=device)
@@ -920,7 +966,7 @@ def test_huge_scores(dtype, device):
 @pytest.mark.parametrize("size", [64, 128, 160])
 @all_dtypes
 def test_scores_beyond_the_whole_numbers_of_float32(size, keys, dtype, device):
-    """The softmax is 1 at the largest score, although rounding changes the scaled scores by more than 1."""
+    """The softmax is 1 at the largest score, even if the scores' rounding errors are larger than 1."""
     large = 6e4 if dtype == torch.float16 else 1e12
     q = torch.zeros(1, 2, 5, size, dtype=dtype, device=device)
     k = torch.zeros(1, 2, keys, size, dtype=dtype, device=device)
@@ -947,11 +993,14 @@ def test_nan_and_infinity_in_a_query_stay_in_their_row(dtype, device):
     assert torch.equal(out[0, 0, rest], expected[0, 0, rest])
 
 
-# The kernels' head sizes, and smaller head sizes, which the kernels pad.
+# Head sizes for which kernels are compiled, and head sizes that kernels pad to the next compiled size.
 @pytest.mark.parametrize("size", [8, 24, 32, 40, 72, 80, 96, 128, 136, 160, 256])
 @low_dtypes
 def test_every_head_size_with_all_options(size, dtype, device):
-    """Each call combines grouped heads, an offset, bounds, a mask, dropout and a gradient of logsumexp."""
+    """Each call combines grouped heads, an offset, bounds, dropout and a gradient of logsumexp.
+
+    Two of the three calls also have a mask.
+    """
     q, k, v, dout = tensors(2, 4, 2, 77, 150, size, dtype, device)
     bool_mask = torch.rand(2, 1, 77, 150, device=device) < 0.8
     additive = randn(4, 77, 150, dtype=dtype, device=device).masked_fill(bool_mask[0] & bool_mask[1], -math.inf)
@@ -977,7 +1026,10 @@ def test_every_head_size_with_all_options(size, dtype, device):
 
 @two_dtypes
 def test_tiles_of_queries_of_several_heads(dtype, device):
-    """In decoding, a tile contains queries of several heads. Each query has its own bounds and mask."""
+    """If there are few queries, as in decoding, a tile contains the queries of several heads.
+
+    Bounds, the causal mask and other masks apply to each of these queries separately.
+    """
     for heads, key_heads, rows, columns, size in [(8, 1, 16, 700, 64), (6, 2, 5, 1030, 40), (2, 2, 3, 300, 128)]:
         q, k, v, _ = tensors(2, heads, key_heads, rows, columns, size, dtype, device)
         mask = torch.rand(2, heads, rows, columns, device=device) < 0.6
@@ -992,8 +1044,8 @@ def test_tiles_of_queries_of_several_heads(dtype, device):
 
 @pytest.mark.parametrize("size", [8, 32, 40, 64, 80, 128, 160])
 def test_tf32_is_used_only_if_torch_allows_it(size, device):
-    """Errors may be as large as torch's errors with TF32 if torch allows TF32, otherwise as with float32 matmuls."""
-    # The tensors are large, because the largest errors are compared.
+    """Our errors are compared with torch's, which are larger if torch's option allows TF32 in float32 matmuls."""
+    # The largest errors are compared, which would depend on chance for small tensors.
     q, k, v, dout = tensors(8, 4, 2, 150, 200, size, torch.float32, device)
     few = q[:, :, :5]
     exact = out_of(formula, causal=True, offset=50)
@@ -1001,7 +1053,7 @@ def test_tf32_is_used_only_if_torch_allows_it(size, device):
         with tf32(allowed):
             functions = out_of(ours, causal=True, offset=50), exact, exact
             assert_as_exact_with_gradients(*functions, (q, k, v), dout, QKV)
-            # torch may use float32 for a matmul with few rows, and TF32 for the matmul with all rows.
+            # torch may use float32 for a matmul with few rows. Compute all rows with torch, so that it uses TF32.
             in_torch = formula(q, k, v)[0][:, :, : few.shape[2]]
             exact_few = formula(*map(double, (few, k, v)))[0]
             assert_as_exact_as_torch(ours(few, k, v)[0], in_torch, exact_few, "out of few queries")
@@ -1042,7 +1094,7 @@ def test_as_exact_as_each_of_torchs_backends(backend, dtype, device):
 
 
 def dropout_bits(seed, offset, head, i, j):
-    """Return the 16 random bits of row i, column j, as csrc/philox.h assigns them."""
+    """Return the 16 random bits that csrc/philox.h assigns to query i and key j of a head."""
     counter = (j // 16 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, head, offset & 0xFFFFFFFF)
     words = philox((seed ^ (offset >> 32 << 32)) & (2**64 - 1), counter)
     slot = i // 8 % 2 * 4 + j // 8 % 2 * 2 + j % 2
@@ -1066,7 +1118,10 @@ def test_dropout_mask_is_philoxs(p, device):
 
 
 def test_dropout_mask_does_not_depend_on_sizes(device):
-    """A mask is a slice of any larger mask with the same NH, because its Philox counter contains b * NH + h."""
+    """The mask of a head depends on its number b * NH + h, and not on the numbers of heads, queries and keys.
+
+    The Philox counter of an element contains only this number, the query, the key and the offset.
+    """
     large = ops.attention_dropout_mask(1, 4, 300, 400, 0.3, *numbers(device))
     for heads, rows, columns in ((4, 64, 64), (2, 1, 400), (3, 129, 17)):
         small = ops.attention_dropout_mask(1, heads, rows, columns, 0.3, *numbers(device))
@@ -1075,7 +1130,10 @@ def test_dropout_mask_does_not_depend_on_sizes(device):
 
 
 def test_dropout_is_uniform_and_independent(device):
-    """Compared elements are neighbours, or belong to different heads, sequences, seeds or offsets."""
+    """The 16 bits of an element are uniformly distributed, and independent of the bits of other elements.
+
+    The compared pairs of elements are neighbours, or belong to different heads, sequences, seeds or offsets.
+    """
 
     def bins(seed, offset):
         masks = [ops.attention_dropout_mask(2, 3, 400, 500, i / 16, *numbers(device, seed, offset)) for i in range(16)]
@@ -1098,14 +1156,15 @@ def test_dropout_matches_its_mask(p, dtype, device):
         ((1, 2, 2, 200, 200, 64), {"causal": True}),
         ((4, 2, 2, 65, 140, 33), {"begin": torch.tensor([37, 0, 20, 5], dtype=torch.int32, device=device),
                                   "causal": True, "offset": 75}),
-        ((2, 4, 2, 150, 270, 64), {"causal": True, "offset": 120}),  # tiles of 128 and of 64 rows that are not full
+        ((2, 4, 2, 150, 270, 64), {"causal": True, "offset": 120}),  # 150 and 270 are no multiples of 64 or 128
         ((1, 2, 1, 333, 130, 40), {}),
         ((1, 2, 1, 140, 200, 128), {"causal": True, "offset": 60}),
         ((1, 2, 2, 130, 70, 96), {}),
     ]:  # fmt: skip
         q, k, v, dout = tensors(*sizes, dtype, device)
         check_dropped(q, k, v, dout, dropout, **options)
-        # On CUDA a call without dropout may be computed by different kernels.
+        # Dropout does not change logsumexp. On CUDA, other kernels may compute a call without dropout, and round
+        # differently.
         dropped, plain = ours(q, k, v, **options, dropout=dropout)[1], ours(q, k, v, **options)[1]
         torch.testing.assert_close(dropped, plain, rtol=0 if device.type == "cpu" else 1e-6, atol=0)
 
@@ -1113,7 +1172,10 @@ def test_dropout_matches_its_mask(p, dtype, device):
 @pytest.mark.parametrize("p", [0.3, 2.0**-20])
 @all_dtypes
 def test_dropout_with_a_gradient_of_logsumexp(dtype, p, device):
-    """Dropout does not change the logsumexp. A tiny dropout probability drops no element."""
+    """Dropout applies to the gradient through out, not to the gradient through logsumexp.
+
+    The probability 2^-20 rounds to 0 / 65536, so that no element is dropped.
+    """
     q, k, v, dout = tensors(2, 4, 2, 150, 150, 64, dtype, device)
     dlogsumexp = torch.randn(2, 4, 150, device=device, dtype=wide(dtype))
     dropout = (p, *numbers(device))
@@ -1226,7 +1288,11 @@ def test_flops_are_those_of_torchs_fused_kernels(device):
 
 
 def spy_on_torch(monkeypatch):
-    """Record the calls of torch's scaled_dot_product_attention; return the list of calls and that function."""
+    """Replace torch's scaled_dot_product_attention by a function that records its calls.
+
+    Returns:
+        The list of calls, and torch's original function.
+    """
     calls, real = [], F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or real(*a, **k))
     return calls, real
@@ -1258,9 +1324,9 @@ def test_functional_matches_torch(monkeypatch, device):
 
 
 def test_functional_falls_back_to_torch(monkeypatch, device):
-    """torch's function computes calls that no kernel supports.
+    """Calls that no kernel of this package supports are computed by torch's scaled_dot_product_attention.
 
-    An option that torch's function lacks is then an error.
+    In such a call, an option that torch's function does not have raises an error.
     """
     calls, real = spy_on_torch(monkeypatch)
     f, d = torch.float32, device

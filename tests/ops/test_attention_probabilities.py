@@ -1,4 +1,4 @@
-"""Tests of ``attention_probabilities`` alone. test_attention.py has the tests that also apply to ``attention``."""
+"""Tests that apply only to ``attention_probabilities``. Tests that apply to ``attention``, too, are in its file."""
 
 import math
 
@@ -28,7 +28,7 @@ def probabilities(qkv, num_heads, scale=None):
 
 
 def formula(qkv, num_heads, scale=None):
-    """Compute the formula step by step in the dtype of the arguments, which is float64 for the reference."""
+    """Compute the result with torch's elementary operators, in the dtype of qkv."""
     out = probabilities(qkv, num_heads, scale) @ heads(qkv, num_heads)[2]
     return out.transpose(1, 2).flatten(2)
 

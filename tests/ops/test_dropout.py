@@ -26,7 +26,7 @@ ops = torch.ops.gptkernels
 
 
 def bits_of(seed, offset, element):
-    """Return an element's 16 random bits, as csrc/philox.h assigns them."""
+    """Return the 16 random bits that csrc/philox.h assigns to an element of a dense dropout mask."""
     group, slot = divmod(element, 8)
     key = (seed ^ (offset >> 32 << 32)) & (2**64 - 1)
     words = philox(key, (group & 0xFFFFFFFF, group >> 32, 0xFFFFFFFF, offset & 0xFFFFFFFF))
@@ -61,7 +61,10 @@ def test_mask_depends_only_on_the_position(device):
 
 
 def test_mask_is_uniform_and_independent(device):
-    """Compared elements are neighbours, or belong to other seeds or offsets, or to attention's mask."""
+    """The 16 bits of an element are uniformly distributed, and independent of the bits of other elements.
+
+    The compared elements are neighbours, or belong to other seeds or offsets, or to attention's mask.
+    """
 
     def bins(seed, offset):
         masks = [ops.dropout_mask(600_000, i / 16, *numbers(device, seed, offset)) for i in range(16)]
@@ -77,7 +80,10 @@ def test_mask_is_uniform_and_independent(device):
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
 def test_dropped_share(p, device):
-    """The mean and the variance of a call's number of dropped elements are binomial, within 5 standard deviations."""
+    """The number of dropped elements has a binomial distribution.
+
+    Its mean and its variance over 40 calls are within 5 standard deviations of the expected values.
+    """
     size, calls = 50_000, 40
     found = torch.stack([(G.dropout(torch.ones(size, device=device), p) == 0).sum() for _ in range(calls)]).double()
     variance = size * p * (1 - p)
@@ -197,7 +203,7 @@ def test_inductor_draws_one_mask_for_forward_and_backward(device):
     ("name", "sizes"), [("dropout", [1, 1]), ("residual_layer_norm", [1, 1, 50, 50, 50 * 96])], ids=["", "residual"]
 )
 def test_the_graph_stores_no_mask(name, sizes, device):
-    """The graph stores the seed and the offset. For the norm it also stores the sum and the sum's statistics."""
+    """Autograd saves the seed and the offset, for the norm also the sum and its statistics, but no mask."""
     saved = []
     x = randn(50, 96, dtype=torch.float32, device=device, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

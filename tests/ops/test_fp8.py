@@ -1,4 +1,4 @@
-"""Tests of float8: bitwise comparisons of quantized values, matmuls against float64, layers and models."""
+"""Tests of float8: quantization bit by bit, the errors of matmuls relative to float64, modules, and models."""
 
 import copy
 import math
@@ -26,7 +26,10 @@ def bits(t):
 
 
 def expected_scale(amax, fp8):
-    """Return the smallest power of two s such that amax / s is within the format."""
+    """Return the smallest power of two s for which amax / s is at most the largest number of the format.
+
+    The scale is at least 2^-126 and at most 2^126. For an amax of 0 it is 1.
+    """
     if amax == 0:
         return 1.0
     exponent = math.ceil(math.log2(amax / LARGEST[fp8]))
@@ -35,12 +38,12 @@ def expected_scale(amax, fp8):
 
 
 def assert_same_bytes(a, b):
-    """Assert that float8 bytes are equal. NaN may have either sign."""
+    """Assert that the bytes of float8 numbers are equal, except for the signs of NaN."""
     assert ((a == b) | ((a & 127 == 127) & (b & 127 == 127))).all()
 
 
 def check_quantized(x, history, fp8, amax):
-    """Check the three outputs of a call whose scale is determined by ``amax``."""
+    """Check the three outputs of fp8_quantize if its scale follows from ``amax``."""
     q, q_t, scale = ops.fp8_quantize(x, history, fp8, True)
     assert q.dtype == q_t.dtype == fp8
     assert q.shape == x.shape
@@ -94,7 +97,7 @@ def test_quantization_of_no_elements(fp8, device):
 @both_formats
 @all_dtypes
 def test_quantized_special_values(dtype, fp8, device):
-    """NaN and infinities become NaN and do not affect the scale; zeros keep their sign."""
+    """NaN and infinities become NaN and do not affect the scale. Zeros keep their sign."""
     x = randn(40, 48, dtype=dtype, device=device)
     amax = x.abs().max().item()
     x[1, 2], x[3, 4], x[5, 6], x[7, 8], x[9, 10] = math.nan, math.inf, -math.inf, 0.0, -0.0
@@ -105,7 +108,10 @@ def test_quantized_special_values(dtype, fp8, device):
 
 @both_formats
 def test_scale_is_that_of_the_last_16_calls(fp8, device):
-    """The first call's scale follows from its own amax. In later calls, values too large for the scale saturate."""
+    """The scale of a call follows from the largest amax of the 16 calls before it. Values too large for it saturate.
+
+    The first call's scale follows from its own amax.
+    """
     torch.manual_seed(0)
     history = new_history(device)
     sizes = [3.0, 0.5, 1000.0, *(torch.rand(40) * 10).tolist(), 1e-3, 1e6, 7.0]
@@ -121,7 +127,7 @@ def test_scale_is_that_of_the_last_16_calls(fp8, device):
 
 
 def test_history_of_zeros_counts_as_empty(device):
-    """If a gradient is 0 in the first calls, these calls must not determine the scale of the next call."""
+    """After calls with only zeros, such as a gradient of 0, the scale of the next call follows from its own amax."""
     history = new_history(device)
     ops.fp8_quantize(torch.zeros(5, 16, device=device), history, E5M2)
     check_quantized(torch.full((5, 16), 3e-8, device=device), history, E5M2, torch.tensor(3e-8).item())
@@ -146,7 +152,7 @@ def norm_inputs(shape, dtype, device, residual):
 
 
 def assert_same_outputs(found, expected):
-    """Assert bitwise equality of outputs, some of which may be float8."""
+    """Assert that two sequences of tensors have the same dtypes and values. Float8 tensors are compared as bytes."""
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype
         assert_equal(*(bits(t) if t.element_size() == 1 else t for t in (a, b)))
@@ -159,7 +165,10 @@ NORM_SHAPES = [(1, 16), (3, 24), (17, 40), (2, 33, 768), (100, 776), (40, 1280),
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
 def test_norm_has_the_bits_of_its_parts(shape, residual, dtype, device):
-    """Outputs and amax histories are bitwise identical. The first history is empty, and the last call saturates."""
+    """fp8_layernorm's outputs and amax history equal those of a layer norm followed by fp8_quantize.
+
+    The history is empty in the first call. In the last call with a history, values saturate.
+    """
     if device.type == "cpu" and len(shape) == 2 and shape[0] > 1000:
         pytest.skip("takes seconds on a CPU")
     ours, parts = new_history(device), new_history(device)
@@ -185,7 +194,7 @@ def test_norm_without_the_transposed_copy(device):
 
 
 def test_norm_with_nan(device):
-    """A row that contains NaN becomes NaN and does not affect the scale."""
+    """If a row of x contains NaN, the row becomes NaN, and the scale follows from the other rows."""
     x, stream, weight, bias, x_bias = norm_inputs((40, 64), torch.bfloat16, device, True)
     x[3, 5] = math.nan
     ours, parts = new_history(device), new_history(device)
@@ -225,10 +234,10 @@ def operand(rows, inner, fp8, device):
 
 
 def sums_error(inner, fast, device):
-    """Return a bound on the error of a sum, relative to the sum of its terms' magnitudes.
+    """Return a bound on the error of a matmul's sums, relative to the sum of the terms' magnitudes.
 
-    A tensor core's instruction adds 32 terms to a sum of 14 bits. Without fast accumulation, at most four instructions
-    add to one such sum.
+    An instruction of the tensor cores adds 32 terms to a sum that has 14 bits of precision. Without fast accumulation,
+    the sum of at most four instructions is then added in float32.
     """
     if device.type == "cpu":
         return inner * 2.0**-24
@@ -294,13 +303,13 @@ def test_linear_and_gradients(rows, inner, width, dtype, device):
 
 
 def composed_mlp(x, fc, fc_bias, proj, proj_bias, history=None, hidden=None, dhidden=None, dout=None):
-    """Compute the result of fp8_mlp by single operators."""
+    """Compute fp8_mlp with two fp8_linear and a gelu."""
     pre = functional.fp8_linear(x, fc, fc_bias, history, dhidden)
     return functional.fp8_linear(functional.gelu(pre, approximate="tanh"), proj, proj_bias, hidden, dout)
 
 
 def with_gradients(function, args, dout, *histories):
-    """Return out, and the gradients of the arguments that are not None."""
+    """Return the result of ``function``, and the gradients of the arguments that are not None."""
     leaves = [t if t is None else t.clone().requires_grad_() for t in args]
     out = function(*leaves, *histories)
     out.backward(dout)
@@ -325,9 +334,10 @@ SHAPES = [
 @low_dtypes
 @pytest.mark.parametrize(("rows", "inner", "hidden"), SHAPES)
 def test_matmul_and_gelu_in_one_kernel(rows, inner, hidden, dtype, device, monkeypatch):
-    """The results are bitwise identical to single operators, because sums of a few small whole numbers are exact.
+    """The kernel of a matmul with GELU has the bits of ``composed_mlp``.
 
-    The first call has no history, and values saturate in the third call.
+    The operands are small whole numbers times a power of two, whose sums have no rounding error in any order. The
+    histories are empty in the first call, and values saturate in the third call.
     """
     if device.type == "cpu" and rows > 2000:
         pytest.skip("takes seconds on a CPU")
@@ -393,7 +403,7 @@ def test_bad_input(device):
     ]:
         with pytest.raises(RuntimeError, match=message):
             call()
-    if device.type != "cpu":  # the backward's kernel would be chosen by the history's device
+    if device.type != "cpu":  # Without this check, a history on CUDA would make torch run the backward on CUDA.
         with pytest.raises(RuntimeError, match="dout_history is on cuda:0 but x is on cpu"):
             functional.fp8_linear(x.cpu(), weight.cpu(), None, None, new_history(device))
     assert_raises(ValueError, "in_features must be a multiple of 16 for fp8, got 40", nn.Linear, 40, 32, fp8=True)
@@ -412,7 +422,10 @@ def small_model(device, dtype=torch.float32, **options):
 
 
 def batches(count, device, size=8):
-    """Yield sequences whose next token mostly follows from the last token, so that a model can learn to predict it."""
+    """Yield batches of tokens and targets that a model can learn to predict.
+
+    A token follows from the previous token with a probability of 0.8, and is random otherwise.
+    """
     generator = torch.Generator().manual_seed(5)
     for _ in range(count):
         tokens = torch.randint(64, (size, 33), generator=generator)
@@ -479,7 +492,7 @@ def test_state_dict_carries_the_scales(device):
         m(tokens, targets, return_logits=False)[1].backward()
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a.grad, b.grad)
-    # A model without scales can load the state. Loading the state of such a model clears the scales.
+    # A model without float8 ignores the histories in a state. A float8 model clears its histories if a state has none.
     plain = small_model(device)
     plain.load_state_dict(state)
     other.load_state_dict(plain.state_dict())
@@ -512,7 +525,7 @@ def test_files_keep_the_parameters_alone(options, device, tmp_path):
 @two_dtypes
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.1}, {"activation": "gelu"}], ids=["node", "dropout", "parts"])
 def test_recomputed_layers_have_the_scales_of_the_first_time(options, dtype, device):
-    """With and without recomputation, the parameters and histories after training are the same."""
+    """After training, the parameters and amax histories are equal with and without recomputation of the layers."""
     states = []
     for recompute in (False, True):
         model = small_model(device, dtype, fp8=True, **options)
@@ -523,9 +536,9 @@ def test_recomputed_layers_have_the_scales_of_the_first_time(options, dtype, dev
 
 
 def diverging(model, device):
-    """Train with steps so large that scales change from call to call, and return the state.
+    """Train with a learning rate so large that the scales change from call to call, and return the state dict.
 
-    Each step calls the forward twice, and the backward of the sum of both losses twice.
+    Each training step calls the forward twice, and then the backward of the sum of both losses twice.
     """
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     for tokens, targets in batches(4, device):
@@ -586,7 +599,7 @@ def test_linear_has_no_second_and_no_forward_derivative(device):
 
 @pytest.mark.parametrize("options", [{"fp8": True}, {"fp8": True, "fp8_head": True}], ids=str)
 def test_graphed_steps_are_eager_steps(options, device, on_cuda):
-    """With and without a CUDA graph, the losses, parameters and histories are bitwise identical."""
+    """With a CUDA graph, the losses, parameters and amax histories are equal to those of eager training steps."""
     runs = []
     for capture in (False, True):
         model = small_model(device, torch.bfloat16, **options)

@@ -1,4 +1,4 @@
-"""Tests of fp8_linear_cross_entropy: its loss is bitwise correct, and its gradients are compared with float64."""
+"""Tests of fp8_linear_cross_entropy. Its loss is compared with linear_cross_entropy's, its gradients with float64."""
 
 import math
 
@@ -20,7 +20,11 @@ both_reductions = pytest.mark.parametrize("reduction", ["mean", "sum"])
 
 
 def problem(rows, inner, width, vocab_size, dtype, device):
-    """Return x (N, C), weight (Vp, C), whose logits are exact in 16 bits, and targets (N), some of them ignored."""
+    """Return x (N, C), weight (Vp, C) and targets (N). Some targets are ignored.
+
+    The elements of x are -1, 0 and 1, those of the weight are whole numbers divided by 8. The logits are therefore
+    exact in 16 bits.
+    """
     x = torch.randint(-1, 2, (rows, inner)).to(dtype) * (torch.rand(rows, inner) < 8 / inner)
     weight = torch.randint(-8, 9, (width, inner)).to(dtype) / 8
     targets = torch.randint(vocab_size, (rows,))
@@ -29,14 +33,14 @@ def problem(rows, inner, width, vocab_size, dtype, device):
 
 
 def gradients(function, x, weight, targets, dloss=1.0, **options):
-    """Return the loss, and the gradients of dloss * loss."""
+    """Return the loss, and the gradients of dloss * loss with respect to x and weight."""
     leaves = [t.detach().clone().requires_grad_() for t in (x, weight)]
     loss = function(*leaves, targets, **options)
     return loss.detach(), *torch.autograd.grad(loss, leaves, torch.full_like(loss, dloss))
 
 
 def dlogits_of(x, weight, targets, vocab_size):
-    """Return the logits' gradients in float64, without the factor of the reduction."""
+    """Return the gradients of the logits (N, Vp) for the sum of the losses, in float64."""
     logits = (x.double() @ weight.double().T)[:, :vocab_size]
     kept = targets != IGNORED
     found = logits.softmax(-1) - F.one_hot(targets.where(kept, 0), vocab_size)
@@ -44,13 +48,16 @@ def dlogits_of(x, weight, targets, vocab_size):
 
 
 def dequantized(x):
-    """Return x after rounding to E4M3 with the scale that follows from its amax."""
+    """Return x in float64, after rounding to E4M3 with the scale that follows from the amax of x."""
     q, _, scale = ops.fp8_quantize(x, None, E4M3)
     return q.double() * scale
 
 
 def round_dlogits(dlogits):
-    """Return the gradients rounded to E5M2, and by how much a float32 error of 2^-18 can change the rounded values."""
+    """Return dlogits rounded to E5M2, and the largest change of each rounded value.
+
+    A value changes if a relative error of 2^-18, from the arithmetic in float32, makes it round to another number.
+    """
 
     def read(d):
         return rounded(d.cpu() * DLOGIT, E5M2).view(E5M2).double().to(d.device) / DLOGIT
@@ -62,8 +69,9 @@ def round_dlogits(dlogits):
 def sums_errors(a, b, device):
     """Return bounds on the errors of the sums in a @ b^T.
 
-    A tensor core truncates each term 13 bits below the largest term that it adds at once. Here one term of a row is -1
-    and all others are small, so that the truncated parts are not small in proportion to the terms.
+    A tensor core truncates each term 13 bits below the largest of the terms that an instruction adds. One element in a
+    row of ``a`` is near -1 and the others are small. The bound therefore depends on the largest term, not on the sum of
+    the terms' magnitudes.
     """
     if device.type == "cpu":
         return a.shape[1] * 2.0**-24 * a.abs() @ b.abs().T
@@ -80,12 +88,12 @@ SHAPES = [  # N, C, Vp, V, chunk_size
 @both_reductions
 @pytest.mark.parametrize(("rows", "inner", "width", "vocab_size", "chunk_size"), SHAPES)
 def test_loss_and_gradients(rows, inner, width, vocab_size, chunk_size, reduction, dtype, device):
-    """The loss equals linear_cross_entropy's loss. The gradients are matmuls of the rounded operands."""
+    """The loss equals linear_cross_entropy's loss. The gradients are near matmuls of the operands rounded to float8."""
     x, weight, targets = problem(rows, inner, width, vocab_size, dtype, device)
     options = {"vocab_size": vocab_size, "ignore_index": IGNORED, "reduction": reduction, "chunk_size": chunk_size}
     loss, dx, dweight = gradients(functional.fp8_linear_cross_entropy, x, weight, targets, **options)
     plain, plain_dx, plain_dweight = gradients(functional.linear_cross_entropy, x, weight, targets, **options)
-    # With other numbers of rows, the two functions may use different matmul algorithms.
+    # If a chunk is no multiple of 16 rows, the two functions may use different matmul algorithms for the logits.
     aligned = chunk_size is None or chunk_size % 16 == 0
     torch.testing.assert_close(loss, plain, rtol=0 if aligned else 1e-6, atol=0)
 
@@ -109,9 +117,9 @@ def test_loss_and_gradients(rows, inner, width, vocab_size, chunk_size, reductio
 @both_reductions
 @pytest.mark.parametrize(("rows", "inner", "width", "vocab_size", "chunk_size"), SHAPES)
 def test_float8_logits(rows, inner, width, vocab_size, chunk_size, reduction, dtype, device):
-    """Loss and gradients are computed from operands rounded to float8.
+    """With fp8_logits, the logits of the loss and gradients are computed from x and weight rounded to float8.
 
-    If no gradient is needed, the loss equals linear_cross_entropy's loss.
+    If no gradient is needed, the loss equals linear_cross_entropy's loss without rounding to float8.
     """
     x, _, targets = problem(rows, inner, width, vocab_size, dtype, device)
     weight = (torch.randint(-40, 41, (width, inner)).to(dtype) / 8).to(device)  # sums in float32 are exact
@@ -127,7 +135,10 @@ def test_float8_logits(rows, inner, width, vocab_size, chunk_size, reduction, dt
 
 @every_dtype
 def test_gradients_of_logits_are_rounded_once(dtype, device):
-    """x and weight are the identity times 4, so that dx and dweight are the logits' gradients times 4."""
+    """The gradients of the logits are rounded to E5M2, and the matmuls of dx and dweight cause no further error.
+
+    x and weight are the identity times 4, so that dx and dweight are 4 times the rounded gradients of the logits.
+    """
     eye = 4 * torch.eye(32, dtype=dtype, device=device)
     targets = torch.arange(32, device=device).flip(0)
     targets[7] = IGNORED
@@ -183,7 +194,7 @@ def test_nan_and_infinity_stay_in_their_row(dtype, device):
 
 
 def test_float16_gradients_do_not_underflow(device):
-    """Gradients are multiplied by dloss before they are rounded to float16, because they would underflow otherwise."""
+    """Gradients that would underflow in float16 are multiplied by dloss before they are rounded to float16."""
     x, weight, targets = (
         t.half() if t.is_floating_point() else t for t in problem(2000, 32, 1008, 1000, torch.float32, device)
     )
@@ -262,7 +273,7 @@ def test_bad_input(device):
 @pytest.mark.parametrize("fp8", [False, True])
 @every_dtype
 def test_model_in_training(fp8, dtype, device):
-    """With float8 and 16-bit LM heads, the losses are equal and the gradients are nearly equal."""
+    """A model has equal losses and nearly equal gradients with and without float8 matmuls in the LM head."""
     models = [small_model(device, dtype, fp8=fp8, fp8_head=head) for head in (False, True)]
     (tokens, targets), (others, _) = batches(2, device)
     targets = targets.clone()
@@ -270,7 +281,7 @@ def test_model_in_training(fp8, dtype, device):
     for model in models:
         model(others, targets, return_logits=False, ignore_index=IGNORED)[
             1
-        ].backward()  # The histories must not be empty.
+        ].backward()  # so that the amax histories of float8 layers are not empty
         model.zero_grad()
     losses = [m(tokens, targets, return_logits=False, ignore_index=IGNORED)[1] for m in models]
     assert torch.equal(*losses)
@@ -285,7 +296,7 @@ def test_model_in_training(fp8, dtype, device):
 
 @every_dtype
 def test_fp8_head_has_no_effect_outside_training(dtype, device):
-    """In evaluation, without gradients, or if logits are returned, the results are the same as without fp8_head."""
+    """fp8_head changes no result in evaluation, without gradients, and if logits are returned."""
     models = [small_model(device, dtype, fp8_head=head) for head in (False, True)]
     tokens, targets = next(batches(1, device))
     with torch.no_grad():
@@ -299,9 +310,9 @@ def test_fp8_head_has_no_effect_outside_training(dtype, device):
 
 
 def test_tied_weights(device):
-    """The tied weight's gradient is the same if the embedding and the LM head are computed as separate modules."""
+    """The tied weight has the sum of the gradients of embedding and LM head, also if the embedding has a hook."""
     tied, apart = (small_model(device, fp8_head=True) for _ in range(2))
-    # The hook makes the model call this module separately.
+    # A module with a hook is called separately.
     apart.transformer.wte.register_forward_hook(lambda *_: None)
     tokens, targets = next(batches(1, device))
     for model in (tied, apart):
@@ -310,7 +321,7 @@ def test_tied_weights(device):
 
 
 def test_model_with_float8_logits(device):
-    """With 8-bit and 16-bit logits, the losses are nearly equal in training, and equal in evaluation."""
+    """fp8_logits changes the loss by less than 1 % in training, and not at all in evaluation."""
     models = [small_model(device, fp8_head=True, fp8_logits=logits) for logits in (False, True)]
     batch = next(batches(1, device))
     plain, eight = (m(*batch, return_logits=False)[1] for m in models)

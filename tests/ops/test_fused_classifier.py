@@ -27,7 +27,10 @@ IGNORED = -100
 
 
 def torchs(logits, targets, vocab_size=-1, ignore_index=IGNORED):
-    """Compute the losses by torch in float32 (float64 for float64), because torch's errors are larger in 16 bits."""
+    """Compute the losses with torch in float32, or in float64 for float64 logits.
+
+    torch's losses of 16-bit logits would be 16-bit numbers.
+    """
     used = logits.to(wide(logits.dtype))[..., : vocab_size if vocab_size != -1 else None].flatten(0, -2)
     losses = F.cross_entropy(used, targets.flatten().long(), reduction="none", ignore_index=ignore_index)
     return losses.view(targets.shape)
@@ -39,7 +42,7 @@ def exact(logits, targets, vocab_size=-1, ignore_index=IGNORED):
 
 
 def inputs(rows, width, dtype, device, vocab_size=-1, scale=1.0):
-    """Return logits, targets of which every seventh is ignored, and the losses' gradients."""
+    """Return logits, targets (every seventh is ignored), and gradients of the losses."""
     targets = torch.randint(0, width if vocab_size == -1 else vocab_size, (rows,))
     targets[6::7] = IGNORED
     return (
@@ -59,7 +62,7 @@ def ours(logits, targets, *options):
 
 
 def in_place(logits, targets, *options):
-    """Call the in-place op on a copy with equal strides and alignment; return losses and dlogits."""
+    """Call the in-place op on a copy of the logits with the same strides and offset. Return the losses and dlogits."""
     storage = torch.empty_like(
         torch.as_strided(logits, (logits.untyped_storage().nbytes() // logits.itemsize,), (1,), 0)
     )
@@ -69,10 +72,7 @@ def in_place(logits, targets, *options):
 
 
 def check(logits, targets, dlosses, *options):
-    """Compare losses and gradients with float64 and torch.
-
-    Check that the in-place op gives bitwise identical results.
-    """
+    """Check that losses and gradients are as exact as torch's, and bitwise identical to those of the in-place op."""
     losses, dlogits = ops.fused_classifier(logits, targets, *options)
     assert_as_exact_as_torch(
         losses, torchs(logits, targets, *options), exact(double(logits), targets, *options), "losses"
@@ -120,7 +120,11 @@ def test_padded_columns_are_not_read(vocab_size, width, dtype, device):
 @pytest.mark.parametrize("width", [1000, 2000, 4096, 12288, 32768, 50304, 65536, 131072, 262144, 600000])
 @two_dtypes
 def test_rows_in_each_kind_of_memory(width, dtype, device):
-    """CUDA kernels keep a row in registers or shared memory (of a thread block or a cluster), or read it repeatedly."""
+    """Results are right for each way in which the CUDA kernels access a row.
+
+    With growing width, a row is kept in the registers or the shared memory of a thread block or a cluster, or is read
+    from global memory in each pass.
+    """
     if device.type == "cpu" and width > 131072:
         pytest.skip("the CPU keeps no row")
     check(*inputs(9, width, dtype, device))
@@ -130,7 +134,10 @@ def test_rows_in_each_kind_of_memory(width, dtype, device):
 @pytest.mark.parametrize("width", [1001, 50257])
 @two_dtypes
 def test_more_rows_than_the_device_keeps(width, dtype, device):
-    """Shared memory cannot hold all rows at once, so that its buffers are reused. Ignored rows are not loaded."""
+    """Results are right if the kernels reuse their buffers, because shared memory cannot hold all rows at once.
+
+    Ignored rows are not loaded into a buffer.
+    """
     logits, targets, _ = inputs(1200 if device.type == "cuda" else 50, width, dtype, device)
     targets[3::5] = IGNORED
     losses, dlogits = ops.fused_classifier(logits, targets)
@@ -150,7 +157,7 @@ def test_many_rows(rows, dtype, device):
 
 @pytest.mark.parametrize("ignore_index", [IGNORED, -1, 3, 1000])
 def test_ignored_rows(ignore_index, device):
-    """Ignored rows have zero loss and gradient, even if ignore_index is a valid class or the row contains NaN."""
+    """Ignored rows have loss 0 and gradient 0, even if ignore_index is a valid class or the row contains NaN."""
     logits, targets, dlosses = inputs(40, 33, torch.float32, device)
     targets = targets.where(targets != IGNORED, ignore_index)
     check(logits, targets, dlosses, -1, ignore_index)
@@ -169,7 +176,7 @@ def test_all_rows_ignored(dtype, device):
     logits, targets, dlosses = inputs(5, 33, dtype, device)
     targets[:] = IGNORED
     check(logits, targets, dlosses)
-    # A mean over no rows has an infinite gradient. The logits' gradient is 0, as in torch.
+    # In a mean over no rows, the gradient of each loss is 1 / 0. The gradient of the logits is still 0, as in torch.
     infinite = torch.full_like(dlosses, float("inf"))
     assert (gradient(ours, logits, targets, infinite) == 0).all()
     assert (ops.fused_classifier(logits, targets, -1, IGNORED, infinite)[1] == 0).all()
@@ -225,7 +232,7 @@ def test_leading_shapes_of_dlosses(device):
 
 @all_dtypes
 def test_large_logits(dtype, device):
-    """An offset of 1000 on all logits causes no error beyond the rounding of the logits to their dtype."""
+    """If 1000 is added to all logits, the only further error is the rounding of the logits to their dtype."""
     logits, targets, dlosses = inputs(5, 768, torch.float64, device, scale=4)
     check((logits + 1000).to(dtype), targets, dlosses.to(wide(dtype)))
 
@@ -257,7 +264,7 @@ def test_denormal_and_large_logits(dtype, device):
 @pytest.mark.parametrize("width", [33, 9000, 131072])
 @all_dtypes
 def test_masked_logits_have_probability_zero(width, dtype, device):
-    """Nearly all logits are -inf, so that all logits of a thread or a thread block may be -inf."""
+    """Logits of -inf have probability 0, even if all logits of a thread or of a thread block are -inf."""
     logits, targets, dlosses = inputs(5, width, dtype, device)
     logits[:, : width - 10] = float("-inf")
     targets[:] = width - 1
@@ -294,7 +301,7 @@ def test_deterministic_with_dlosses(dtype, device):
 
 
 def write_view_in_place(logits, targets, vocab_size):
-    """Call the in-place op on a view of a new tensor; return the losses, that tensor, and its square."""
+    """Call the in-place op on a view of logits * 1. Return the losses, and the written tensor and its square."""
     made = logits * 1
     losses = ops.fused_classifier_(made.view(-1, made.shape[-1]), targets, vocab_size)
     return losses, made, made.square()
@@ -409,7 +416,10 @@ def test_target_outside_the_vocabulary(op, bad, device, on_cpu):
 
 @pytest.mark.parametrize("width", [9, 50304, 131072])
 def test_target_outside_the_vocabulary_on_cuda(width, on_cuda):
-    """The test runs in another process, because a process cannot use the device after a device-side assertion fails."""
+    """On CUDA, a target outside the vocabulary makes a device-side assertion fail, whose message says so.
+
+    The call is made in another process, because a process cannot use the device after such a failure.
+    """
     done = run_python(f"""
 import torch, gptkernels
 targets = torch.tensor([0, {width - 1}, 2], device="cuda")
@@ -451,7 +461,10 @@ def test_more_than_2_31_elements(device):
 @pytest.mark.parametrize("dloss", [1.0, 0.25, float("nan"), "rows"])
 @all_dtypes
 def test_backward_in_place(dloss, dtype, device):
-    """The in-place backward gives bitwise identical results, supports any layout, and changes the tensor's version."""
+    """fused_classifier_backward_ has the bits of fused_classifier_backward.
+
+    It supports any layout, and changes the version of the written tensor.
+    """
     dlogits = randn(7, 33, dtype=dtype, device=device)
     options = {"dtype": wide(dtype), "device": device}
     dlosses = randn(7, **options) if dloss == "rows" else torch.tensor(dloss, **options)

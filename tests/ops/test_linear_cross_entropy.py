@@ -35,7 +35,7 @@ def problem(*rows, dtype=torch.float32, device="cpu", requires_grad=False):
 
 
 def logits_and_loss(x, weight, targets, vocab_size=None, ignore_index=-100, reduction="mean"):
-    """Compute the loss in float32 by torch, with all logits."""
+    """Compute all logits and the loss with torch. The loss is float32, or float64 for float64 arguments."""
     logits = F.linear(x, weight)[..., :vocab_size]
     rows = logits.to(wide(x.dtype)).flatten(0, -2)
     loss = F.cross_entropy(rows, targets.flatten().long(), ignore_index=ignore_index, reduction=reduction)
@@ -58,7 +58,7 @@ def test_defaults(device):
 
 
 def test_keeps_small_float16_gradients(device):
-    """The quotient probability / count underflows in float16. It must be multiplied by dloss before it is rounded."""
+    """The quotients probability / count, which would underflow in float16, are multiplied by dloss before rounding."""
     x, weight = randn(512, 8, dtype=torch.float16, device=device), randn(999, 8, dtype=torch.float16, device=device)
     x = (x * 0.01).requires_grad_()
     targets = torch.randint(999, (512,), device=device)
@@ -74,7 +74,7 @@ def test_never_holds_all_logits(device, on_cuda):
     x = randn(rows, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     weight = randn(columns, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     targets = torch.randint(columns, (rows,), device=device)
-    G.linear_cross_entropy(x, weight, targets, chunk_size=1024).backward()  # cuBLASLt allocates its workspace
+    G.linear_cross_entropy(x, weight, targets, chunk_size=1024).backward()  # so that cuBLASLt has its workspace
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     G.linear_cross_entropy(x, weight, targets, chunk_size=1024).backward()
@@ -150,7 +150,10 @@ def test_weight_gradient_is_not_rounded_after_each_chunk(dtype, chunk_size, devi
 @pytest.mark.parametrize("chunk_size", [-1, 1, 13, 14, 100])
 @all_dtypes
 def test_with_logits(dtype, chunk_size, scale, device):
-    """Compare the logits, the loss and both gradients with float64. The loss and dweight have the same dtype."""
+    """The logits, the loss and both gradients are as exact as torch's.
+
+    The logits and dx have the dtype of x. The loss and dweight are float32, or float64 if x is float64.
+    """
     x, weight, targets = problem(2, 20, dtype=dtype, device=device)
     targets %= 10
     targets[0, 2:5] = 9
@@ -165,7 +168,7 @@ def test_with_logits(dtype, chunk_size, scale, device):
         return F.linear(x, weight).detach(), loss.detach(), *torch.autograd.grad(loss, (x, weight))
 
     torchs, exact = by_torch(x, weight), by_torch(x.double(), weight.double())
-    typical = (torchs[0].double() - exact[0]).abs().mean().item()  # the error of a single loss may be near 0 by luck
+    typical = (torchs[0].double() - exact[0]).abs().mean().item()  # torch's error of the loss may happen to be near 0
     for name, a, b, c in zip(("logits", "loss", "dx", "dweight"), found, torchs, exact, strict=True):
         assert_as_exact_as_torch(a, b.to(a.dtype), c, name, typical if name == "loss" else 0.0)
     for wanted in ([True, False], [False, True], [False, False]):
@@ -176,7 +179,7 @@ def test_with_logits(dtype, chunk_size, scale, device):
 
 @with_dtypes(torch.float32, torch.float64)
 def test_mean_over_many_rows(dtype, device):
-    """The number of rows is larger than what a thread block of the reduction's kernel reads in one iteration."""
+    """The mean is right if there are more rows than a thread block of the kernel of the mean reads in one iteration."""
     rows = 3 * 8 * 1024 + 77
     x, weight = randn(rows, 2, dtype=dtype, device=device), randn(3, 2, dtype=dtype, device=device)
     targets = torch.randint(3, (rows,), device=device)
@@ -220,7 +223,7 @@ OPTIONS = [
 
 
 def with_options(options):
-    """Return the function with these options, and the dtype of its tensors."""
+    """Return a function (x, weight, targets) that calls linear_cross_entropy with these options, and the dtype of x."""
     options = dict(options)
     dtype = options.pop("dtype", torch.float32)
     return lambda x, w, t: G.linear_cross_entropy(x, w, t % 10, **options).sum(), dtype
@@ -269,7 +272,10 @@ functions_and_dtypes = pytest.mark.parametrize(
 
 
 def aligned_problem(rows, dtype=torch.float32, device="cpu"):
-    """Return x (rows, 32) and weight (64, 32), which require gradients, and targets (rows) below 50, some ignored."""
+    """Return x (rows, 32) and weight (64, 32), which require gradients, and targets (rows) below 50.
+
+    Every fifth target is ignored.
+    """
     x, weight = (randn(n, 32, dtype=dtype, device=device, requires_grad=True) for n in (rows, 64))
     targets = torch.randint(50, (rows,), device=device)
     targets[2::5] = -100
@@ -279,7 +285,11 @@ def aligned_problem(rows, dtype=torch.float32, device="cpu"):
 @pytest.mark.parametrize("dloss", [1.0, -0.5])
 @functions_and_dtypes
 def test_backward_twice(function, dtype, dloss, device):
-    """Backwards with retain_graph return copies of the saved gradients. The last backward returns the saved tensors."""
+    """Repeated backwards return equal gradients.
+
+    The forward has computed the gradients. A backward with retain_graph returns copies of them, the last backward may
+    overwrite and return them.
+    """
     x, weight, targets = aligned_problem(20, dtype, device)
     loss = function(x, weight, targets, vocab_size=50)
     seed = torch.full_like(loss, dloss)
@@ -339,7 +349,10 @@ def test_compiles_once_for_all_numbers_of_rows(function, options, device):
 
 @both_functions
 def test_targets_outside_the_vocabulary(function, device, on_cpu):
-    """The test runs on the CPU. test_fused_classifier.py tests the device-side assertion in another process."""
+    """On the CPU, a target outside the vocabulary raises an error.
+
+    On CUDA it triggers a device-side assertion, which test_fused_classifier.py tests in another process.
+    """
     x, weight, targets = aligned_problem(40)
     targets[20] = 50
     with raises(rf"{function.__name__}\w*: target 50 at row 20 is outside the vocabulary of 50"):
@@ -389,12 +402,12 @@ def test_bad_input_of_the_other_ops(device):
 
 @pytest.fixture
 def exponentials(sm_90a, monkeypatch):
-    """Compute the LM head by our kernel at all sizes that the kernel supports."""
+    """Compute the LM head's matmul with our kernel, which stores exponentials, at all sizes that it supports."""
     monkeypatch.setenv("GPTKERNELS_MATMUL", "own")
 
 
 def head(rows, width, vocabulary, device, scale=0.3):
-    """Return x, weight and targets in bfloat16. The logits are about scale * sqrt(width)."""
+    """Return x and weight in bfloat16, and targets. The standard deviation of the logits is scale * sqrt(width)."""
     torch.manual_seed(rows + width + vocabulary)
     x = randn(rows, width, dtype=torch.bfloat16, device=device)
     weight = randn(vocabulary, width, dtype=torch.bfloat16, device=device, scale=scale)
@@ -402,9 +415,12 @@ def head(rows, width, vocabulary, device, scale=0.3):
 
 
 def check_head(x, weight, targets, chunk_size=None, **options):
-    """Compare the loss and both gradients with float64 and torch.
+    """Check that the loss and both gradients are as exact as torch's.
 
     A call that needs no gradients must return a bitwise identical loss.
+
+    Returns:
+        torch's gradients, and the gradients in float64.
     """
 
     def found(function, *tensors, **more):
@@ -414,7 +430,8 @@ def check_head(x, weight, targets, chunk_size=None, **options):
 
     ours = found(G.linear_cross_entropy, x, weight, chunk_size=chunk_size)
     torchs, exact = found(logits_and_loss, x, weight), found(logits_and_loss, x.double(), weight.double())
-    # Most of the loss's error comes from rounding the logits. torch's error may be near 0 by luck.
+    # Most of the loss's error comes from rounding the logits. torch's error of the loss may happen to be near 0.
+    # Therefore an estimate of this error is allowed.
     rounding = 2.0**-9 * F.linear(x.double(), weight.double()).abs().mean().item() / len(x) ** 0.5
     for name, a, b, c in zip(("loss", "dx", "dweight"), ours, torchs, exact, strict=True):
         assert_as_exact_as_torch(a, b.to(a.dtype), c, name, rounding if name == "loss" else 0.0)
@@ -465,16 +482,16 @@ def test_exponentials_of_rows_with_gaps(exponentials, device):
 
 @pytest.mark.parametrize("logit", [4, 16, 64])
 def test_exponentials_of_confident_rows(logit, exponentials, device):
-    """The kernel does not subtract from 1, so that small losses and gradients keep their digits.
+    """Losses near 0 and their gradients have small relative errors, because the kernel does not compute 1 - p.
 
-    The logits are exact.
+    Here p is the probability of the target. The logits are small whole numbers and have no rounding error.
     """
     torch.manual_seed(0)
     weight = -torch.randint(2, (128, 128), device=device).bfloat16()
     weight.fill_diagonal_(1)
     targets = torch.randint(128, (300,), device=device)
     x = logit * F.one_hot(targets, 128).bfloat16()
-    if logit < 64:  # otherwise float64's 1 - p has no digits left
+    if logit < 64:  # For 64, the formula's 1 - p would be 0 in float64.
         check_head(x, weight, targets)
     loss, dx, _ = ops.linear_cross_entropy_with_gradients(x, weight, targets, -1, -100, "mean", -1, [True, True])
     others = (x.double() @ weight.double().T - logit).exp()
@@ -486,7 +503,7 @@ def test_exponentials_of_confident_rows(logit, exponentials, device):
 
 @pytest.mark.parametrize("redone", [slice(7, 8), slice(250, 270), slice(None)], ids=["one", "some", "all"])
 def test_exponentials_that_overflow(redone, exponentials, device):
-    """Only rows with a loss of more than 69 are computed again from their logits."""
+    """Rows whose exponentials overflow are computed again from their logits. Other rows do not change."""
     x, weight, targets = head(600, 768, 1000, device)
     before = ops.linear_cross_entropy(x, weight, targets, -1, -100, "none", -1)
     x[redone] *= 50
@@ -500,7 +517,7 @@ def test_exponentials_that_overflow(redone, exponentials, device):
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e30])
 def test_exponentials_of_special_values(value, exponentials, device):
-    """Infinities and NaN affect only their own row. They have no effect in an ignored row."""
+    """Infinities, NaN and huge numbers in x affect only the results of their own row, and nothing in an ignored row."""
     x, weight, targets = head(300, 128, 264, device)
     arguments = (-1, -100, "sum", -1, [True, True])
     _, clean, _ = ops.linear_cross_entropy_with_gradients(x, weight, targets, *arguments)
@@ -527,7 +544,7 @@ def test_exponentials_of_ignored_rows(exponentials, device):
 
 
 def test_exponentials_in_a_cuda_graph(exponentials, device):
-    """The rows that overflow in the replay are not the rows that overflowed in the capture."""
+    """A replay of a CUDA graph finds the rows that overflow in the replay, and computes them again."""
     x, weight, targets = head(600, 128, 1000, device)
     x.requires_grad_()
     weight.requires_grad_()

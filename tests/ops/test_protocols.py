@@ -1,4 +1,4 @@
-"""Checks models of the synchronization between warps, thread blocks and clusters for faults (docs/protocols.md)."""
+"""Checks the models of the kernels' synchronization for deadlocks and other faults (docs/protocols.md)."""
 
 import itertools
 import re
@@ -19,17 +19,18 @@ RUNS = [
     ("x......x", "xxxxxxxx"),
     ("xx.....x", "xxxxxxxx"),
     ("xxx", "..."),
-]  # There are more hidden blocks than the ring has buffers.
+]  # A half of a tile has more hidden blocks in a row than the kernel may skip.
 TILES_128 = [(3, (0, 1)), (1, (0, 0)), (2, (1, 0))]
 
-# For each model: the least number of states that its check must visit, and scenarios with the kernels' constants.
+# For each model: the least number of states that its check must visit, and its scenarios. Unless a scenario gives a
+# constant, such as the number of stages, it has the kernel's constant.
 MODELS = {
     "forward, four warpgroups": (
         10_000,
         [
             partial(four_warpgroups, tiles)
             for tiles in [
-                [(11, 1), (11, 11), (11, 1), (11, 11)],  # 700 tokens, where the last tile of a head has an empty group
+                [(11, 1), (11, 11), (11, 1), (11, 11)],  # 700 tokens: the last query tile of a head has an empty group
                 [(9, 1)] * 3,
                 [(1, 9), (9, 1), (2, 12)],
                 [(1, 1)] * 5,
@@ -88,7 +89,8 @@ MODELS = {
 }
 
 
-# These scenarios are too large to be explored again without each of their waits and arrivals.
+# Further scenarios of ``test_no_fault``. ``test_every_wait_and_arrival_is_needed``, which explores a scenario again for
+# each wait and arrival, would take too long with them.
 LARGE = {
     "forward, four warpgroups": [partial(four_warpgroups, [(9, 9, 9, 1), (9, 8, 8, 9)], warpgroups=4)],
     "backward_head": [
@@ -100,9 +102,10 @@ LARGE = {
 
 # Waits that a kernel does not need, because another wait implies them.
 REDUNDANT = {
-    # The storing thread arrives at tile_empty after reading the last dq from dout.
+    # The storing thread releases the buffer of a tile after it has read the previous tile's dq from a buffer of dout.
+    # The taking thread waits for the tile's buffer, and need not wait for the buffer of dout.
     "backward_128's dquery": {("taking thread", "wait", "dout_empty")},
-    # It suffices that the loading thread of each thread block waits.
+    # Of the processes of a thread block, only the loading thread must wait at the cluster's barrier.
     "matmul": {(f"block *'s {role} *", "wait", "cluster_barrier") for role in ("product", "finish")},
 }
 
@@ -153,7 +156,7 @@ CHOICES = {
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_choice(name):
-    """The test explores all tiles and visible blocks that are possible at small sizes."""
+    """Models have no fault for any choice of tiles, visible blocks and sizes in these ranges of small numbers."""
     states = [choice().explore() for choice in CHOICES[name]]
     print(f"{name}: {sum(states)} states of {len(states)} choices")
     assert len(states) > 20
@@ -161,7 +164,10 @@ def test_every_choice(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_wait_and_arrival_is_needed(name):
-    """If a wait or an arrival is removed, or a wait has the wrong parity, the checker must find a fault."""
+    """If a wait or an arrival is removed, or a wait has the wrong parity, the checker finds a fault.
+
+    The exceptions are the waits in ``REDUNDANT``.
+    """
 
     def is_found(place, change):
         for scenario in MODELS[name][1]:
@@ -183,7 +189,8 @@ def test_every_wait_and_arrival_is_needed(name):
 @pytest.mark.parametrize(
     ("model", "fault"),
     [
-        # An earlier forward hung here, because a group without queries skipped all blocks except one.
+        # An earlier version of the forward deadlocked in this scenario: a group without queries skipped all key tiles
+        # but one.
         (partial(four_warpgroups, [(8, 8), (8, 1)], most_skipped=8), Deadlock),
         (partial(four_warpgroups, [(11, 11), (11, 1)], most_skipped=MOST_SKIPPED + 1), Deadlock),
         (partial(two_warpgroups, [2, 2], stages=1), Deadlock),
@@ -220,7 +227,10 @@ def test_too_few_buffers(model, fault):
     }.items(),
 )
 def test_models_match_the_kernels(file, calls):
-    """The kernel has as many waits and arrivals as when its model was written. If it changes, change the model, too."""
+    """A source has as many waits and arrivals as when its model was written.
+
+    If the number in a source changes, change the model, and then the number in this test.
+    """
     code = re.sub(r"//.*", "", (CUDA / file).read_text())
     names = r"m?barrier_(wait|arrive\w*|expect)|\w+_barrier|cluster_(arrive|wait)|bar\.(sync|arrive)"
     assert len(re.findall(rf"\b({names})\b", code)) == calls
@@ -228,7 +238,10 @@ def test_models_match_the_kernels(file, calls):
 
 @pytest.mark.parametrize(("blocks", "tiles"), list(itertools.product(range(1, 4), range(1, 7))))
 def test_tile_order_assigns_each_tile_once(blocks, tiles):
-    """Thread blocks take tiles in every possible order. A thread block ends at the first tile beyond the last."""
+    """In every order in which thread blocks can take tiles, each tile is taken once.
+
+    A thread block ends when it takes a number beyond the last tile.
+    """
     level, states = {(0, *((block,) for block in range(blocks)))}, 0
     while level:
         states += len(level)
@@ -238,7 +251,7 @@ def test_tile_order_assigns_each_tile_once(blocks, tiles):
             if not working:
                 assert sorted(tile for own in lists for tile in own[:-1]) == list(range(tiles))
             for block in working:
-                index = blocks + taken  # as TileOrder::take computes it
+                index = blocks + taken  # TileOrder::take has the same formula.
                 following.add((taken + 1, *lists[:block], (*lists[block], index), *lists[block + 1 :]))
         level = following
     assert states >= tiles

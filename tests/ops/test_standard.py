@@ -1,4 +1,4 @@
-"""Tests of every operator, generated from the table of operators. An operator's own file has its special tests."""
+"""Tests of every operator, generated from the table of operators. Tests of one operator are in a file with its name."""
 
 import dataclasses
 import itertools
@@ -15,7 +15,7 @@ all_cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def cases_with_dtypes(cases):
-    """Parametrize a test by all (case, dtype) for the dtypes that a case supports."""
+    """Parametrize a test by (case, dtype), with all dtypes that the operator of the case supports."""
     pairs = [(case, dtype) for case in cases for dtype in case.operator.dtypes]
     return pytest.mark.parametrize(
         ("case", "dtype"), pairs, ids=[f"{case.name}-{name_of(dtype)}" for case, dtype in pairs]
@@ -32,7 +32,7 @@ EDGES = [
     for operator in OPERATORS.values()
     for choices in operator.edges
     for dtype in operator.dtypes
-    if not (choices.get("mixed") and dtype.itemsize > 2)  # x is narrower than the residual only in 16 bits
+    if not (choices.get("mixed") and dtype.itemsize > 2)  # In mixed calls, x has 16 bits and the residual 32.
 ]
 
 
@@ -49,13 +49,13 @@ def test_matches_float64_at_edge_sizes(operator, choices, dtype, device):
 @all_views
 @cases_with_dtypes(CASES)
 def test_views(case, dtype, view, device):
-    """Neither the arguments nor the gradients of the results are contiguous."""
+    """Operators satisfy the rule if their arguments and the gradients of their results are views of other tensors."""
     checks.hold_to_the_rule(case.call(ODD, dtype, device, view=view), view)
 
 
 @cases_with_dtypes(CASES)
 def test_one_misaligned_argument(case, dtype, device):
-    """A kernel may load packs only if all its arguments are aligned."""
+    """Operators satisfy the rule if one argument is misaligned, so that kernels must not load it in packs."""
     for name in case.call(ORDINARY, dtype, device).args:
         checks.hold_to_the_rule(case.call(ORDINARY, dtype, device, **{f"{name}.layout": "misaligned"}))
 
@@ -71,7 +71,7 @@ def test_unused_output(case, dtype, unused, device):
 
 @all_cases
 def test_gradient_of_one_argument(case, device):
-    """The gradient of an argument does not depend on which other gradients are computed."""
+    """An argument's gradient is the same whether it is computed alone or with the gradients of the other arguments."""
     call = case.call(ODD, case.opcheck_dtype(), device)
     names = list(call.differentiable())
     if len(names) < 2:
@@ -103,7 +103,10 @@ IN_ROWS = (
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @cases_with_dtypes([case for case in CASES if case.operator.name in IN_ROWS])
 def test_infinities_and_nan_stay_in_their_row(case, dtype, value, device):
-    """The row that contains the value agrees with the formula, and all other rows are unchanged."""
+    """An infinity or NaN in a row of the first argument changes no bit of other rows' results.
+
+    The results of the row itself are equal to the formula, within the rule.
+    """
     call = case.call(ODD, dtype, device, **{rows_of(case): 5})
     first, *others = call.args.values()
     clean, first = checks.outputs(call.ours(first, *others)), first.clone()
@@ -125,7 +128,7 @@ def results(call):
 
 @cases_with_dtypes(CASES)
 def test_deterministic(case, dtype, device):
-    """Repeated calls are bitwise identical, with any number of threads unless torch's BLAS computes a part."""
+    """Repeated calls are bitwise identical. The number of threads changes no bit unless torch's BLAS is called."""
     rows = rows_of(case)
     many = {rows: 20 if rows == "lead.rows" else 1000} if rows else {}
     call = case.call(ORDINARY, dtype, device, **many)
@@ -135,7 +138,11 @@ def test_deterministic(case, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=name_of)
 @all_cases
 def test_opcheck(case, dtype, device):
-    """opcheck in float32 (``gptkernels check``) suffices: registrations only distinguish whether sums are float64."""
+    """opcheck finds no fault in float64 and bfloat16. (``gptkernels check`` calls it in float32.)
+
+    In float64 only the first variant of each operator is tested, because what the operators register differs from
+    float32 only in the dtypes of sums and statistics.
+    """
     if dtype not in case.operator.dtypes:
         pytest.skip("the op does not support the dtype")
     if dtype == torch.float64 and case.variant != next(iter(case.operator.variants)):
@@ -145,7 +152,7 @@ def test_opcheck(case, dtype, device):
 
 @all_cases
 def test_output_masks(case, device):
-    """If an op has an output mask, its fake outputs match its real outputs for two complementary masks."""
+    """If an op has a mask that selects its outputs, fake outputs match real outputs for two complementary masks."""
     for op, args, kwargs in case.call(SMALL, case.opcheck_dtype(), device).invocations():
         for i, mask in enumerate(args):
             if not isinstance(mask, list) or not all(isinstance(wanted, bool) for wanted in mask):
@@ -157,7 +164,7 @@ def test_output_masks(case, device):
 
 @all_cases
 def test_compile(case, device):
-    """The compiled graph has no break."""
+    """torch.compile compiles a call into one graph, whose outputs and gradients are the eager call's."""
     call = case.call(SMALL, case.opcheck_dtype(), device)
     tensors = [t.detach().requires_grad_() for t in call.differentiable().values()]
 
@@ -169,20 +176,20 @@ def test_compile(case, device):
         gradients = torch.autograd.grad(outs, tensors, [torch.ones_like(out) for out in outs]) if tensors else ()
         return [*outs, *gradients]
 
-    torch._dynamo.reset()  # every case compiles the same function
+    torch._dynamo.reset()  # Dynamo would count the cases as recompilations of one function, which it limits.
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for a, b in zip(with_gradients(compiled), with_gradients(function), strict=True):
         torch.testing.assert_close(a, b)
 
 
-# Under autocast these operators return the same dtypes as torch's functions.
+# Under autocast, these operators return the dtypes that torch's functions return.
 FOLLOWS_TORCH = ("gelu", "softmax", "causal_softmax", "linear", "mlp")
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
 @all_cases
 def test_autocast(case, low, device):
-    """Autocast gives the same results as a call with arguments in the dtype that the operator's autocast rule demands.
+    """Under autocast, a call has the results of a call whose arguments are cast as the operator's autocast rule says.
 
     Gradients have the dtypes of the arguments.
     """
@@ -207,19 +214,23 @@ def test_autocast(case, low, device):
             assert gradient.dtype == dtype
 
 
-# Arguments that may have any number of rows or columns, or any shape.
+# Names of arguments that may have any number of rows, any number of columns, or any shape.
 ANY_ROWS = [
     *("attn_mask", "weight", "proj_weight", "mlp_proj_weight", "head", "wpe"),
     *("saved", "x_t", "weight_t", "fc_weight_t"),
 ]
 ANY_COLUMNS, ANY_SHAPE = ("dlogits",), ("tensors", "steps")
-# With another shape, an index would be outside of these tensors' memory or of another tensor's memory.
+# Tensors that contain indices or are indexed. With another shape, a kernel might access memory beyond a tensor.
 INDICES = ("tokens", "targets", "sequences", "lengths", "wte", "dwte")
-OF_PARTS = ("layer", "layer_backward", "fp8_layer", "fp8_layer_backward")  # errors may name other ops' arguments
+# These ops call other ops, whose errors name their own arguments.
+OF_PARTS = ("layer", "layer_backward", "fp8_layer", "fp8_layer_backward")
 
 
 def wrong_tensors(t, name):
-    """Yield tensors that an op must refuse in place of the argument t, and fragments of the errors."""
+    """Yield tensors that an op must refuse in place of its argument t, each with fragments of the error's message.
+
+    ``name`` is the name of the argument.
+    """
     refused = "must .*got"
     if name != "attn_mask":
         yield t.to(torch.int64 if t.is_floating_point() else torch.float32), (refused, name)
@@ -238,9 +249,9 @@ def wrong_tensors(t, name):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name != "embedding"], ids=lambda case: case.name)
 def test_wrong_dtypes_shapes_and_devices_are_refused(case, device):
-    """Each tensor is replaced in turn.
+    """An op raises an error if one of its tensors is replaced by a wrong one.
 
-    An op's first tensor determines the shapes and the device, so that only its dtype can be wrong.
+    The first tensor determines the expected shapes and the device. Only its dtype is made wrong.
     """
     for op, args, kwargs in case.call(SMALL, case.opcheck_dtype(), device).invocations():
         leaves, structure = tree_flatten(args)

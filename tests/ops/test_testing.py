@@ -57,7 +57,7 @@ def test_progress_and_choice(device):
     assert report.results == [result for results in shown for result in results]
 
 
-# Each of these functions is a GELU with one fault that the checks must find.
+# Each of the following functions is a GELU with a fault that the checks must find.
 def slightly_off(x):
     return ops.gelu(x) * (1 + 3e-2)
 

@@ -1,8 +1,8 @@
 """Models of the two kernels of attention/sm90/backward.cu, which use backward_loader.cuh and backward_mask.cuh.
 
-A tile has a string for each of its halves, with a letter for each block: "x" if the half's queries (or keys) see a key
-(or query) of the block, "." if a mask or causality hides the whole block. Without ``masked``, only the first block may
-be hidden.
+The kernel of dq has tiles of queries and blocks of keys, the kernel of dk and dv has tiles of keys and blocks of
+queries. A tile is given by a string for each of its halves. The string has a letter for each block: "." if a mask or
+causality hides the whole block from the half, otherwise "x". Without ``masked``, only the first block may be hidden.
 """
 
 from .checker import Buffers, Model, Staging, add_warps, find_constant, find_ring_size, load_tiles
@@ -12,7 +12,10 @@ MASK = "attention/sm90/backward_mask.cuh"
 
 
 def backward(tiles, dkey, masked=True, group=1, stages=None, most_passed=None, warps=1):
-    """Model the kernel of dq, or of dk and dv, in which ``group`` query heads share the keys of a tile."""
+    """Model the kernel of dq, or, if ``dkey`` is true, the kernel of dk and dv.
+
+    ``group`` is the number of query heads that share a tile of keys.
+    """
     stages = stages or find_ring_size(FILE, "ring")
     most_passed = find_constant(MASK, "kMostPassed", kStages=stages) if most_passed is None else most_passed
     model = Model()
@@ -26,7 +29,12 @@ def backward(tiles, dkey, masked=True, group=1, stages=None, most_passed=None, w
         seen = ""
 
         def find_own():
-            """Wait for the next block that the warpgroup computes; return False if there is no other block."""
+            """Skip blocks that the mask hides, and wait for the next block that the warpgroup computes.
+
+            Returns:
+                False if the tile has no such block. If ``most_passed`` blocks were skipped before and after the block
+                that was computed last, the next block is computed even if it is hidden.
+            """
             nonlocal ring, block, passed
             before, passed = passed, 0
             while block < len(seen):

@@ -1,7 +1,8 @@
 """Models of the two kernels of attention/sm90/backward_128.cu.
 
-A tile is (blocks, passed). ``blocks`` is its number of key (or query) blocks. ``passed`` has, for each half of the
-tile, the number of blocks that the half skips at the beginning, which is 0 or 1.
+The kernel of dq has tiles of queries and blocks of keys, the kernel of dk and dv has tiles of keys and blocks of
+queries. A tile is given by (blocks, passed): its number of blocks, and for each of its two halves the number of blocks
+(0 or 1) that the half's warpgroup skips at the beginning.
 """
 
 from .checker import Buffers, Model, Ring, add_warps, find_constant, find_ring_size
@@ -114,7 +115,7 @@ def dkey_128(tiles, group=1, stages=None, warps=1):
     model, end = Model(gradients_full=2 * warps), len(tiles)
     tile_at = Buffers(model, "tile", find_ring_size(FILE, "at"), 1)
     gradients_full = Ring("gradients_full", tile_at.size)
-    # Each warp has its rows of keys and values.
+    # Each warp writes dk and dv (second write) over these rows of the tile's keys and values (first write).
     rows_at = [[Ring(("rows", i, j), tile_at.size, writes=2) for j in range(warps)] for i in range(2)]
     all_rows = [rows for half in rows_at for rows in half]
     blocks = Buffers(model, "block", stages or find_ring_size(FILE, "ring"), 2 * warps)

@@ -1,4 +1,4 @@
-"""A model of attention/sm90/backward_one_pass.cu. Its lengths are numbers of blocks of 64 queries or keys."""
+"""A model of attention/sm90/backward_one_pass.cu. Numbers of queries and keys are counted in blocks of 64."""
 
 from .checker import Buffers, Model, Ring, Staging, find_constant, find_ring_size
 
@@ -9,7 +9,7 @@ def backward_head(heads, queries, keys, causal=True, query_offset=0, stages=None
     tile_buffers, head_buffers, helpers = (find_constant(FILE, name) for name in ("kTiles", "kHeads", "kHelpers"))
     model, tiles = Model(), (keys + 1) // 2
     key_at = Buffers(model, "tile", tile_buffers, 2 + dquery_warps)
-    # dv is stored to global memory through these buffers
+    # The tile's values (first write), and later its dv (second write), which is stored to global memory from here.
     value_at = [Ring(("values", half), tile_buffers, writes=2) for half in range(2)]
     blocks = Buffers(model, "block", stages or find_ring_size(FILE, "ring"), 2)
     parts = [Buffers(model, ("part", warpgroup), find_constant(FILE, "kParts"), dquery_warps) for warpgroup in range(2)]

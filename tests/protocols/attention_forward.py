@@ -8,7 +8,7 @@ FORWARD = "attention/sm90/forward.cu"
 
 
 def find_stages(name):
-    """Find kStages, the last argument of a ForwardTile."""
+    """Return kStages, the last template argument of the ForwardTile with this name in the kernel's source."""
     return int(re.search(rf"using {name} = ForwardTile<[^;]*, (\d+)>;", (CUDA / FORWARD).read_text())[1])
 
 
@@ -16,11 +16,15 @@ MOST_SKIPPED = find_constant(FORWARD, "kMostSkipped", kStages=find_stages("FourW
 
 
 def four_warpgroups(tiles, stages=None, most_skipped=None, warpgroups=2, loaded=None):
-    """Model the kernel with four warpgroups.
+    """Model the kernel with four warpgroups, each of which computes a group of 64 queries of a query tile.
 
-    ``tiles`` has, for each tile of queries, the number of key tiles that each group of the queries sees. The number is
-    1 for a group beyond the last query. ``loaded`` has the number of key tiles that are loaded for each tile of
-    queries. The default is the largest number that a group sees.
+    Args:
+        tiles: for each query tile, a tuple with the number of key tiles that each group sees. A group beyond the last
+            query has 1.
+        stages: the size of the ring of key tiles; the kernel's by default.
+        most_skipped: the most key tiles that a warpgroup skips in a query tile; the kernel's number by default.
+        warpgroups: the number of warpgroups in the model, and of groups in a query tile.
+        loaded: the number of key tiles that are loaded for each query tile; by default the largest number in its tuple.
     """
     stages = stages or find_stages("FourWarpgroups")
     most_skipped = find_constant(FORWARD, "kMostSkipped", kStages=stages) if most_skipped is None else most_skipped
@@ -70,7 +74,11 @@ def four_warpgroups(tiles, stages=None, most_skipped=None, warpgroups=2, loaded=
 
 
 def two_warpgroups(tiles, turns_at_exponentials=True, stages=None, warpgroups=2, warps=1):
-    """Model the kernel with two warpgroups. ``tiles`` has the number of key tiles that both warpgroups compute."""
+    """Model the kernel with two warpgroups, which both compute all key tiles of a query tile.
+
+    ``tiles`` has the number of key tiles of each query tile. The warpgroups take turns either in computing exponentials
+    or in issuing MMAs.
+    """
     stages = stages or find_stages("TwoWarpgroups")
     model = Model(turn=2 * warps)
     queries = Buffers(model, "query", find_ring_size(FORWARD, "query"), warpgroups * warps)

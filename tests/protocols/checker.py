@@ -1,12 +1,12 @@
 """A model checker of synchronization protocols, which explores every interleaving of a few processes.
 
-A process is a list of operations. A function with the structure of the kernel's code records this list once. The
-operations must not depend on the interleaving, so that each choice that depends on data (visible blocks, tiles) is a
-separate model. The state of a model is the position of each process. The state determines the phases of barriers and
-the contents of buffers.
+A process is a list of operations, which a function with the structure of the kernel's code records before the
+exploration. The list must not depend on the interleaving. Therefore there is a separate model for each choice that
+depends on data, such as the tiles and the blocks that a mask leaves visible. The state of a model is the position of
+each process in its list. The positions determine the phases of barriers and the contents of buffers.
 
 A wait, the accesses after it and the arrivals after these accesses are one step, because no other process can observe a
-state in between. A copy by TMA is a separate step of a process that copies in the background.
+state in between. A TMA copy is an operation of a separate process, because it may happen at any time after its start.
 """
 
 import itertools
@@ -26,7 +26,10 @@ class Deadlock(Fault):
 
 
 class WrongPhase(Fault):
-    """A process arrives in a phase that is not current, or waits for one that is neither current nor just completed."""
+    """A process arrives in a phase that is not the current one, or waits for a phase that it cannot test by parity.
+
+    The parity of a barrier only tells the current phase from the phase that was completed last.
+    """
 
 
 class WrongData(Fault):
@@ -34,7 +37,10 @@ class WrongData(Fault):
 
 
 def find_constant(file, name, **known):
-    """Compute an integer constant from a kernel's source. ``known`` has the values of constants in its definition."""
+    """Return the value of an integer constant in a kernel's source.
+
+    Constants in its definition are looked up in ``known``, and then in the same source.
+    """
     if name in known:
         return known[name]
     source = (CUDA / file).read_text()
@@ -47,7 +53,7 @@ def find_constant(file, name, **known):
 
 
 def find_ring_size(file, name):
-    """Find the number of buffers of a kernel's ring; ``name`` is a RingPosition in it."""
+    """Return the number of buffers of a kernel's ring. ``name`` is a variable of type RingPosition in the source."""
     found = set(re.findall(rf"RingPosition<(\w+)> (?:\w+, )*{name}\b", (CUDA / file).read_text()))
     assert len(found) == 1, f"{file}: {name} is a position in {found or 'no ring'}"
     size = found.pop()
@@ -57,8 +63,9 @@ def find_ring_size(file, name):
 class Ring:
     """Barriers or buffers that are used cyclically: use n of the ring is use n // size of item n % size.
 
-    Use -1 of a barrier is a phase that is complete at the start, as in the kernels, where a first wait with parity 1
-    returns at once. ``writes`` is the number of writes of a buffer in one use.
+    A call of the ring returns ((name, item), phase) of a barrier or ((name, item), number of the write) of a buffer.
+    Phase -1 of a barrier is complete at the start, as in the kernels, where a first wait with parity 1 returns at once.
+    ``writes`` is the number of writes of a buffer in each use.
     """
 
     def __init__(self, name, size=1, writes=1):
@@ -69,16 +76,19 @@ class Ring:
 
 
 class Buffers(Ring):
-    """A ring of buffers, each with barriers "full" and "empty". After a use ``readers`` processes release a buffer."""
+    """A ring of buffers, each of which has a barrier "full" and a barrier "empty".
+
+    A buffer may be filled again when ``readers`` processes have released it.
+    """
 
     def __init__(self, model, name, size, readers, writes=1):
         super().__init__(name, size, writes)
         self.full, self.empty, self.filled = Ring((name, "full"), size), Ring((name, "empty"), size), 0
-        # "full" has two arrivals: the announcement, and the bytes
+        # "full" has two arrivals: the announcement of the bytes, and the completed copy.
         model.arrivals |= {self.full.name: 2, self.empty.name: readers}
 
     def fill(self, p, *others):
-        """Wait until the previous contents of the next buffer are released, and load new contents.
+        """Wait until the previous contents of the next buffer are released, and start to load new contents.
 
         The kernels wait for parity ``phase ^ 1``, so that the first wait for each buffer returns at once.
         """
@@ -96,14 +106,14 @@ class Buffers(Ring):
         p.arrive(self.empty(n))
 
     def skip(self, p, n):
-        p.wait(self.full(n))  # otherwise another reader may still use the buffer
+        p.wait(self.full(n))  # Without this wait, the process could arrive in the phase of an earlier use.
         p.arrive(self.empty(n))
 
 
 class Staging:
-    """A buffer for the results of a warpgroup.
+    """A buffer in shared memory through which a warpgroup stores its results.
 
-    All rows are read by the first warp, or by every warp if ``all_read``.
+    Each warp writes some rows. Then the first warp, or every warp if ``all_read`` is true, reads all rows.
     """
 
     def __init__(self, model, name, warps, all_read=False):
@@ -124,7 +134,10 @@ class Staging:
 
 
 def load_tiles(p, tile, counts, *blocks):
-    """Load tiles that have these numbers of blocks, and then a tile that marks the end."""
+    """Load a tile and its blocks for each number of blocks in ``counts``, and then a tile that marks the end.
+
+    A block consists of one buffer of each ring in ``blocks``.
+    """
     for count in [*counts, 0]:
         tile.fill(p)
         for _ in range(count):
@@ -146,37 +159,44 @@ class Process:
         self.model, self.name, self.operations, self.issued = model, name, [], 0
 
     def wait(self, barrier):
-        """Wait for the parity of the barrier's phase, until the phase is complete."""
+        """Record a wait until the barrier's phase is complete.
+
+        The kernels test only the parity of a phase. The phase must therefore be the current or the last complete one.
+        """
         self.operations.append(("wait", *barrier))
 
     def reach(self, counter):
-        """Wait until a counter has passed a value. A counter has no parity."""
+        """Record a wait until the number of a counter's complete phases exceeds a value, by any amount."""
         self.operations.append(("reach", *counter))
 
     def arrive(self, *barriers):
         self.operations += [("arrive", *barrier) for barrier in barriers]
 
     def sync(self, barrier):
-        """Arrive at a barrier and wait for it, like bar.sync or a cluster's barrier."""
+        """Record an arrival at a barrier and a wait for its phase, like bar.sync or a cluster's barrier."""
         self.arrive(barrier)
         self.wait(barrier)
 
     def read(self, *buffers):
-        """Read the contents of the given writes. A read that takes time is recorded at its start and at its end."""
+        """Record that buffers are read, which must have the contents of exactly these writes.
+
+        A read that takes time is recorded at its start and at its end.
+        """
         self.operations += [("read", *buffer) for buffer in buffers]
 
     def write(self, *buffers):
         self.operations += [("write", *buffer) for buffer in buffers]
 
     def load(self, barrier, *buffers):
-        """Announce bytes to a barrier and start their copy. The copy also arrives at the barrier."""
+        """Record the announcement of a copy at a barrier, and the start of the copy, which arrives there at its end."""
         self.arrive(barrier)
         self.copy(barrier, *buffers)
 
     def copy(self, barrier, *buffers):
-        """Start a copy that arrives at the barrier when it ends.
+        """Record the start of a copy that writes the buffers and then arrives at the barrier.
 
-        Only copies for the same ring of barriers are ordered.
+        The copies that a process starts for one ring of barriers end in the order of their starts. They may end in any
+        order relative to other copies.
         """
         copies = self.model.process(f"{self.name}'s copies for {barrier[0][0]}")
         issued = (f"{copies.name} issued",)
@@ -188,7 +208,7 @@ class Process:
 
 
 def strip_numbers(key):
-    """Return the name of a barrier without its numbers."""
+    """Return the name of a barrier or buffer without the numbers of its owner and of its item in the ring."""
     return key[0] if isinstance(key[0], str) else " ".join(part for part in key[0] if isinstance(part, str))
 
 
@@ -206,9 +226,9 @@ class Model:
         return self.processes.setdefault(name, Process(self, name))
 
     def places(self):
-        """Return the set of (role, kind, barriers' name) of all waits and arrivals.
+        """Return the set of (role, kind, name of the barriers) of all waits and arrivals, except those of copies.
 
-        The kind is "wait", "reach" or "arrive".
+        The role is the name of the process with "*" in place of numbers. The kind is "wait", "reach" or "arrive".
         """
         return {
             (re.sub(r"\d+", "*", process.name), kind, strip_numbers(key))
@@ -218,9 +238,9 @@ class Model:
         }
 
     def mutants(self, place, change):
-        """Yield models with changed operations at a place.
+        """Yield this model with the operations at a place replaced, once for each process that has the place's role.
 
-        Each model changes the operations of one process that has the place's role.
+        ``change(kind, key, number)`` returns the operations that replace an operation. ``places`` describes places.
         """
         for name, process in self.processes.items():
             if re.sub(r"\d+", "*", name) == place[0]:
@@ -232,7 +252,10 @@ class Model:
                 process.operations = original
 
     def compile(self):
-        """Combine operations into steps, and tabulate each process's arrivals and writes by its position."""
+        """Combine the operations of each process into steps.
+
+        For each barrier and buffer, a table gives the arrivals or writes of each process before each of its positions.
+        """
         self.programs, self.totals = [], defaultdict(list)
         for index, process in enumerate(self.processes.values()):
             steps, arrived = [], True

@@ -1,7 +1,8 @@
 """Models of gemm/sm90_mainloop.cuh and fp8/sm90_gelu.cu.
 
-In a cluster, the first write of a thread block's memory initializes its barriers, and the second write ends the thread
-block. Other thread blocks may send to this memory only between the two writes.
+Other thread blocks of a cluster may access a thread block's shared memory only after its barriers are initialized and
+before the thread block ends. The models have a buffer for each thread block, whose first write is the initialization
+and whose second write is the end. An arrival at a thread block's barrier by another thread block reads this buffer.
 """
 
 from .checker import Buffers, Model, Ring, Staging, add_warps, find_constant, find_ring_size
@@ -10,10 +11,18 @@ MATMUL, GELU = "gemm/sm90_mainloop.cuh", "fp8/sm90_gelu.cu"
 
 
 class Cluster:
-    """The barriers, buffers and loading threads of thread blocks that share an operand."""
+    """The barriers, buffers and loading threads of the thread blocks of a cluster, which share the operand b."""
 
     def __init__(self, model, stages, blocks, threads, arrivals):
-        """Create a cluster with ``threads`` threads in total. A stage is released by ``arrivals`` arrivals."""
+        """Create a cluster.
+
+        Args:
+            model: the model to which the processes are added.
+            stages: the number of stages of the ring in each thread block.
+            blocks: the number of thread blocks.
+            threads: the number of processes that arrive at the cluster's barrier.
+            arrivals: the number of arrivals that release a stage.
+        """
         self.model, self.blocks, self.stages = model, range(blocks), stages
         self.alive, self.met = Ring("block", blocks, writes=2), Ring("cluster_barrier")
         self.full, self.empty, self.a_at = (
@@ -21,7 +30,7 @@ class Cluster:
         )
         self.b_at = [[Ring(("b", rank, part), stages) for part in self.blocks] for rank in self.blocks]
         model.arrivals[self.met.name] = threads
-        # arrivals: the loading thread, and the bytes of each block
+        # A stage is full after the announcement of its loading thread and a copy from each thread block.
         model.arrivals |= {full.name: 1 + blocks for full in self.full}
         model.arrivals |= {empty.name: arrivals for empty in self.empty}
 
@@ -55,7 +64,7 @@ class Cluster:
         self.read(p, rank, ring)
 
     def release(self, p, rank, ring):
-        """Tell the loading threads of all thread blocks that a stage was read."""
+        """Release a stage after its last read, by an arrival at the barrier of every thread block of the cluster."""
         self.read(p, rank, ring)
         for other in self.blocks:
             p.read(self.alive(other))
@@ -63,10 +72,10 @@ class Cluster:
 
 
 def matmul(tiles, steps, stages=None, blocks=None, pairs=1, sums=2):
-    """Model a matmul.
+    """Model a matmul in which each thread block computes ``tiles`` tiles, each in ``steps`` stages.
 
-    Each of ``pairs`` warps computes a part of a tile. Another warp finishes this part, and adds its column sums in one
-    of ``sums`` buffers.
+    A tile has ``pairs`` parts. One warp issues the MMAs of a part. Another warp finishes the part's rows and adds up
+    their columns in one of ``sums`` buffers.
     """
     stages, blocks = stages or find_ring_size(MATMUL, "ring"), blocks or find_constant(MATMUL, "kCluster")
     cluster = Cluster(Model(), stages, blocks, blocks * (1 + 2 * pairs), blocks * pairs)
@@ -109,9 +118,9 @@ def matmul(tiles, steps, stages=None, blocks=None, pairs=1, sums=2):
 
 
 def fp8_gelu(tiles, steps, stages=None, warps=1, pieces=1):
-    """Model the matmul with GELU.
+    """Model the float8 matmul with GELU, in which pairs of warpgroups compute tiles in turns.
 
-    A pair has ``warps`` warps of a warpgroup, which transpose ``pieces`` pieces together.
+    The model has ``warps`` processes for a pair. Together they transpose ``pieces`` pieces of each tile.
     """
     pairs = find_constant(GELU, "kPairs")
     model = Model(all=pairs * warps, turn=warps)

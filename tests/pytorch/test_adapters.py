@@ -1,4 +1,4 @@
-"""The model calls a submodule that was replaced, wrapped, hooked or parametrised, instead of a fused op."""
+"""Tests that the model calls a submodule that was replaced, wrapped, hooked or parametrised, instead of a fused op."""
 
 import copy
 import functools
@@ -43,7 +43,7 @@ def assert_same_step(ours, reference, device, return_logits=True):
 
 
 class Adapter(torch.nn.Module):
-    """Adds a low-rank function of a layer's output to the output, as LoRA does."""
+    """Adds a low-rank function of a module's output to this output, similar to LoRA."""
 
     def __init__(self, base, width):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Under autocast, a weight is cast as often as torch casts it, and results have torch's dtypes."""
+"""Tests that under autocast a weight is cast as often as torch casts it, and that results have torch's dtypes."""
 
 import gc
 import threading
@@ -15,7 +15,7 @@ ops = torch.ops.gptkernels
 
 
 class CountCasts(TorchDispatchMode):
-    """Counts the conversions of tensors of one shape."""
+    """Counts the calls of ``_to_copy``, which converts dtypes, for tensors of one shape."""
 
     def __init__(self, shape):
         super().__init__()
@@ -75,7 +75,10 @@ def test_casts_are_freed_with_torchs_cache(device):
 
 
 def test_a_cached_cast_follows_updates_and_records_gradients(device):
-    """In contrast to torch's cache, gradients flow to the weight although the first cast was made under no_grad."""
+    """A cached cast is made again after the weight changed, or if it was made under no_grad and a gradient is needed.
+
+    (With torch's cache, a cast that was made under no_grad is used again, and the weight gets no gradient.)
+    """
     weight = torch.randn(7, 5, device=device, requires_grad=True)
     x = torch.randn(3, 5, device=device)
     with torch.autocast(device.type, torch.bfloat16):
@@ -162,7 +165,10 @@ def test_saved_tensor_hooks_see_only_the_ops_tensors(device):
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
 def test_residual_layernorm_has_the_dtypes_of_torchs_steps(residual_dtype, x_dtype, dropout_p, device):
-    """Dropout has x's dtype, the sum has torch's promoted dtype, and the norm has float32, on the CPU as on CUDA."""
+    """Under autocast, the op has the dtypes of torch's dropout, addition and layer norm, on the CPU as on CUDA.
+
+    These are the dtype of x, torch's promoted dtype and float32.
+    """
     x, residual = torch.randn(3, 8, device=device).to(x_dtype), torch.randn(3, 8, device=device).to(residual_dtype)
     weight, bias = torch.randn(8, device=device), torch.randn(8, device=device)
     dropout = (dropout_p, torch.tensor(3, device=device), torch.tensor(4, device=device)) if dropout_p else ()

@@ -1,4 +1,4 @@
-"""torch.compile, torch.export and pipelining work with whole models. tests/ops/test_standard.py compiles each op."""
+"""Tests of whole models with torch.compile, torch.export and pipelining. ops/test_standard.py compiles each op."""
 
 import copy
 import logging
@@ -19,11 +19,11 @@ def make_model_and_tokens(device, n_layer=2, **changes):
 
 
 def test_inductor_compiles_a_deep_model(device, monkeypatch, caplog):
-    """Inductor has a rule for every op of 12 layers.
+    """Inductor compiles a model of 12 layers in reasonable time, because it has a rule for every op.
 
-    For an op without a rule, Inductor formats the expressions of the arguments, which takes time exponential in the
-    depth. From torch 2.13 on, Inductor does so only if its log is on. The test turns the log on, and fails if Inductor
-    formats an expression.
+    For an op without a rule, Inductor formats the expressions of its arguments, whose length is exponential in the
+    number of layers. From torch 2.13 on, it does so only if its log is on. The test turns the log on, and fails if
+    Inductor formats an expression.
     """
     import torch._inductor.exc
 
@@ -50,7 +50,10 @@ def test_inductor_has_a_rule_for_every_op(device):
 
 
 def test_inductor_trains_with_dropout(device):
-    """Each compiled step draws a new mask, and its backward uses the same mask. Evaluation draws no mask."""
+    """With dropout, each call of a compiled model draws new masks, which its backward uses, too.
+
+    In evaluation mode it draws none.
+    """
     torch._dynamo.reset()
     model, tokens = make_model_and_tokens(device, dropout=0.5)
     compiled = torch.compile(model, fullgraph=True)
@@ -90,7 +93,7 @@ def test_importing_does_not_import_dynamo():
 @pytest.mark.parametrize("loss", [False, True])
 @pytest.mark.parametrize("stages", [2, 3])
 def test_pipelining(stages, loss, device):
-    """The stages of the pipeline match the whole model. The first and the last stage each hold the tied weight."""
+    """The stages of a pipeline match the whole model. The first and the last stage both have the tied weight."""
     model, _ = make_model_and_tokens(device, 4)
     inputs = torch.randint(64, (2 if loss else 1, 2, 8), device=device).unbind()
     expected = model(*inputs)

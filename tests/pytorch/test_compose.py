@@ -1,4 +1,4 @@
-"""The package works with the features of torch that training programs use. docs/compose.md lists these tests."""
+"""Tests of the package with the features of torch that training programs use. docs/compose.md lists these tests."""
 
 import collections
 import copy
@@ -66,7 +66,7 @@ def _fresh_dynamo():
 @pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_one_graph_supports_every_batch_and_length(return_logits, device):
-    """The model is compiled once for all batch sizes and lengths, without a graph break."""
+    """With ``dynamic=True``, the model is compiled once for all batch sizes and lengths, without a graph break."""
     model = make_model(device)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
@@ -97,7 +97,7 @@ def test_inductor_with_a_dynamic_batch(device):
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_reduce_overhead(device):
-    """Compiled training steps match eager steps. In this mode, Inductor captures CUDA graphs if the device is CUDA."""
+    """Training steps compiled with "reduce-overhead", which uses CUDA graphs on a GPU, match eager steps."""
     found = []
     for compiles in (False, True):
         model = make_model(device, n_layer=1)
@@ -116,7 +116,10 @@ def test_reduce_overhead(device):
 
 
 def autocast_cases(device):
-    """Yield pairs: a name, and a function that calls torch.nn.functional or our counterpart with float32 arguments."""
+    """Yield (name, function). ``function(f)`` calls the function of this name of the module ``f`` in float32.
+
+    The module is torch.nn.functional or gptkernels.functional.
+    """
 
     def make(*shape):
         return randn(*shape, dtype=torch.float32, device=device)
@@ -146,7 +149,10 @@ def test_autocast_gives_torchs_dtypes(dtype, device):
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_float16_with_a_grad_scaler(max_grad_norm, device):
-    """Losses and scales match the reference model's with torch's optimizer. The scaler skips a step that overflows."""
+    """With a GradScaler, losses and scales match the reference model with torch's optimizer.
+
+    The scaler skips a step whose gradients overflow.
+    """
     overflows = 5
 
     def train(model, optimizer, clips):
@@ -195,7 +201,7 @@ def save_matmuls():
 )
 @pytest.mark.parametrize("autocast", [False, True])
 def test_selective_checkpointing_by_our_ops(contexts, saved, autocast, device):
-    """Selective checkpointing keeps the bits of the gradients. Saved ops run once, and all other ops run twice."""
+    """Selective checkpointing changes no bit of the gradients. Ops whose results are saved run once, others twice."""
     block, x = make_model(device).transformer.h[0], randn(2, T, C, dtype=torch.float32, device=device)
     options = {} if contexts is None else {"context_fn": contexts}
 
@@ -220,7 +226,7 @@ def test_selective_checkpointing_by_our_ops(contexts, saved, autocast, device):
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_selective_checkpointing_compiled(device):
-    """The backward graph has the recomputed ops but not attention, which the policy saves."""
+    """The compiled backward recomputes the ops of a block except attention, whose result the policy saves."""
     graphs = []
 
     def remember(graph, _):
@@ -245,7 +251,7 @@ def test_selective_checkpointing_compiled(device):
 
 
 def test_optimizer_hooks(device):
-    """The optimizer calls step hooks and state-dict hooks as torch's optimizers do. A hook may change gradients."""
+    """Our optimizer calls its step hooks and state-dict hooks as torch's AdamW does. A hook may change gradients."""
     seen, found = [], []
 
     def halve(optimizer, args, kwargs):
@@ -270,7 +276,7 @@ def test_optimizer_hooks(device):
 
 
 def test_step_in_the_backward(device):
-    """As in torch's tutorial, each parameter has its own optimizer, which a hook calls in the backward pass."""
+    """Each parameter may have an optimizer that a hook calls in the backward pass, as in torch's tutorial."""
     found = []
     for cls in (AdamW, torch.optim.AdamW):
         model = make_model(device, dtype=torch.float64)
@@ -291,7 +297,7 @@ def test_step_in_the_backward(device):
 
 @pytest.mark.parametrize("how", ["multi", "foreach over buffers"])
 def test_averaged_model(how, device):
-    """The moving average of the weights matches a run with torch's optimizer. Tied weights stay tied."""
+    """AveragedModel's moving average of the weights matches a run with torch's optimizer. Tied weights stay tied."""
     found = []
     options = {"use_buffers": True} if how != "multi" else {}
     for cls in (AdamW, torch.optim.AdamW):
@@ -309,7 +315,7 @@ def test_averaged_model(how, device):
 
 
 def test_gradient_penalty_and_functional_call(device):
-    """Autograd and torch.func compute the reference's gradient of a penalty on the gradient's norm."""
+    """A penalty on the norm of the gradient has the reference's gradient, with autograd and with torch.func."""
     ours, reference = small_models.make_pair(device, noise=0, n_layer=1)
     args, found = make_batch(device), []
     for model in (ours, reference):
@@ -351,17 +357,18 @@ def test_profiler_shows_our_ops_with_shapes(device):
 
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_flop_counter(return_logits, device):
-    """For the model and for each module, torch's FLOP counter returns the count that torch's own ops would have."""
+    """torch's FLOP counter counts our ops as it counts torch's ops, for the model and for each module."""
     model, (tokens, targets) = make_model(device), make_batch(device)
     with FlopCounterMode(display=False) as counted:
         model(tokens, targets, return_logits=return_logits)[1].backward()
     rows, padded = tokens.numel(), model.config.padded_vocab_size
     products = 2 * rows * (12 * C * C * 2 + C * padded)
-    attention = 2 * (2 * 2 * 3 * T * T * C)  # torch also counts the products that the causal mask discards
+    attention = 2 * (2 * 2 * 3 * T * T * C)  # torch also counts the scores that the causal mask hides
     assert counted.get_total_flops() == 3 * products + 7 * attention // 2
     by_module = counted.get_flop_counts()
     assert sum(by_module["GPT2.transformer.h.0.mlp"].values()) == 3 * 2 * rows * 8 * C * C
-    # Modules have hooks of the counter. Outside of modules, the counter applies the fused op's formula.
+    # The counter registers hooks on modules, so that they do not call fused ops. Outside of modules, the counter uses
+    # the formula of the fused op.
     x = randn(5, 8, dtype=torch.float32, device=device)
     fc, proj = (randn(*shape, dtype=torch.float32, device=device) for shape in ((32, 8), (8, 32)))
     with FlopCounterMode(display=False) as counted:
@@ -412,7 +419,7 @@ def test_memory_snapshot(device, tmp_path):
 
 
 def train_briefly(device, seed, steps=3):
-    """Train a small model for some steps, and return its parameters."""
+    """Train a small model for some steps, half of them under autocast, and return its parameters."""
     model = make_model(device, n_layer=1)
     generator = torch.Generator().manual_seed(seed)  # threads share torch's default generator
     with torch.no_grad():
@@ -446,7 +453,7 @@ def run_in_threads(functions):
 
 
 def test_threads(device):
-    """Threads that train at the same time compute the same bits as threads that train one after the other."""
+    """Models that several threads train at the same time have the bits of models that are trained one by one."""
     alone = [train_briefly(device, seed) for seed in range(4)]
     for _ in range(3):
         together = run_in_threads([functools.partial(train_briefly, device, seed) for seed in range(4)])
@@ -454,7 +461,7 @@ def test_threads(device):
 
 
 def test_streams(device):
-    """Work on a side stream waits only for that stream."""
+    """Training on a stream waits only for this stream, not for other streams or the device."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     expected = train_briefly(device, 1)
@@ -469,9 +476,9 @@ def test_streams(device):
         done = torch.cuda.Event()
         done.record()
     done.synchronize()
-    assert not busy.query()  # training did not wait for the other stream or the device
+    assert not busy.query()  # The other stream's work has not ended: training did not wait for it.
     small_models.assert_equal(found, expected)
-    # A stream that waits for a delayed stream reads the delayed stream's results.
+    # After a stream has waited for a delayed stream, an op reads what the delayed stream wrote.
     x = torch.zeros(4096, 768, device=device)
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
@@ -481,7 +488,7 @@ def test_streams(device):
 
 
 def test_several_devices(device):
-    """An op runs on the device of its tensors, even if another device is current."""
+    """An op runs on the device of its tensors, even if another device is the current device."""
     if torch.cuda.device_count() < 2 or device.type != "cuda":
         pytest.skip("needs two CUDA devices")
 
@@ -497,7 +504,10 @@ def test_several_devices(device):
 
 
 def test_inference_mode(device):
-    """A model runs in inference mode. Autograd refuses tensors that were made in inference mode, as for torch's ops."""
+    """A model has the same results in inference mode as outside of inference mode.
+
+    Autograd refuses to save a tensor that was made in inference mode, as it does for torch's ops.
+    """
     model, (tokens, targets) = make_model(device), make_batch(device)
     with torch.inference_mode():
         logits, _ = model(tokens, targets)
@@ -515,7 +525,7 @@ def test_inference_mode(device):
 
 
 def fork_and_compare():
-    """Fork a child, and assert that parent and child compute the same values. The test calls this in a new process."""
+    """Fork a child, and assert that parent and child compute the same values. The test runs this in a new process."""
     torch.set_num_threads(1)
     ours, theirs = multiprocessing.get_context("fork").Pipe()
 
@@ -533,14 +543,17 @@ def fork_and_compare():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fork_after_import():
-    """The test runs on the CPU, because a forked process cannot use CUDA if its parent has used CUDA."""
+    """A process that is forked after the import of the package can train on the CPU.
+
+    (A forked process cannot use CUDA if its parent has used CUDA.)
+    """
     code = "import test_compose; test_compose.fork_and_compare()"
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], env=os.environ | paths, check=True, timeout=120)
 
 
 class Batches(torch.utils.data.Dataset):
-    """A dataset whose items are computed by our ops in a worker process."""
+    """A dataset that computes its items with our ops."""
 
     def __len__(self):
         return 4
@@ -553,7 +566,10 @@ class Batches(torch.utils.data.Dataset):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_data_loader_workers(context):
-    """A worker, which has one thread, works after the parent has run our ops in several threads."""
+    """A DataLoader's worker process can call our ops, also if it is forked after its parent has called them.
+
+    The parent has several OpenMP threads, a worker has one.
+    """
     data = Batches()
     expected = [data[i] for i in range(4)]
     loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=context)
@@ -561,7 +577,7 @@ def test_data_loader_workers(context):
 
 
 def test_copies(device):
-    """Copies of a model and its optimizer by pickle, torch.save and deepcopy continue the run with the same bits."""
+    """Copies of a model and its optimizer by pickle, torch.save or deepcopy continue the training bit for bit."""
     model = make_model(device, dtype=torch.float64)
     optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
     step_on(model, optimizer, *make_batch(device, seed=0))
@@ -588,7 +604,7 @@ def test_functions_can_be_pickled():
 
 @pytest.mark.parametrize("parametrization", [parametrizations.weight_norm, parametrizations.orthogonal])
 def test_parametrizations(parametrization, device):
-    """torch's parametrizations have an effect on our linear layer, on its own and inside an MLP."""
+    """torch's parametrizations have the same effect on our nn.Linear, alone or inside an MLP, as on torch's."""
     found = []
     for layer, activation in ((nn.Linear, nn.GELU), (torch.nn.Linear, torch.nn.GELU)):
         torch.manual_seed(2)

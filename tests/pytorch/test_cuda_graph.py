@@ -1,7 +1,7 @@
-"""Every op can be captured in a CUDA graph.
+"""Tests that every op can be captured in a CUDA graph.
 
-An op allocates no memory outside torch's allocator, and does not synchronise. The host reads no value of a
-tensor, because a replay would not read the value again.
+An op must allocate no memory outside torch's allocator, and must not synchronise. The host must not read a value of a
+tensor, because a replay would use the value that was read in the capture.
 """
 
 import copy
@@ -32,7 +32,7 @@ def test_every_op_and_its_derivative_is_captured(case, size, device):
     choices = WIDE[case.name] if size == "wide" else {}
     call = case.call(ODD if size == "odd" else ORDINARY, torch.bfloat16, device, 1, **choices)
     for op, args, kwargs in call.invocations():
-        # Integers are reset too. Otherwise sample_, which appends to its sequences, would reach the end of a sequence.
+        # Integers are reset, too. Otherwise sample_, which appends to sequences, would reach the end of a sequence.
         given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.is_cuda]
         values = [t.clone() for t in given]
 
@@ -41,7 +41,7 @@ def test_every_op_and_its_derivative_is_captured(case, size, device):
                 scaled = t.is_floating_point() and t.element_size() > 1  # torch cannot multiply float8 numbers
                 t.copy_(value * scale if scaled else value)
 
-        op(*args, **kwargs)  # cuBLAS may allocate a workspace in the first call
+        op(*args, **kwargs)  # so that cuBLAS allocates its workspace before the capture
         reset(1.0)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -68,7 +68,7 @@ class Loss(torch.nn.Module):
 
 
 def make_modules(device):
-    """Yield each module's name, the module and an input."""
+    """Yield (name, module, input of the module)."""
 
     def make(module):
         return module.to(device, torch.bfloat16)
@@ -93,7 +93,7 @@ def test_make_graphed_callables(device):
         pytest.skip("CUDA only")
     for name, module, x in make_modules(device):
         graphed = copy.deepcopy(module)
-        graphed(x).sum().backward()  # autograd's graph of this warm-up must be freed before the capture
+        graphed(x).sum().backward()  # a warm-up, whose autograd graph is freed before the capture
         graphed.zero_grad()
         graphed = torch.cuda.make_graphed_callables(graphed, (x,))
         for _ in range(2):
@@ -116,7 +116,7 @@ def make_dropout_modules(device):
 
 
 def test_make_graphed_callables_with_dropout(device):
-    """Each replay draws a new mask, which its backward also uses. Eager mode draws the same mask from the same seed."""
+    """Each replay draws a new mask, which its backward uses, too. With the same seed, eager mode draws this mask."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     for name, module, x in make_dropout_modules(device):

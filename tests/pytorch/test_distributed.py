@@ -1,6 +1,7 @@
-"""Two processes on the CPU have the losses of one process, with DDP or FSDP2 and with our optimizer.
+"""Tests that two processes on the CPU have the losses of one process, with DDP or FSDP2 and with our optimizer.
 
-``torch.multiprocessing.spawn`` trains once in each way of WAYS. The tests read the results that process 0 saved.
+A fixture starts two processes, which train once in each way of ``WAYS``. Process 0 saves the results, which the tests
+read.
 """
 
 import copy
@@ -42,12 +43,15 @@ def rows_of_this_process():
 
 
 def make_batch(seed):
-    """Return the part of a batch that this process computes."""
+    """Return this process's part of a batch."""
     return [t[rows_of_this_process()].contiguous() for t in small_models.make_batch(B=4, seed=seed)]
 
 
 def train(model, optimizer, steps=STEPS, first=0, clip=None, **options):
-    """Train. Return the losses, averaged over all processes, and the norms of gradients that were clipped."""
+    """Train. Return each step's loss, averaged over all processes, and, with clipping, each step's gradient norm.
+
+    If ``clip`` is given, it clips the gradients. Otherwise the optimizer may do so.
+    """
     losses, norms = [], []
     for i in range(first, first + steps):
         loss = model(*make_batch(i), **options)[1]
@@ -71,7 +75,7 @@ def make_optimizer(model):
 
 
 def shard_model(model, mesh=None, **options):
-    """Shard the layers and the model, as FSDP2's tutorial does."""
+    """Shard each transformer block and then the whole model, as FSDP2's tutorial does."""
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh, **options)
@@ -101,7 +105,10 @@ def fsdp(folder):
 
 
 def sharded_layers(folder):
-    """Shard every layer of a block separately. The loss is fused with the LM head."""
+    """Shard the norms, the attention and the two linear modules of each transformer block separately.
+
+    The loss is fused with the LM head.
+    """
     mesh, model = init_device_mesh("cpu", (2,)), make_model()
     for block in model.transformer.h:
         for layer in (block.ln_1, block.ln_2, block.attn, block.mlp.c_fc, block.mlp.c_proj):
@@ -116,14 +123,14 @@ def clipped_by_ours(folder):
 
 
 def replicated_and_sharded(folder):
-    """Use hybrid sharding, with a mesh of 2 x 1 devices."""
+    """Use FSDP2's hybrid sharding with a mesh of 2 x 1 processes, in which each process has all parameters."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = shard_model(make_model(), mesh)
     return train(model, make_optimizer(model))
 
 
 def exchange_optimizers(first, second):
-    """Make two steps with one optimizer, and two steps with another optimizer that loads the state of the first."""
+    """Make two steps with an optimizer of the class ``first``, and two with one of ``second`` that loads its state."""
     model = shard_model(make_model())
     before = first(model.parameters(), lr=LR)
     losses = train(model, before, 2)[0]
@@ -147,7 +154,7 @@ def swapped(folder):
 
 
 def regression(model, optimizer, clip=None):
-    """Train a small model. Return its parameters after the last step, and the norms of its gradients."""
+    """Train a small model. Return its parameters after the last step, and the gradient norm of each step."""
     x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(4, 8)
     norms = []
     for _ in range(STEPS):
@@ -166,14 +173,17 @@ def make_uneven_model():
 
 
 def uneven(folder):
-    """Shard parameters with 3 rows or 1 row, so that the processes' shards differ in size or are empty."""
+    """Shard parameters with 3 rows or 1 row, so that the shards of the two processes differ in size.
+
+    Of the parameters with 1 row, the second process has an empty shard.
+    """
     model = fully_shard(make_uneven_model(), mesh=init_device_mesh("cpu", (2,)))
     assert min(p.to_local().numel() for p in model.parameters()) == (0 if dist.get_rank() else 1)
     return regression(model, AdamW(model.parameters(), lr=LR, max_grad_norm=0.01))
 
 
 def masters(folder):
-    """Shard bfloat16 parameters and their float32 master weights."""
+    """Shard bfloat16 parameters. Their float32 master weights must then be sharded, too."""
     model = make_uneven_model().bfloat16()
     if dist.is_initialized():
         model = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -190,7 +200,7 @@ def masters(folder):
 
 
 def mixed_precision(folder):
-    """Run forward and backward in bfloat16, with gradients, parameters and state in float32."""
+    """Run forward and backward in bfloat16, while parameters, reduced gradients and optimizer state are float32."""
     model = make_model().float()
     seen = []
     model.transformer.h[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
@@ -214,7 +224,7 @@ def mixed_precision_with_torchs(folder):
 
 
 def saved(folder):
-    """Make two steps, and save a checkpoint. Make two more steps with a new model that loads the checkpoint."""
+    """Make two steps and save a checkpoint, then make two more steps with a new model that loads the checkpoint."""
     model = shard_model(make_model())
     optimizer = make_optimizer(model)
     losses, norms = train(model, optimizer, 2)
@@ -226,7 +236,7 @@ def saved(folder):
 
 
 def load_checkpoint(model, folder):
-    """Load a checkpoint into the model and a new optimizer, whatever their sharding is, and return both."""
+    """Load a checkpoint into a model and a new optimizer, and return both. The model may be sharded or not."""
     optimizer = make_optimizer(model)
     for p in model.parameters():
         p.requires_grad_()
@@ -255,7 +265,7 @@ def run_process(rank, folder):
     if rank == 0:
         torch.save(found, f"{folder}/found.pt")
     dist.barrier()
-    os._exit(0)  # sys.exit may abort the process, because torch's threads may still run
+    os._exit(0)  # With sys.exit, threads of torch that still run may abort the process.
 
 
 @pytest.fixture(scope="module")
@@ -321,14 +331,14 @@ def test_uneven_and_empty_shards(results):
 
 
 def test_master_weights(results):
-    """Two processes have the bits of one process, because the update of an element depends on no other element."""
+    """Sharded master weights have the bits of one process. (An element's update depends on no other element.)"""
     for a, b in zip(check_result(results, masters), masters(None), strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
 
 
 def test_mixed_precision(results, alone):
-    """Losses match torch's optimizer in mixed precision, and match float64 within bfloat16's rounding errors."""
+    """In mixed precision, losses match torch's optimizer, and match float64 within bfloat16's rounding errors."""
     losses, norms = check_result(results, mixed_precision)
     torchs, torchs_norms = check_result(results, mixed_precision_with_torchs)
     assert losses == pytest.approx(torchs, rel=1e-4)
@@ -338,7 +348,7 @@ def test_mixed_precision(results, alone):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_distributed_checkpoint_is_continued(results, folder, alone):
-    """Two processes continue with the same bits. One process without sharding continues within rounding errors."""
+    """Two processes continue from a checkpoint bit for bit. One process continues from it with nearly equal losses."""
     losses, _ = check_result(results, saved)
     assert losses == check_result(results, fsdp)[0]
     model, optimizer = load_checkpoint(make_model(), str(folder / "checkpoint"))

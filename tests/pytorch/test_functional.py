@@ -1,4 +1,4 @@
-"""Functions of gptkernels.functional match torch's, with gradients, and refuse options that they do not support."""
+"""Tests that gptkernels.functional's functions match torch's, with gradients, and refuse unsupported options."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A step that `gptkernels.graphed_step` replays as a CUDA graph has the bits of an eager step."""
+"""Tests that a training step which `gptkernels.graphed_step` replays as a CUDA graph has the bits of an eager step."""
 
 import copy
 import logging
@@ -62,7 +62,7 @@ def plain_step(model, optimizer, loss, *micro):
 
 
 def assert_same(a, b):
-    """Assert that two pairs of model and optimizer have the same bits."""
+    """Assert that two pairs (model, optimizer) have equal parameters and optimizer states."""
     (model_a, optimizer_a), (model_b, optimizer_b) = a, b
     for (name, p), q in zip(model_a.named_parameters(), model_b.parameters(), strict=True):
         assert torch.equal(p, q), name
@@ -71,7 +71,7 @@ def assert_same(a, b):
 
 
 def run_both(device, steps, change=lambda i, model, optimizer: None, autocast=False, **options):
-    """Assert that plain and graphed steps on the same batches have the same bits.
+    """Assert that plain and graphed training steps on the same batches have the same bits.
 
     Args:
         device: the models' device.
@@ -105,7 +105,7 @@ def run_both(device, steps, change=lambda i, model, optimizer: None, autocast=Fa
 
 
 def expect_captures(step, device, count):
-    """Assert that the step was captured this many times, or is eager on the CPU."""
+    """Assert that the step was captured ``count`` times on CUDA, or that it runs eagerly on the CPU."""
     reason = None if device.type == "cuda" else "the parameters are on the CPU"
     assert (step.eager_because, step.captures) == (reason, count if device.type == "cuda" else 0)
 
@@ -116,8 +116,8 @@ def expect_captures(step, device, count):
         {"accumulation": 1},
         {"accumulation": 2},
         {"accumulation": 3},
-        {"autocast": True, "dtype": torch.float32},  # each replay must cast the parameters that the last step updated
-        {"batches": 1, "dropout": 0.3, "lr": 0.0},  # steps differ only in their dropout masks
+        {"autocast": True, "dtype": torch.float32},  # Each replay must cast the updated parameters again.
+        {"batches": 1, "dropout": 0.3, "lr": 0.0},  # The losses of the steps differ only by their dropout masks.
     ],
     ids=str,
 )
@@ -158,7 +158,10 @@ def test_a_replay_waits_for_its_capture(device, monkeypatch):
 
 
 def test_a_change_of_shape_captures_again(device):
-    """The first steps alternate between two shapes. Each later step has three batches, of which the last is shorter."""
+    """A step whose batches have new shapes is captured again, three times in this test.
+
+    The first steps alternate between two shapes. Each later step has three batches, of which the last is smaller.
+    """
     long, short = make_batches(8), make_batches(8, batch=2, length=32, seed=2)
     one = [[b] for pair in zip(long[:4], short[:4], strict=True) for b in pair]
     both = [[long[4 + i], long[5 + i], short[i]] for i in range(3)]
@@ -167,7 +170,7 @@ def test_a_change_of_shape_captures_again(device):
 
 
 def test_autocasts_cache_does_not_outlive_an_update(device):
-    """All steps run in one autocast context, so its cache of casts must not keep the parameters of an earlier step."""
+    """Steps inside one autocast context use the updated parameters, although autocast caches casts of parameters."""
     plain, graphed = make_training(device, dtype=torch.float32), make_training(device, dtype=torch.float32)
     step = gptkernels.graphed_step(lambda *batch: graphed[0](*batch, return_logits=False)[1], graphed[1])
     inside = make_loss(plain[0], autocast=True)
@@ -180,7 +183,7 @@ def test_autocasts_cache_does_not_outlive_an_update(device):
 
 @pytest.mark.parametrize("what", ["weight_decay", "max_grad_norm", "requires_grad", "state"])
 def test_changed_options_and_loaded_states_capture_again(device, what):
-    """After a state is loaded, the step uses the loaded moments and master weights, and captures a new graph."""
+    """If an option changes or a state is loaded, the next steps use it, and a new graph is captured."""
     saved = {}
 
     def change(i, model, optimizer):
@@ -203,7 +206,7 @@ def test_changed_options_and_loaded_states_capture_again(device, what):
 
 
 def test_a_resumed_run_has_the_same_bits(device):
-    """The resumed run starts with eager steps, and the first run replays a graph for the same steps."""
+    """A resumed run, which begins with eager steps, has the bits of the first run, which replays a graph."""
     data = make_batches(8)
     model, optimizer = make_training(device)
     step = gptkernels.graphed_step(make_loss(model), optimizer)
@@ -219,7 +222,7 @@ def test_a_resumed_run_has_the_same_bits(device):
 
 
 def test_batch_memory_may_be_reused(device):
-    """The caller may overwrite a batch in host memory as soon as the step is launched."""
+    """The caller may overwrite a batch in host memory as soon as the call of the step returns."""
     plain, graphed = make_training(device), make_training(device)
     step = gptkernels.graphed_step(make_loss(graphed[0]), graphed[1])
     data = make_batches(2 * STEPS)
@@ -280,7 +283,7 @@ def test_a_model_of_torchs_layers_has_the_same_bits(device):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_before_update_may_change_the_gradients(device, accumulation):
-    """The callback before_update halves the gradients. The reported norm is the halved norm."""
+    """The update and the reported norm are computed from the gradients as the callback ``before_update`` left them."""
     plain, graphed = make_training(device), make_training(device)
     norms = []
 
@@ -310,7 +313,7 @@ def only_record(caplog):
 
 
 def assert_trains_eagerly(step, model, optimizer, loss, expected):
-    """Assert that the step is eager for the expected reason, and has the bits of a plain step."""
+    """Assert that a graphed step runs eagerly for the expected reason, and has the bits of a plain step."""
     plain_model = copy.deepcopy(model)
     plain_optimizer = AdamW(plain_model.parameters(), lr=1e-2, max_grad_norm=1.0)
     for batch in make_batches(5):
@@ -364,7 +367,10 @@ def test_a_step_whose_hook_synchronises_is_eager(device, caplog):
 
 
 def test_a_step_whose_capture_fails_is_eager(device, caplog):
-    """The loss makes the capture fail, because it synchronises the stream. Random number generators work afterwards."""
+    """If the capture fails, the step runs eagerly, and random number generators and later captures work.
+
+    In this test, the loss synchronises the stream, which is an error in a capture.
+    """
     if device.type != "cuda":
         pytest.skip("CUDA only")
     model, _ = make_training(device, dtype=torch.float32)

@@ -1,7 +1,7 @@
-"""A call of an op frees all heap memory that it allocates, except its results.
+"""Tests that a call of an op frees all heap memory that it allocates, except its results.
 
-A few bytes matter. If small blocks stay between the large blocks that a training step frees, the heap cannot use the
-large blocks again, and the process grows by megabytes with each step.
+A leak of a few bytes matters. If small allocations stay between the large ones that a training step frees, the heap
+cannot merge the free memory, and the process may grow by megabytes with each step.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ class Mallinfo2(ctypes.Structure):
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_garbage():
-    """Exclude the existing objects from garbage collection, which would otherwise spend a second on them."""
+    """Exclude the existing objects from garbage collection, which would otherwise take a second each time."""
     gc.collect()
     gc.freeze()
     yield

@@ -1,4 +1,4 @@
-"""The modules of gptkernels.nn match torch's modules, or a computation in torch if torch has no such module."""
+"""Tests that gptkernels.nn's modules match torch's modules, or a formula in torch where torch has no such module."""
 
 import copy
 import inspect
@@ -42,7 +42,7 @@ OPTIONS_OF_OURS = {"Linear": [("fp8", False)]}
 
 
 def list_parameters(layer):
-    """Return the names and defaults of the constructor's parameters in order."""
+    """Return (name, default) of each parameter of a class's constructor, in order."""
     return [(p.name, p.default) for p in inspect.signature(layer).parameters.values()]
 
 

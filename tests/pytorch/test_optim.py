@@ -1,4 +1,4 @@
-"""AdamW matches torch's AdamW in updates, state, options and use with GradScaler. Clipping matches torch's clipping."""
+"""Tests that AdamW and clip_grad_norm_ match torch's in updates, states, options, and use with GradScaler."""
 
 import contextlib
 import copy
@@ -70,7 +70,10 @@ def test_twenty_steps_match_torch(options, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_matches_torchs_fused_kernel(dtype, device):
-    """torch's fused kernel computes in float32, as ours does. torch's other kernels round each intermediate result."""
+    """16-bit parameters match torch's fused kernel, which computes in float32 as ours does.
+
+    torch's other implementations round each intermediate result to 16 bits.
+    """
     ours, torchs, our_params, torch_params = make_pair(dtype, device, lr=0.1, fused=True)
     for optimizer in (ours, torchs):
         train(optimizer, 20)
@@ -81,7 +84,10 @@ def test_low_precision_matches_torchs_fused_kernel(dtype, device):
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_master_weights_have_float32s_updates(dtype, max_grad_norm, device):
-    """Master weights accumulate updates too small to change 16-bit parameters. Clipping rounds no gradient."""
+    """With master weights, 16-bit parameters are the rounded parameters of a float32 run, also with clipping.
+
+    The updates are so small that most of them would not change a 16-bit parameter.
+    """
     ours = make_parameters(dtype, device)
     wide = [torch.nn.Parameter(p.detach().float()) for p in ours]
     optimizer = AdamW(ours, lr=1e-5, master_weights=True, max_grad_norm=max_grad_norm)
@@ -105,7 +111,10 @@ def test_master_weights_have_float32s_updates(dtype, max_grad_norm, device):
 @pytest.mark.parametrize("change", ["load_state_dict", "another optimizer", "data", "one element"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_master_weights_follow_changed_parameters(dtype, change, device):
-    """A step starts from elements that other code has changed, and from the master weights of all other elements."""
+    """If other code has changed an element of a parameter, the step starts from the new value.
+
+    For all other elements it starts from the master weight.
+    """
     ours = torch.nn.ParameterList(make_parameters(dtype, device))
     best = copy.deepcopy(ours.state_dict())
     optimizer = AdamW(ours, lr=0.1, master_weights=True)
@@ -173,7 +182,7 @@ def test_one_launch_per_group_and_dtype(device):
 @pytest.mark.parametrize("how", ["set_default_device", "with torch.device"])
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"master_weights": True}], ids=str)
 def test_the_default_device_is_ignored(options, how, device):
-    """A step allocates tensors on the parameters' device or on the CPU, never on torch's default device."""
+    """Steps and clipping work with any default device of torch, because they allocate no tensor on it."""
     dtype = torch.bfloat16 if "master_weights" in options else torch.float64
     ours, wanted = make_parameters(dtype, device), make_parameters(dtype, device)
     train(AdamW(wanted, lr=0.1, **options), 3)
@@ -194,7 +203,7 @@ def test_the_default_device_is_ignored(options, how, device):
 
 
 def make_layouts(device, dtype=torch.float64):
-    """Return parameters that are channels_last, transposed, or have a dimension of size 1."""
+    """Return a parameter in channels_last, a transposed one, and a transposed one with a dimension of size 1."""
     torch.manual_seed(7)
     return [
         torch.nn.Parameter(randn(4, 3, 5, 5, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)),
@@ -223,7 +232,7 @@ def test_dense_layouts_match_torch(grads, device):
 
 @pytest.mark.parametrize("masters", [False, True])
 def test_a_loaded_state_takes_the_parameters_layout(masters, device):
-    """The saved state has the saved model's strides. The loaded state has the strides of the new model."""
+    """A state that was saved for contiguous parameters gets the strides of the parameters for which it is loaded."""
     dtype = torch.bfloat16 if masters else torch.float64
     rows = [torch.nn.Parameter(p.detach().contiguous()) for p in make_layouts(device, dtype)]
     first = AdamW(rows, lr=0.1, master_weights=masters)
@@ -278,7 +287,10 @@ def test_schedulers(as_tensor, device):
 )
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"master_weights": True}], ids=str)
 def test_compiled_steps_with_a_scheduler(options, device):
-    """As for torch's AdamW, one graph is compiled for the first step, which makes the state, and one for all others."""
+    """Compiled steps have the bits of eager steps. As for torch's AdamW, two graphs suffice for any number of steps.
+
+    One graph is for the first step, which makes the state, and one for all other steps.
+    """
     torch._dynamo.reset()
     counters.clear()
     dtype = torch.bfloat16 if "master_weights" in options else torch.float64
@@ -298,7 +310,7 @@ def test_compiled_steps_with_a_scheduler(options, device):
 
 
 def save_and_load(optimizer):
-    """Save the optimizer's state dict to a file, and return the state dict that is loaded from the file."""
+    """Save the state dict of an optimizer to a file in memory, and return what ``torch.load`` reads from it."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -408,7 +420,7 @@ def test_the_scaler_leaves_gradients_scaled(device):
 
 @pytest.mark.parametrize("name", ["amsgrad", "differentiable"])
 def test_unsupported_options_and_their_states_are_refused(name):
-    """If load_state_dict refuses a state, the optimizer does not change."""
+    """Options that our AdamW does not support are refused, also in a state. A refused state changes nothing."""
     message = f"{name}=True is not supported"
     ours, torchs, params, torch_params = make_pair()
     assert_raises(ValueError, message, AdamW, params, **{name: True})
@@ -478,7 +490,7 @@ def test_clip_grad_norm_of_no_gradients_or_infinities(device):
 @pytest.mark.parametrize("max_norm", [0.5, 1e6, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_clipping_in_the_step(max_norm, dtype, device):
-    """A step with max_grad_norm has the bits of clip_grad_norm_ for all groups and a step without clipping."""
+    """A step with max_grad_norm has the bits of clip_grad_norm_ on all parameters and a step without clipping."""
     ours, apart = make_parameters(dtype, device), make_parameters(dtype, device)
     optimizers = [
         AdamW([{"params": p[:3]}, {"params": p[3:], "lr": 0.1}], max_grad_norm=clip)
@@ -498,7 +510,7 @@ def test_clipping_in_the_step(max_norm, dtype, device):
 
 
 def test_clipping_inside_the_scaler(device):
-    """The optimizer clips the unscaled gradients, and reports the norm of a skipped step."""
+    """With a GradScaler, the optimizer clips the unscaled gradients. It also reports the norm of a skipped step."""
 
     def train_scaled(inside):
         params = make_parameters(torch.float32, device)

@@ -1,7 +1,7 @@
-"""Every op supports torch's transforms: forward-mode AD, the transforms of torch.func, and nested transforms.
+"""Tests of every op with torch's transforms: forward-mode AD, the transforms of torch.func, and nested transforms.
 
-``gradcheck`` and ``gradgradcheck`` compare with finite differences in float64. Other tests compare a transform with a
-loop or with another transform that computes the same values.
+``gradcheck`` and ``gradgradcheck`` compare derivatives with finite differences in float64. Other tests compare a
+transform with a loop, or with another transform that computes the same values.
 """
 
 import functools
@@ -22,7 +22,10 @@ ops = torch.ops.gptkernels
 
 
 def make_function(case):
-    """Return a factory. It returns an operator's differentiable function and the shapes of the function's arguments."""
+    """Return a function for CASES.
+
+    It returns the differentiable function of the case for a device and a dtype, and the shapes of its arguments.
+    """
 
     def made(device, dtype):
         call = case.call(SMALL, dtype, device)
@@ -31,7 +34,8 @@ def make_function(case):
     return made
 
 
-# Each value is a factory. It returns a differentiable function of floating-point tensors, and the tensors' shapes.
+# Each value is a function (device, dtype) that returns a differentiable function of floating-point tensors, and the
+# shapes of these tensors.
 CASES = {
     case.name: make_function(case)
     for case in cases.CASES
@@ -67,7 +71,7 @@ def test_forward_mode_is_the_derivative(case, device):
     function, inputs = draw_case(case, device)
     for t in inputs:
         t.requires_grad_()
-    # The arguments are not leaves, because a defect once lost the tangents of such tensors.
+    # t * 1 is not a leaf. An earlier version lost the tangents of tensors that are not leaves.
     assert gradcheck(
         lambda *args: function(*(t * 1 for t in args)),
         inputs,
@@ -88,7 +92,7 @@ def test_forward_over_reverse(case, device):
 
 @all_cases
 def test_forward_mode_without_gradients(case, device):
-    """Tangents do not need requires_grad. The tangents for single inputs add up to the tangent for all inputs."""
+    """Tangents are computed without requires_grad. The tangents for single inputs add up to the tangent for all."""
     function, inputs = draw_case(case, device)
     directions = [torch.randn_like(t) for t in inputs]
     _, whole = jvp(function, inputs, tuple(directions))
@@ -135,7 +139,7 @@ def test_forward_mode_in_every_dtype(case, dtype, device):
 
 
 def test_an_op_without_derivative_refuses_tangents(device):
-    """The error message names the op."""
+    """If an argument has a tangent, an op without a derivative raises an error that names the op."""
     logits, targets = torch.randn(2, 5, device=device), torch.tensor([1, 2], device=device)
     ones = torch.ones(2, device=device)
 
@@ -193,14 +197,17 @@ def test_hessians_agree(case, device):
     found = hessian(scalar, positions)(*inputs)
     assert_trees_close(found, expected)
     assert_trees_close(jacrev(jacfwd(scalar, positions), positions)(*inputs), expected)
-    if case.partition(",")[0] != "fused_classifier_":  # this op and torch's copy_ refuse ZeroTensors
+    if case.partition(",")[0] != "fused_classifier_":  # The op writes in place, and copy_ refuses a ZeroTensor.
         assert_trees_close(jacfwd(jacfwd(scalar, positions), positions)(*inputs), expected)
     assert_trees_close(jacrev(jacrev(scalar, positions), positions)(*inputs), expected)
 
 
 @all_cases
 def test_vmap_equals_the_loop(case, device):
-    """vmap matches a loop. It maps all inputs or one input, the first or the last dimension, and may be nested."""
+    """vmap matches a loop over the samples.
+
+    It maps all inputs or a single input, over the first or the last dimension, and also inside another vmap.
+    """
     function, shapes = CASES[case](device, torch.float64)
     size = 3
     plain = [torch.randn(shape, dtype=torch.float64).to(device) for shape in shapes]
@@ -224,7 +231,7 @@ def test_vmap_equals_the_loop(case, device):
 
 @all_cases
 def test_per_sample_gradients(case, device):
-    """vmap over grad matches a loop over the samples, for all inputs mapped and for only the first input mapped."""
+    """vmap over grad matches a loop over the samples, whether all inputs or only the first input are mapped."""
     function, shapes = CASES[case](device, torch.float64)
 
     def scalar(*args):
@@ -240,7 +247,7 @@ def test_per_sample_gradients(case, device):
 
 
 def test_vmap_over_integers(device):
-    """vmap maps integer tensors, with mapped and unmapped floating-point tensors."""
+    """vmap over tokens or targets, which are integers, matches a loop, whether the other tensors are mapped or not."""
     tokens = torch.randint(4, (3, 2, 5), device=device)
     wte, wpe = (torch.randn(3, 4, 6, device=device), torch.randn(5, 6, device=device))
 
@@ -277,7 +284,7 @@ def test_vmap_keeps_the_ops_errors(device):
     def refuse(message, function, *args):
         assert_raises(RuntimeError, message, vmap(function), *args)
 
-    # vmap combines the samples' tables into one table, in which row 4 belongs to the second sample.
+    # vmap concatenates the samples' gradients of the weight. There, row 4 of the first sample is row 0 of the second.
     tokens = torch.tensor([[0, 1, 4], [0, 0, 0]])
     refuse(r"token|range|index", lambda g, t: ops.embedding_backward(g, t, 4), torch.ones(2, 3, 8), tokens)
     refuse("at least 1 dimension", ops.softmax, torch.randn(3, device=device))
@@ -326,7 +333,7 @@ def test_model_per_sample_gradients(device):
 
 
 def test_ensemble_of_models(device):
-    """vmap maps the stacked parameters of two models over one batch of tokens."""
+    """vmap over the stacked parameters of two models gives the logits of both models for one batch of tokens."""
     models, tokens = [make_model(device) for _ in range(2)], torch.randint(11, (3, 6), device=device)
     parameters, _ = torch.func.stack_module_state(models)
     found = vmap(lambda p: functional_call(models[0], p, (tokens,))[0])(parameters)
@@ -335,7 +342,7 @@ def test_ensemble_of_models(device):
 
 @pytest.mark.parametrize("module", ["LayerNorm", "Linear", "GELU", "Softmax", "MLP", "CausalSelfAttention"])
 def test_modules_have_per_sample_gradients_and_tangents(module, device):
-    """The test computes per-sample gradients as torch.func's documentation does."""
+    """Modules support per-sample gradients, as torch.func's documentation computes them, and tangents."""
     made = {
         "LayerNorm": lambda: nn.LayerNorm(8),
         "Linear": lambda: nn.Linear(8, 4),

@@ -1,4 +1,4 @@
-"""Published architectures that have the modules of a GPT-2 but connect them in another way.
+"""Architectures that have the modules of a GPT-2 but connect them in another way. Most of them are published.
 
 `MODELS` maps a name to a function that returns `(model, run)`, as in `swap_lookalikes.py`. The models in `GPT2_FORMS`
 compute the same function as GPT-2, but with other code.
@@ -28,18 +28,18 @@ def predict(self, x, targets):
 
 
 def set_parameter(name, *values):
-    """Return a `setup` function for `edit`, which adds a parameter with these values to a module."""
+    """Return a `setup` function for `edit` that adds a parameter with these values to a module."""
     return lambda self, model, i: self.register_parameter(name, nn.Parameter(torch.tensor(values)))
 
 
 def set_trained(name, value):
-    """Return a `before` function for `edit`, which sets a parameter to a value that training could reach."""
+    """Return a `before` function for `edit` that sets a parameter to another value, as training would."""
     return lambda model: nn.init.constant_(model.get_parameter(name), value)
 
 
 @edit(nano, "GPT", set_parameter("skip_weights", 1.0))
 def unet_skips(self, forward, idx, targets=None):
-    """modded-nanogpt: the last layers add the outputs of the first layers, in reverse order."""
+    """modded-nanogpt: the first layer's output is added to the last layer's input (a skip connection as in U-Net)."""
     x, (first, middle, last) = embed(self, idx), self.transformer.h
     skip = first(x)
     return predict(self, last(middle(skip) + self.skip_weights[0] * skip), targets)
@@ -47,7 +47,7 @@ def unet_skips(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", set_parameter("skip_weights", 0.0), set_trained("skip_weights", 0.5))
 def unet_skips_from_zero(self, forward, idx, targets=None):
-    """modded-nanogpt: the skip connections have weights that are 0 at first, when the model is a GPT-2."""
+    """modded-nanogpt: the skip connection has a weight. While it is 0, as at first, the model computes GPT-2."""
     x, (first, middle, last) = embed(self, idx), self.transformer.h
     skip = first(x)
     return predict(self, last(middle(skip) + self.skip_weights[0] * skip), targets)
@@ -64,7 +64,7 @@ def embedding_in_every_layer(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", set_parameter("depth_weights", 0.0, 0.0, 0.0, 1.0), set_trained("depth_weights", 0.25))
 def denseformer(self, forward, idx, targets=None):
-    """DenseFormer: the last output is averaged with all earlier outputs. The initial weights select the last output."""
+    """DenseFormer: the output is a weighted sum of all layers' outputs. The initial weights select the last layer's."""
     states = [embed(self, idx)]
     for block in self.transformer.h:
         states.append(block(states[-1]))
@@ -72,7 +72,7 @@ def denseformer(self, forward, idx, targets=None):
 
 
 class ValueEmbeddingAttention(nn.Module):
-    """Adds an embedding of the tokens to the values if the caller passes one."""
+    """Attention that adds an embedding of the tokens to its values, if the caller passes an embedding."""
 
     def forward(self, x, ve=None):
         q, k, v = heads(self, x)
@@ -80,7 +80,7 @@ class ValueEmbeddingAttention(nn.Module):
 
 
 class ValueEmbeddingBlock(nn.Module):
-    """Passes the token embedding to its attention."""
+    """A layer that passes an embedding of the tokens to its attention."""
 
     def forward(self, x, ve=None):
         x = x + self.attn(self.ln_1(x), ve)
@@ -130,7 +130,7 @@ def immediate_repeat(self, forward, idx, targets=None):
 
 @register
 def shared_block():
-    """ALBERT: the model uses one block three times."""
+    """ALBERT: the model uses one layer three times."""
     model = nano()
     model.transformer.h = nn.ModuleList([model.transformer.h[0]] * 3)
     return model, run
@@ -170,7 +170,7 @@ def shallow_for_long(self, forward, idx, targets=None):
 def progressive_depth(self, forward, idx, targets=None):
     """Progressive stacking: only the first `depth` layers run.
 
-    `depth` is the number of all layers until `run` sets it.
+    `depth` is the number of all layers until `run` makes it smaller.
     """
     x = embed(self, idx)
     for block in self.transformer.h[: self.depth]:
@@ -180,7 +180,7 @@ def progressive_depth(self, forward, idx, targets=None):
 
 @edit(nano, "Block", set_parameter("router", *torch.linspace(-1, 1, 32).tolist()))
 def mixture_of_depths(self, forward, x):
-    """Mixture-of-Depths: a block changes only the half of the tokens that a router selects."""
+    """Mixture-of-Depths: a layer changes only the half of the tokens that a router selects."""
     chosen = (x @ self.router).topk(-(-x.size(1) // 2), dim=1).indices.sort(dim=1).values[..., None].expand(-1, -1, 32)
     return x.scatter(1, chosen, forward(x.gather(1, chosen)))
 
@@ -194,7 +194,7 @@ def norm_in_the_middle(self, forward, idx, targets=None):
 
 @edit(nano, "Block")
 def post_norm(self, forward, x):
-    """The first Transformer: norms follow the additions."""
+    """The original Transformer: the norms follow the additions to the residual stream."""
     x = self.ln_1(x + self.attn(x))
     return self.ln_2(x + self.mlp(x))
 
@@ -226,7 +226,7 @@ def normformer_head_scale(self, forward, x):
 
 @edit(nano, "CausalSelfAttention", lambda self, model, i: setattr(self, "first", i == 0))
 def residual_scores(self, forward, x):
-    """RealFormer: attention adds the previous layer's scores, which a class attribute stores."""
+    """RealFormer: attention adds the previous layer's scores, which a class attribute stores, to its scores."""
     q, k, v = heads(self, x)
     scores = q @ k.mT * q.size(-1) ** -0.5
     if not self.first:
@@ -242,7 +242,7 @@ FIRST_VALUES: dict[str, torch.Tensor] = {}
 
 @edit(nano, "CausalSelfAttention", lambda self, model, i: setattr(self, "layer", i))
 def values_through_a_global(self, forward, x):
-    """The last layer adds the first layer's values, which a global variable stores."""
+    """The last layer's attention adds the values of the first layer, which a global variable stores, to its values."""
     q, k, v = heads(self, x)
     if self.layer == 0:
         FIRST_VALUES["v"] = v
@@ -258,7 +258,7 @@ def forget(model):
 
 @edit(nano, "CausalSelfAttention", before=forget, calls=2)
 def memory_of_the_last_call(self, forward, x):
-    """Transformer-XL: queries also see keys and values of the previous call if its batch size was the same."""
+    """Transformer-XL: queries also see the keys and values of the previous call, if the batch sizes are equal."""
     q, k, v = heads(self, x)
     old, self.kept = getattr(self, "kept", None), (k.detach(), v.detach())
     if old is None or old[0].size(0) != x.size(0):
@@ -270,7 +270,7 @@ def memory_of_the_last_call(self, forward, x):
 
 @edit(nano, "GPT", before=lambda model: vars(model).pop("before", None), calls=2)
 def mean_hidden_state_of_the_previous_call(self, forward, idx, targets=None):
-    """A recurrent memory: the previous call's mean hidden state is added to the embedding."""
+    """A recurrent memory: the mean hidden state of the previous call is added to the embeddings."""
     x = embed(self, idx) + self.__dict__.get("before", 0.0)
     for block in self.transformer.h:
         x = block(x)
@@ -280,7 +280,7 @@ def mean_hidden_state_of_the_previous_call(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", lambda self, model, i: setattr(self, "prefix", nn.Parameter(torch.randn(2, 32))))
 def prefix_tokens(self, forward, idx, targets=None):
-    """Prompt tuning: two learned vectors precede each sequence."""
+    """Prompt tuning: two learned vectors precede the embeddings of each sequence."""
     x = torch.cat([self.prefix.expand(idx.size(0), -1, -1), embed(self, idx)], dim=1)
     for block in self.transformer.h:
         x = block(x)
@@ -297,7 +297,7 @@ def centred_over_the_batch(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def restarts_after_a_separator(self, forward, idx, targets=None):
-    """Positions are counted from the last separator, which is the last token of the vocabulary."""
+    """Positions are counted from the last separator on. The separator is the last token of the vocabulary."""
     positions = torch.arange(idx.size(1), device=idx.device).expand_as(idx)
     start = torch.where(idx == 64, positions, 0).cummax(dim=1).values
     x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions - start))
@@ -308,7 +308,7 @@ def restarts_after_a_separator(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def shrunk_embedding_gradient(self, forward, idx, targets=None):
-    """CogView, GLM-130B: a tenth of the gradient reaches the embeddings. The forward pass is the same as GPT-2's."""
+    """CogView, GLM-130B: the forward is GPT-2's, but only a tenth of the gradient reaches the embeddings."""
     x = embed(self, idx)
     x = 0.1 * x + 0.9 * x.detach()
     for block in self.transformer.h:
@@ -318,7 +318,7 @@ def shrunk_embedding_gradient(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def loop_by_index(self, forward, idx, targets=None):
-    """GPT-2's layers are called by index, and its positions are rows of the embedding's weight."""
+    """A GPT-2 that calls its layers by index, and slices the weight of `wpe` for the positions."""
     x = self.transformer.wte(idx) + self.transformer.wpe.weight[None, : idx.size(1)]
     x = self.transformer.drop(x)
     for i in range(len(self.transformer.h)):
@@ -328,7 +328,7 @@ def loop_by_index(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def all_logits(self, forward, idx, targets=None):
-    """build-nanogpt: all positions have logits, even without targets."""
+    """build-nanogpt: a GPT-2 that returns the logits of all positions even without targets."""
     x = embed(self, idx)
     for block in self.transformer.h:
         x = block(x)

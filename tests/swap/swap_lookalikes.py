@@ -1,9 +1,9 @@
 """Twenty small models that resemble GPT-2 but compute slightly different functions, for tests of `swap(model)`.
 
-`MODELS` maps a name to a function that returns `(model, run)`. `run(model, tokens)` returns `(logits, loss)`, which
-depend only on torch's, Python's and NumPy's seeds. Ten models are nanoGPT with a change, ten are Hugging Face's GPT-2
-with a change. Some differ from GPT-2 only under a condition: after `run` has set an attribute, in training mode, for
-long sequences, from the second call on, or for large activations.
+`MODELS` maps a name to a function that returns `(model, run)`. `run(model, tokens)` returns `(logits, loss)`. These
+depend on the seeds of torch, Python and NumPy, and on nothing else that is random. Ten models are nanoGPT with a
+change, ten are Hugging Face's GPT-2 with a change. Some differ from GPT-2 only under a condition: after `run` has set
+an attribute, in training mode, for long sequences, from the second call on, or for large activations.
 """
 
 import math
@@ -19,11 +19,11 @@ from torch.nn import functional as F
 import published
 
 MODELS: dict[str, Callable[[], tuple[nn.Module, Callable]]] = {}
-VALUES: list[torch.Tensor] = []  # `nano_value_residual`: the first layer's values in a forward pass
+VALUES: list[torch.Tensor] = []  # attention's values in the first layer of `nano_value_residual`
 
 
 def register(build):
-    """Add a function that returns (model, run) to `MODELS` under its name."""
+    """Add `build`, a function that returns (model, run), to `MODELS` under its name."""
     MODELS[build.__name__] = build
     return build
 
@@ -36,7 +36,7 @@ def edit(base, kind, setup=lambda *args: None, before=lambda model: None, calls=
     Args:
         base: a function that makes the model.
         kind: the name of the modules' class.
-        setup: `setup(module, model, i)` prepares the i-th of these modules.
+        setup: `setup(module, model, i)` prepares the i-th module of this class.
         before: `run` calls `before(model)` first.
         calls: the number of times that `run` calls the model; `run` returns the results of the last call.
         method: the name of the method. The decorated function gets the module, the old method and the arguments.
@@ -65,7 +65,10 @@ def edit(base, kind, setup=lambda *args: None, before=lambda model: None, calls=
 
 
 def run(model, tokens, **kwargs):
-    """Return logits, and the loss of the next tokens. The last position has no target."""
+    """Call the model. Return the logits and the loss, whose targets are the next tokens of the sequence.
+
+    The last position has no target.
+    """
     if isinstance(model, published.GPT):
         return model(tokens, F.pad(tokens[:, 1:], (0, 1), value=-1))
     out = model(input_ids=tokens, labels=tokens, **kwargs)
@@ -74,7 +77,11 @@ def run(model, tokens, **kwargs):
 
 @torch.no_grad()
 def spread(model):
-    """Make weights large and vectors uneven, so that small changes of the model show in the logits."""
+    """Draw large matrices, and add noise to biases and norm weights.
+
+    With such weights, each change of a model shows in its logits.
+    """
+
     for p in model.parameters():
         p.copy_(p + 0.1 * torch.randn_like(p) if p.dim() == 1 else 0.12 * torch.randn_like(p))
     return model
@@ -95,7 +102,10 @@ def attend(attn, q, k, v, mask=None, scale=None):
 
 @register
 def nano_window_in_training():
-    """In training mode, attention has windows of 2, 4 and 8 tokens. Its `forward` is a functools.partial."""
+    """In training mode, attention sees only the last 2, 4 and 8 tokens in the three layers.
+
+    The attribute `forward` of attention is a functools.partial.
+    """
 
     def windowed(attn, window, x):
         if not attn.training:
@@ -127,7 +137,7 @@ def nano_qk_norm_after_warmup(self, forward, x):
 
 @edit(nano, "CausalSelfAttention", lambda self, model, i: setattr(self, "layer", i), lambda model: VALUES.clear())
 def nano_value_residual(self, forward, x):
-    """Attention averages its values with the first layer's, which it reads from a global variable."""
+    """Attention averages its values with the values of the first layer, which it reads from a global variable."""
     q, k, v = heads(self, x)
     if self.layer == 0:
         VALUES.append(v)
@@ -137,7 +147,7 @@ def nano_value_residual(self, forward, x):
 
 @register
 def nano_token_shift_hook():
-    """A pre-hook on one `attn.c_attn` shifts half of its input by one token, as RWKV does."""
+    """A pre-hook on one `attn.c_attn` shifts half of the input's channels by one token, as RWKV does."""
 
     def token_shift(module, args):
         near, far = args[0].chunk(2, dim=-1)
@@ -168,20 +178,20 @@ def share_mlp(self, model, i):
 
 @edit(nano, "MLP", share_mlp, before=lambda model: setattr(model.transformer.h[0].mlp, "uses", 0))
 def nano_shared_mlp_fades(self, forward, x):
-    """All blocks share the first block's MLP, which divides its output by the number of its calls in the pass."""
+    """All layers share the first layer's MLP, which divides its output by the number of its calls in the forward."""
     self.uses = self.uses % 3 + 1
     return forward(x) / self.uses
 
 
 @edit(nano, "Block", setup=lambda self, model, i: setattr(self, "drop_rate", 0.2 * (i + 1)), method="__call__")
 def nano_stochastic_depth(self, call, x):
-    """In training mode, `Block.__call__` skips blocks by Python's `random`. Deeper blocks are skipped more often."""
+    """In training mode, `Block.__call__` skips layers at random with Python's `random`, later layers more often."""
     return x if self.training and random.random() < self.drop_rate else call(x)
 
 
 @edit(nano, "CausalSelfAttention", before=lambda model: setattr(model.transformer.h[1].attn, "head_mask", (1, 0)))
 def nano_head_ablation_later(self, forward, x):
-    """Attention reads an attribute `head_mask` that does not exist until `run` ablates the second head of a layer."""
+    """Attention multiplies the values of its heads by the attribute `head_mask`, if `run` has set it in a layer."""
     if not hasattr(self, "head_mask"):
         return forward(x)
     q, k, v = heads(self, x)
@@ -190,7 +200,7 @@ def nano_head_ablation_later(self, forward, x):
 
 @edit(nano, "GPT")
 def nano_logit_softcap_z_loss(self, forward, idx, targets):
-    """GPT caps the logits of its superclass with tanh, and computes their loss with an additional z-loss."""
+    """GPT caps the logits with tanh, and adds a z-loss to their cross-entropy."""
     logits = 2.0 * torch.tanh(forward(idx, targets)[0] / 2.0)
     z_loss = torch.logsumexp(logits, dim=-1).square().mean()
     return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1) + 0.01 * z_loss
@@ -198,7 +208,7 @@ def nano_logit_softcap_z_loss(self, forward, idx, targets):
 
 @edit(nano, "Block", before=lambda model: nn.init.constant_(model.transformer.h[1].mlp.c_proj.bias[3:4], 9.0))
 def nano_clamped_residual(self, forward, x):
-    """Each block clamps its output to a limit that no value reaches until `run` makes one channel an outlier."""
+    """Each layer clamps its output. No value reaches the limit until `run` gives one channel a large bias."""
     return forward(x).clamp(-4.0, 4.0)
 
 
@@ -229,7 +239,7 @@ def hf_norm_one_plus_weight(self, forward, x):
 
 @register
 def hf_alibi_registered_later():
-    """The model is a plain GPT-2 until `run` registers an attention with ALiBi's bias and selects it for the call."""
+    """The model is a plain GPT-2 until `run` registers a function for attention with ALiBi's bias, and selects it."""
 
     def alibi(module, q, k, v, attention_mask, scaling=None, **kwargs):
         distance = (torch.arange(q.size(2)) - torch.arange(q.size(2))[:, None]).to(q.device)
@@ -252,9 +262,9 @@ def hf_alibi_registered_later():
 
 @register
 def hf_packed_documents_hook():
-    """A pre-hook on `transformer` passes position_ids that restart after separators.
+    """A pre-hook on `transformer` passes position_ids that begin again at separators.
 
-    Attention is then masked between documents.
+    transformers then masks attention between the documents of a sequence.
     """
 
     def packed(module, args, kwargs):
@@ -281,16 +291,16 @@ def hf_neftune_hook():
 
 @edit(hf, "Conv1D", lambda self, model, i: setattr(self, "scale", nn.Parameter(torch.rand(self.nf))))
 def hf_ia3_adapters(self, forward, x):
-    """Conv1D is a subclass with a second parameter, a learned scale of the outputs (IA3)."""
+    """Conv1D is a subclass with a further parameter, a learned scale of each output channel, as in IA3."""
     return forward(x) * self.scale
 
 
 @register
 def hf_head_bias_smoothed_loss():
-    """`lm_head`, still tied to `wte`, has a bias of token frequencies, and `loss_function` smooths the labels."""
+    """`lm_head`, tied to `wte`, has a bias. `loss_function` smooths the labels and ignores repeated tokens."""
 
     def smoothed(logits, labels, vocab_size, **kwargs):
-        target = labels[:, 1:].masked_fill(labels[:, 1:] == labels[:, :-1], -100)  # repeated tokens are ignored
+        target = labels[:, 1:].masked_fill(labels[:, 1:] == labels[:, :-1], -100)  # ignores repeated tokens
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), target.flatten(), label_smoothing=0.1)
 
     model = hf()
@@ -301,7 +311,7 @@ def hf_head_bias_smoothed_loss():
 
 @register
 def hf_repeated_block():
-    """`transformer.h` has the second block twice (a looped transformer), so there are more blocks than n_layer."""
+    """`transformer.h` has the second layer twice, as in a looped transformer, and thus more than n_layer layers."""
     model = hf()
     model.transformer.h = nn.ModuleList([model.transformer.h[i] for i in (0, 1, 1, 2)])
     return model, partial(run, use_cache=False)
@@ -309,7 +319,7 @@ def hf_repeated_block():
 
 @register
 def hf_mlp_property_by_length():
-    """`block.mlp` is a property: the usual MLP for up to 32 tokens, another MLP for longer sequences."""
+    """`mlp` is a property of a layer: the usual MLP for up to 32 tokens, another MLP for longer sequences."""
 
     class Routed:
         length = 0
@@ -328,7 +338,7 @@ def hf_mlp_property_by_length():
 
 @edit(hf, "GPT2LMHeadModel")
 def hf_deep_supervision(self, forward, input_ids=None, labels=None, **kwargs):
-    """The logits are averaged with logits of the second-to-last layer, which `output_hidden_states` returns."""
+    """The logits are averaged with logits that are computed from the output of the second-to-last layer."""
     out = forward(input_ids, output_hidden_states=True, **kwargs)
     out.logits = 0.5 * (out.logits + self.lm_head(self.transformer.ln_f(out.hidden_states[-2])))
     out.loss = self.loss_function(out.logits, labels, vocab_size=self.config.vocab_size)

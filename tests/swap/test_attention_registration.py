@@ -1,4 +1,4 @@
-"""Tests of attention as torch's flash attention implementation, and of layers from Hugging Face's Kernel Hub."""
+"""Tests of our attention as torch's flash attention implementation, and of our layers in Hugging Face's Kernel Hub."""
 
 import json
 import shutil
@@ -23,7 +23,7 @@ needs_restore = pytest.mark.skipif(
 
 
 def compute(inputs, causal, dtype=None):
-    """Return attention's output and its gradients."""
+    """Return the output of torch's attention, and the gradients of query, key and value."""
     leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
     out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
     return [out, *torch.autograd.grad(out.square().sum(), leaves)]
@@ -33,7 +33,7 @@ def compute(inputs, causal, dtype=None):
 @pytest.mark.filterwarnings("ignore:Warning only once")
 @pytest.mark.parametrize("causal", [True, False])
 def test_torchs_attention_calls_ours(causal, device):
-    """Code that calls torch's attention calls our kernels until torch's implementation is restored."""
+    """After the registration, torch's attention calls our kernels until torch's implementation is restored."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     inputs = [torch.randn(2, 3, 37, 16, device=device, dtype=dtype) for _ in range(3)]
     with sdpa_kernel(SDPBackend.MATH):
@@ -82,7 +82,7 @@ def test_an_unknown_library_is_refused():
 
 @pytest.fixture
 def repository(tmp_path):
-    """Make a repository from ``kernel-hub``, as ``kernel-builder`` does."""
+    """Make a repository of the Kernel Hub from the folder ``kernel-hub``, as ``kernel-builder`` does."""
     pytest.importorskip("kernels")
     (tmp_path / "build").mkdir()
     for backend in ("cpu", "cuda"):
@@ -97,14 +97,14 @@ def repository(tmp_path):
 
 
 def test_layers_of_a_kernel_hub_repository_replace_a_models(repository, device):
-    """The test reads the repository from a local folder."""
+    """``kernelize`` replaces a model's layers by our layers from a repository in a local folder."""
     from kernels import LocalLayerRepository, Mode, kernelize, register_kernel_mapping, replace_kernel_forward_from_hub
 
     class Norm(torch.nn.LayerNorm):
-        """A layer that can be replaced."""
+        """A layer norm that ``kernelize`` may replace."""
 
     class NewGELU(torch.nn.Module):
-        """Another layer that can be replaced."""
+        """A GELU that ``kernelize`` may replace."""
 
         def forward(self, input):
             return F.gelu(input, approximate="tanh")

@@ -1,4 +1,4 @@
-"""Swapped Hugging Face GPT-2 models accept the options of unswapped models and give the same results."""
+"""Tests that swapped GPT-2 models of Hugging Face accept all options, and have the results of unswapped models."""
 
 import copy
 import functools
@@ -25,7 +25,10 @@ def make_pair(device, kind="GPT2LMHeadModel", implementation="sdpa", dtype=torch
 
 
 def assert_same(a, b, mask=None):
-    """Compare all tensors of two outputs. With a mask (B, T), compare logits and caches only where it is not 0."""
+    """Assert that all tensors of two models' outputs are nearly equal.
+
+    With a mask (B, T), logits, keys and values are compared only at positions where the mask is not 0.
+    """
     assert type(a) is type(b)
     for name, expected in b.items():
         found = a[name]
@@ -53,7 +56,7 @@ def assert_same_gradients(ours, theirs):
 
 
 def make_masks(device):
-    """Return one (B, T) mask of each kind."""
+    """Return masks (B, T) by kind: without padding, with padding on the left or on the right, and with holes."""
     ones = torch.ones(2, T, dtype=torch.long, device=device)
     left, right, holes = ones.clone(), ones.clone(), ones.clone()
     left[0, :5], left[1, :2] = 0, 0
@@ -207,7 +210,7 @@ def test_generation_gives_the_same_tokens(way, padding, implementation, device):
 
 
 def test_a_cache_can_be_shared_with_the_original(device):
-    """Each model computes parts of a sequence with a cache that the other model filled."""
+    """A swapped and an unswapped model can compute the parts of a sequence alternately with one cache."""
     ours, theirs = make_pair(device)
     x = tokens(device, 0)
     whole = theirs(x).logits
@@ -224,9 +227,9 @@ def test_a_cache_can_be_shared_with_the_original(device):
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_gradients_through_the_cache(backend, device, monkeypatch):
-    """Cached keys and values may receive a gradient from outside the model.
+    """A loss may also depend on the keys and values that the model returns in a cache.
 
-    In this case only eager blocks run their layer again in the backward.
+    Its gradients are then the unswapped model's. In eager mode, the backward of a layer computes the layer again.
     """
     torch._dynamo.reset()
     again = []
@@ -285,7 +288,7 @@ def test_save_pretrained_writes_an_unswapped_model(tmp_path, device):
 
 
 def test_trainer(tmp_path, device):
-    """Ten steps of transformers' Trainer with autocast and accumulation have the losses of the unswapped model."""
+    """In transformers' Trainer, ten steps with autocast and gradient accumulation have the unswapped model's losses."""
     pytest.importorskip("accelerate")
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in tokens("cpu", 0, 4)]
     final = []
@@ -307,7 +310,10 @@ def test_trainer(tmp_path, device):
 
 @pytest.mark.parametrize("kind", ["ones", "left", "right", "holes"])
 def test_attn_implementation_has_the_same_results(kind, device):
-    """The model is not a GPT-2: several of its query heads share one head of keys and values."""
+    """A model that is not a GPT-2 has the same results with our attention as ``attn_implementation``.
+
+    Two query heads of the model share one head of keys and values.
+    """
     gptkernels.register_attention("transformers")
     config = transformers.LlamaConfig(
         vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -337,7 +343,10 @@ def make_model(name, device, **options):
 
 @pytest.mark.parametrize("length", [5, T])
 def test_attn_implementation_with_a_sliding_window(length, device):
-    """transformers passes the window in the mask. The sequence is shorter or longer than the window."""
+    """Our attention supports sliding windows, which transformers passes in the mask.
+
+    The sequence is shorter or longer than the window.
+    """
     gptkernels.register_attention("transformers")
     model, x = make_model("mistral", device, sliding_window=8), tokens(device, 0)[:, :length]
     expected = model(x).logits
@@ -385,7 +394,10 @@ def test_keywords_of_attention_are_supported_or_refused(keyword, value, is_suppo
 
 
 def test_attention_with_a_position_bias_calls_transformers(device, monkeypatch):
-    """If the installed release of transformers does not support the bias, the call raises an error."""
+    """A call with a position bias, which our attention does not support, is passed to transformers' attention.
+
+    If transformers' attention does not have this option either, the call raises an error.
+    """
     sdpa_attention = pytest.importorskip("transformers.integrations.sdpa_attention")
     gptkernels.register_attention("transformers")
     q, bias = torch.randn(1, 2, 7, 16, device=device), torch.randn(1, 2, 7, 7, device=device)

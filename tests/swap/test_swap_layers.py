@@ -25,11 +25,11 @@ from helpers import CountCalls, assert_as_exact_as_torch, assert_raises, gradien
 
 
 class Sub(nn.Linear):
-    """A subclass that changes nothing."""
+    """A subclass of nn.Linear that changes nothing."""
 
 
 class Scaled(nn.Linear):
-    """A subclass that changes forward."""
+    """A subclass of nn.Linear that computes something else."""
 
     def forward(self, input):
         return 2 * super().forward(input)
@@ -163,7 +163,7 @@ def make_small(kind=published.GPT, **changes):
 
 
 class RmsNorm(nn.Module):
-    """Computes RMSNorm, which differs from layernorm."""
+    """Has the parameters of a layer norm without bias, but computes RMSNorm."""
 
     def __init__(self, width):
         super().__init__()
@@ -174,14 +174,14 @@ class RmsNorm(nn.Module):
 
 
 class QuickGELU(nn.Module):
-    """A GELU for which there is no kernel."""
+    """An approximation of GELU for which this package has no kernel."""
 
     def forward(self, x):
         return x * torch.sigmoid(1.702 * x)
 
 
 def rotate(q, k):
-    """Make queries and keys depend on positions."""
+    """Multiply queries and keys by a function of their positions, as rotary embeddings do."""
     t = torch.arange(q.shape[2], dtype=q.dtype, device=q.device)[:, None].cos()
     return q * t, k * t
 
@@ -198,7 +198,7 @@ class RotatedAttention(published.CausalSelfAttention):
 
 
 def test_modules_with_another_function_are_not_replaced():
-    """Modules are not replaced if only their names and sizes, but not their results, are like GPT-2's."""
+    """swap leaves modules that have the names and sizes of GPT-2's modules but compute something else."""
     model = make_small()
     model.transformer.h[1].attn = RotatedAttention(model.config)
     model.transformer.h[0].mlp.gelu = QuickGELU()
@@ -220,7 +220,7 @@ def test_modules_with_another_function_are_not_replaced():
 @pytest.mark.parametrize("name", ["attn_dropout", "resid_dropout"])
 def test_attention_with_other_dropouts_is_not_replaced(name):
     class Elsewhere(published.CausalSelfAttention):
-        """Applies dropout a second time, or in a place where nanoGPT has no dropout."""
+        """Applies attn_dropout where nanoGPT has no dropout, or resid_dropout a second time."""
 
         def forward(self, x):
             return self._modules[name](super().forward(x))
@@ -235,7 +235,7 @@ def test_attention_with_other_dropouts_is_not_replaced(name):
 
 
 class Calls(nn.Module):
-    """Calls scaled_dot_product_attention under three names in two methods, of which one also calls super()."""
+    """Calls scaled_dot_product_attention under three names, in two methods. One method also calls super()."""
 
     def forward(self, q, k, v):
         a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -243,7 +243,7 @@ class Calls(nn.Module):
         return a + b + self.third(q, k, v)
 
     def third(self, q, k, v, *, causal=True):
-        # pytest rewrites super() inside of an assert in a way that Dynamo does not trace from Python 3.12 on.
+        # From Python 3.12 on, Dynamo cannot trace super() in an assert that pytest has rewritten.
         inherited = super().extra_repr()
         assert inherited == ""
         return imported(q, k, v, is_causal=causal)
@@ -264,7 +264,7 @@ def profile_cpu():
 
 
 def count_calls(function):
-    """Return how often our attention is called."""
+    """Call the function, and return how often it calls our attention."""
     with profile_cpu() as profile:
         function()
     return sum(e.count for e in profile.key_averages() if e.key == "gptkernels::scaled_dot_product_attention")
@@ -315,7 +315,7 @@ PARTS = [
 
 @pytest.mark.parametrize("part", PARTS)
 def test_later_hooks_and_adapters_are_called(part):
-    """A hook or an adapter that is added to a submodule after the swap has an effect."""
+    """A hook or an adapter that is added to a submodule after the swap has the effect that it has without the swap."""
     x = torch.randint(23, (2, 9))
     torchs = make_small(published.SlowGPT).eval()
     ours = gptkernels.swap(copy.deepcopy(torchs))
@@ -408,7 +408,7 @@ def test_generate_gives_the_same_tokens():
 
 
 def test_swapping_has_no_side_effects():
-    """Swap neither calls the model nor changes the state of random number generators."""
+    """swap raises no warning, calls no hook of the model, and does not change modes or torch's random state."""
     model = make_small(dropout=0.1)
     state, training = torch.get_rng_state(), [m.training for m in model.modules()]
     model.register_forward_pre_hook(lambda *_: pytest.fail("called"))
@@ -432,14 +432,14 @@ def test_swapping_has_no_side_effects():
     ids=["inference", "no_grad", "bfloat16", "meta", "nan"],
 )  # fmt: skip
 def test_models_in_any_state_are_replaced(change, context):
-    """swap's comparison of the whole model accepts parameters without values, NaN and unusual sizes."""
+    """swap replaces a whole model with unusual sizes, with NaN or 16-bit parameters, on meta, and in any grad mode."""
     with context:
         for sizes in ({}, dict(block_size=1, n_layer=1), dict(vocab_size=2)):
             assert "" not in list_left(gptkernels.swap(change(make_small(**sizes))))
 
 
 def test_additional_arguments_of_a_block_are_supported():
-    """The block's forward has an argument that GPT-2 does not pass."""
+    """A swapped block accepts a further argument of its class's forward, with which the original forward is called."""
 
     class Scaled(published.Block):
         def forward(self, x, scale=1.0):
@@ -456,7 +456,7 @@ def test_additional_arguments_of_a_block_are_supported():
 
 
 def test_a_forward_draws_once(device, monkeypatch):
-    """One kernel launch draws the random numbers for all dropouts of a model. A model without dropout draws none."""
+    """A forward draws the random numbers for all dropouts of a model in one call. In evaluation mode it draws none."""
     config = published.Config(16, 64, 3, 2, 16, 0.5)
     model = gptkernels.swap(published.GPT(config).to(device))
     tokens = torch.arange(32, device=device).view(2, 16)
@@ -485,7 +485,7 @@ def test_dropouts_have_different_offsets_that_a_seed_fixes(device):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_dropout_saves_no_mask(compiled, device):
-    """Dropout saves no tensor of its input's size for the backward."""
+    """With dropout, autograd saves no more elements than without, apart from single numbers."""
     saved = []
     for p in (0.0, 0.5):
         model = gptkernels.swap(published.GPT(published.Config(16, 64, 2, 2, 16, p)).to(device))
@@ -505,12 +505,12 @@ def test_dropout_saves_no_mask(compiled, device):
 )
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 def test_the_head_and_its_loss_are_as_exact_as_torch(autocast, how, divisor, used, device, monkeypatch):
-    """The logits, the loss, and the gradients through either or both are as exact as torch's results."""
+    """The logits and the loss are as exact as torch's, and so are the gradients of the loss, the logits, or both."""
     hidden, weight = (torch.randn(shape, device=device) for shape in [(3, 100, 16), (77, 16)])
     targets = torch.randint(77, (3, 100), device=device)
     targets[1, 2] = -1
     outside = 1e-2 * torch.randn(3, 100, 77, device=device)
-    if how == "chunks":  # chunks have 128 rows; the last chunk has fewer
+    if how == "chunks":  # The 300 rows are two chunks of 128 rows and a last one of 44.
         monkeypatch.setattr(head, "CHUNK", 128)
 
     def ours(hidden, weight):
@@ -550,7 +550,7 @@ def test_the_head_and_its_loss_are_as_exact_as_torch(autocast, how, divisor, use
 
 
 def test_the_gradient_of_the_logits_is_never_whole(device, monkeypatch):
-    """In eager training only chunks of the gradient exist, and the backward saves none of them."""
+    """Eager training computes the gradient of the logits in chunks, and saves no chunk for the backward."""
     monkeypatch.setattr(head, "CHUNK", 128)
     hidden, weight = (torch.randn(shape, device=device, requires_grad=True) for shape in [(1000, 16), (256, 16)])
     targets = torch.randint(256, (1000,), device=device)
@@ -569,7 +569,10 @@ def test_the_gradient_of_the_logits_is_never_whole(device, monkeypatch):
 
 @pytest.mark.parametrize("returned", ["loss", "detached logits"])
 def test_compiled_head_and_loss_are_one_pass(returned, device):
-    """If only the loss has a gradient, the classifier's kernel alone reads the logits."""
+    """If only the loss has a gradient, the compiled forward computes loss and gradient of the logits in one operator.
+
+    The compiled backward contains no tensor of the size of the logits.
+    """
     torch._dynamo.reset()
     graphs = []
 
@@ -592,7 +595,7 @@ def test_compiled_head_and_loss_are_one_pass(returned, device):
 
 
 def test_the_head_and_its_loss_compile_inside_of_a_transform(device):
-    """``torch.func.grad`` of the LM head and its loss compiles without a graph break and gives the eager results."""
+    """``torch.func.grad`` of the LM head and its loss compiles without a graph break, and has the eager results."""
     torch._dynamo.reset()
     hidden, weight = (torch.randn(shape, device=device) for shape in [(300, 16), (77, 16)])
     targets = torch.randint(77, (300,), device=device)

@@ -1,4 +1,4 @@
-"""Models that only resemble GPT-2 give the same results after the swap as before."""
+"""Tests that models which resemble GPT-2, but compute something else, have the same results after the swap."""
 
 import copy
 import random
@@ -51,7 +51,7 @@ def test_lookalikes_are_unchanged(name):
 @cpu_only
 @pytest.mark.parametrize("name", architectures.MODELS)
 def test_architectures_are_unchanged(name):
-    """Models that compute what GPT-2 computes are replaced."""
+    """The swap changes no architecture's results, and replaces a whole model if it computes what GPT-2 computes."""
     torch.manual_seed(0)
     model, run = architectures.MODELS[name]()
     assert_unchanged(model, run)
@@ -60,7 +60,10 @@ def test_architectures_are_unchanged(name):
 
 
 def test_a_model_with_state_outside_its_modules_is_left():
-    """A test of single modules does not reveal that layers share values through a global variable."""
+    """swap leaves a model unchanged if its layers share values through a global variable.
+
+    swap's comparisons of single modules do not show the difference, but its comparison of the whole model does.
+    """
     torch.manual_seed(0)
     model, _ = architectures.MODELS["values_through_a_global"]()
     classes = [type(module) for module in model.modules()]
@@ -71,7 +74,7 @@ def test_a_model_with_state_outside_its_modules_is_left():
 
 
 def test_random_generators_keep_their_state():
-    """swap restores Python's, NumPy's and torch's generators even if a trial ends early."""
+    """swap restores the random states of Python, NumPy and torch, even if its trial of a model ends early."""
     for name in ("layer_drop", "loop_by_index"):
         model, _ = architectures.MODELS[name]()
         torch.manual_seed(4), random.seed(4), numpy.random.seed(4)
@@ -95,7 +98,7 @@ class Local(published.CausalSelfAttention):
 
 
 def make_local(window):
-    """Return an attention class with this method ``window``, which returns the number of keys that a query sees."""
+    """Return a class of attention in which ``window(self)`` is the number of keys that a query sees."""
     return type("Window", (Local,), {"window": window})
 
 
@@ -121,7 +124,7 @@ def make_gpt():
 
 
 def make_changed(path, kind, set_up=lambda part, i: None):
-    """Return a model whose blocks, or a part of each, have another class."""
+    """Return a model in which the part ``path`` of each layer (the layer itself if empty) has the class ``kind``."""
     model = make_gpt()
     for i, block in enumerate(model.transformer.h):
         part = block.get_submodule(path) if path else block

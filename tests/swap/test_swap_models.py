@@ -1,4 +1,7 @@
-"""A swapped model of each family gives the same results as before the swap."""
+"""Tests that a swapped model of each family has the results of the unswapped model.
+
+The models run eagerly, compiled, on meta and in pipelines, with autocast, dropout and activation checkpointing.
+"""
 
 import contextlib
 import copy
@@ -29,7 +32,10 @@ backend_of = {"cpu": "aot_eager", "cuda": "inductor"}
 
 
 def assert_close_gradients(found, expected, tolerance, least=0.0):
-    """Compare gradients by the largest element of each. A gradient is None only if the expected gradient is None."""
+    """Assert that two lists of gradients are nearly equal. A gradient must be None exactly if the expected one is.
+
+    The error of a gradient may be ``tolerance`` times the gradient's largest element, plus ``least``.
+    """
     for a, b in zip(found, expected, strict=True):
         assert (a is None) == (b is None)
         if b is not None:
@@ -69,7 +75,7 @@ def test_matches_float64(family, precision, device):
     except AssertionError:
         if precision == "bfloat16":
             raise
-        # Torch's result may happen to be exact, for example if the exact gradient is 0.
+        # torch's results may all happen to be exact, for example if the exact gradient is 0. Try more inputs.
         assert_as_exact(found, *pairs[0], [*pairs[1:], *(pair(draw) for draw in range(4, 40))])
     assert not ours.gptkernels_report.calls
 
@@ -81,9 +87,9 @@ def test_meta_tensors(family):
     for device in map(torch.device, ("cpu", "meta")):
         model, call = make_model_and_call(family, "cpu")
         model = gptkernels.swap(model).to(device)
-        model.config.pad_token_id = None  # otherwise transformers searches the tokens for this token
+        model.config.pad_token_id = None  # so that transformers does not search the tokens' values for padding
         found[device.type] = {name: (t.shape, t.dtype) for name, t in results(model, call, device).items()}
-    assert found["cpu"].items() <= found["meta"].items()  # the move to meta unties the LM head
+    assert found["cpu"].items() <= found["meta"].items()  # On meta, the untied LM head is a further parameter.
 
 
 @pytest.mark.parametrize("family", ["nanoGPT", "llm.c", pytest.param("GPT2LMHeadModel", marks=needs_transformers)])
@@ -125,7 +131,7 @@ def test_ten_steps_of_training(family, autocast, device):
 def test_dropout(family, autocast, device, monkeypatch):
     """A training step with dropout everywhere is as exact as torch's step with the same masks.
 
-    llm.c has no dropout. nanoGPT before torch 2 has a dropout layer whose mask only torch draws.
+    Two families are left out: llm.c has no dropout, and nanoGPT before torch 2 has a dropout whose mask torch draws.
     """
     models = make_copies_and_call(family, device, dropout=0.2)[:3]
     _, call = make_model_and_call(family, device)
@@ -221,7 +227,7 @@ def test_compiles_whole(family, autocast, device):
 
 @all_families
 def test_functional_call_compiles_whole(family, device):
-    """The call uses parameters that differ from the model's own parameters."""
+    """``functional_call`` with other parameters than the model's compiles whole, and has the eager results."""
     skip_shared_blocks(family, device)
     torch._dynamo.reset()
     model, call = make_model_and_call(family, device)
@@ -245,7 +251,7 @@ COMPILED = pytest.mark.parametrize(
 
 
 def operators(calls, exact_gelu):
-    """Count the calls of our operators. An operator that calls others is counted as the operators that it calls."""
+    """Count the calls of our operators. For an operator that calls other operators, count these instead."""
     mlp, mlp_backward = ["mlp"], ["mlp_backward"]
     if exact_gelu:
         mlp, mlp_backward = ["linear", "gelu", "linear"], ["linear_backward", "gelu_backward", "linear_backward"]
@@ -257,9 +263,9 @@ def operators(calls, exact_gelu):
         "layer": ["residual_layernorm", *rest],
         "first layer": ["layernorm", *rest],
         "layer_backward": [*rest_backward, norm_backward],
-        "first layer_backward": [*rest_backward, "layernorm_backward"],  # and torch's addition
+        "first layer_backward": [*rest_backward, "layernorm_backward"],  # followed by an addition of torch
         "linear_cross_entropy_with_logits": ["linear", "fused_classifier", "linear_backward"],
-        "fused_classifier_backward_": [],  # multiplies by the loss's gradient; graphs do it with other ops
+        "fused_classifier_backward_": [],  # A graph multiplies by the gradient of the loss with an op of torch.
     }
     found = Counter()
     for name, count in calls.items():
@@ -270,7 +276,10 @@ def operators(calls, exact_gelu):
 
 
 def name_call(node):
-    """Return the name of a graph node's operator. The layer op without values is the first layer."""
+    """Return the name of a graph node's operator.
+
+    The op ``layer`` without the argument ``values`` computes the first layer, and is named "first layer" here.
+    """
     has_values = True
     if node.target in (torch.ops.gptkernels.layer.default, torch.ops.gptkernels.layer_backward.default):
         names = [argument.name for argument in node.target._schema.arguments]
@@ -281,9 +290,9 @@ def name_call(node):
 
 @COMPILED
 def test_compiled_training(family, device):
-    """All steps under autocast with dropout use one forward graph and one backward graph.
+    """Compiled training steps with autocast and dropout have one forward graph and one backward graph.
 
-    The graphs call the operators of eager mode.
+    The graphs call the operators that eager mode calls.
     """
     torch._dynamo.reset()
     found, called, graphs = [], Counter(), []
@@ -327,7 +336,7 @@ def test_compiled_training(family, device):
 @both
 @COMPILED
 def test_compiled_frozen_parameters(family, autocast, device):
-    """The same parameters as in eager mode have gradients, and the gradients have the same values."""
+    """If some parameters are frozen, the compiled model has the gradients of eager mode, and no others."""
     torch._dynamo.reset()
     model, call = make_model_and_call(family, device)
     gptkernels.swap(model).train()
@@ -380,7 +389,7 @@ def test_reduce_overhead(family, device):
 
 @all_families
 def test_second_derivative(family, device):
-    """The gradient of a gradient's norm matches the unswapped model's."""
+    """The gradient of the squared norm of the gradients matches the unswapped model's."""
     found = []
     for model, call in make_swapped_or_not(family, device):
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -394,7 +403,7 @@ def test_second_derivative(family, device):
 
 @all_families
 def test_only_trained_parameters_have_gradients(family, device):
-    """The gradients match the unswapped model's."""
+    """If some parameters are frozen, the other parameters have the gradients of the unswapped model."""
     found = []
     for model, call in make_swapped_or_not(family, device):
         for i, p in enumerate(model.parameters()):
@@ -406,12 +415,12 @@ def test_only_trained_parameters_have_gradients(family, device):
 
 @all_families
 def test_activation_checkpointing(family, device):
-    """The recomputation of the whole model draws the same dropout masks."""
+    """torch's checkpoint around the whole model changes no bit. The recomputation draws the same dropout masks."""
     model, call = make_model_and_call(family, device, dropout=0.2)
     gptkernels.swap(model).train()
 
     def checkpointed(model, device, draw=0):
-        # torch saves the random state of the devices that tensor arguments are on.
+        # checkpoint saves the random state of a GPU only if an argument is a tensor on this GPU.
         def run(_):
             return call(model, device, draw)
 

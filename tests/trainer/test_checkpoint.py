@@ -1,4 +1,4 @@
-"""Checkpoints are saved and loaded as llm.c's files, safetensors and training states. Damaged files are refused."""
+"""Tests of models in llm.c's files and in safetensors, and of training states. Damaged files must be refused."""
 
 import dataclasses
 import json
@@ -317,7 +317,7 @@ def test_safetensors_of_integers_are_refused(tmp_path):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_flipped_bits_are_refused(tmp_path, seed):
-    """The test flips single bits of the header and of the tensors."""
+    """A file in which a single bit of the header or of a tensor is flipped is refused."""
     path = tmp_path / "model.safetensors"
     checkpoint.save_model(path, make_state(), CONFIG, torch.bfloat16)
     whole = path.read_bytes()
@@ -491,7 +491,10 @@ def test_a_failed_save_leaves_the_previous_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["model.bin", "model.safetensors"])
 def test_a_full_disk_leaves_the_previous_file(tmp_path, name):
-    """A limit on the file's size simulates a disk that becomes full after various numbers of bytes."""
+    """If the disk becomes full while a file is saved, the previous file stays.
+
+    A limit on the size of files simulates a disk that is full after different numbers of bytes.
+    """
     path = tmp_path / name
     checkpoint.save_model(path, make_state(), CONFIG)
     before = path.read_bytes()
@@ -595,7 +598,10 @@ print(step, len(glob.glob(os.path.join(sys.argv[1], ".*.tmp"))))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_killed_process_leaves_whole_files(tmp_path):
-    """Each process is killed at a random moment, mostly while it writes a file of 10 MB."""
+    """If a process is killed while it saves, each file is either the old or the new file, never a part of one.
+
+    Twelve processes are killed at random moments, mostly while they write a file of 10 MB.
+    """
     command = [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert result.returncode == 0, result.stderr

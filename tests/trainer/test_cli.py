@@ -1,4 +1,4 @@
-"""The command line accepts the documented flags, and reports bad input."""
+"""Tests that the command line accepts the documented flags, and reports bad input."""
 
 import dataclasses
 import io
@@ -29,7 +29,7 @@ SMALL = [*SIZE, "--steps", "3", "-v", "2", "-m", "1", "-s", "0", "-g", "4"]
 
 @pytest.fixture
 def prefix(tmp_path):
-    """Write 5000 byte tokens for training and 100 byte tokens for validation. Return the data prefix."""
+    """Write files of 5000 tokens for training and 100 for validation, and their tokenizer. Return their prefix."""
     write_tokens(tmp_path / "data_train.bin", [list(range(100)) * 50])
     write_tokens(tmp_path / "data_val.bin", [list(range(100))])
     load_tokenizer("bytes").save(tmp_path / "data")
@@ -38,7 +38,7 @@ def prefix(tmp_path):
 
 @pytest.fixture
 def run_train(prefix, device, tmp_path, monkeypatch):
-    """Return a function that runs `gptkernels train` with the given flags on the data, and returns the exit status."""
+    """Return a function that runs `gptkernels train` on small files with further flags, and returns the exit status."""
     monkeypatch.chdir(tmp_path)
     return lambda *flags: main(["train", "-i", prefix, *SMALL, "--device", str(device), *flags])
 
@@ -212,7 +212,10 @@ def test_out_of_memory_is_reported(error, command, advice, monkeypatch, capsys):
     ],
 )
 def test_a_failing_read_names_the_file(command, prefix, tmp_path, monkeypatch, capsys):
-    """/proc/self/mem is a regular file whose first bytes cannot be read."""
+    """If a file cannot be read, the error names the file.
+
+    The test uses /proc/self/mem, a regular file whose first bytes cannot be read.
+    """
     monkeypatch.chdir(tmp_path)
     for folder in ("texts", "hugging_face"):
         (tmp_path / folder).mkdir()
@@ -233,7 +236,7 @@ def test_internal_errors_keep_their_traceback(monkeypatch):
 
 
 class Unwritable(io.StringIO):
-    """A stdout whose writes fail."""
+    """A text stream, for stdout, whose writes raise an error."""
 
     def __init__(self, error):
         super().__init__()
@@ -251,7 +254,7 @@ class Unwritable(io.StringIO):
     ],
 )
 def test_a_failing_stdout_ends_a_command(error, status, message, monkeypatch, capsys):
-    """If stdout is a closed pipe, the command ends without a message."""
+    """A command whose stdout fails ends with an error, or without a message if stdout is a closed pipe."""
     monkeypatch.setattr(sys, "stdout", Unwritable(error))
     assert error_of(capsys, "info", status=status) == message
 

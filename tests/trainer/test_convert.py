@@ -1,4 +1,4 @@
-"""Conversion between the formats of a GPT-2 preserves every bit, and refuses models that it cannot convert."""
+"""Tests that conversions between file formats of GPT-2 preserve every bit, or refuse a model."""
 
 import dataclasses
 import itertools
@@ -56,7 +56,10 @@ def test_each_conversion_preserves_every_bit(tmp_path, source, target, dtype):
 @pytest.mark.parametrize("target", ["huggingface", "nanogpt", "gptkernels"])
 @pytest.mark.parametrize("source", ["huggingface", "nanogpt", "gptkernels", "training"])
 def test_the_exact_gelu_and_missing_biases_are_preserved(tmp_path, source, target):
-    """Hugging Face's GPT-2 always has biases. A model without biases is written with zeros and `"bias": false`."""
+    """Conversions preserve that a model has the exact GELU and no biases.
+
+    Hugging Face's GPT-2 always has biases. They are written as zeros, and config.json gets `"bias": false`.
+    """
     model = make_model(bias=False, activation="gelu")
     path = write_as(source, tmp_path / "a", model)
     convert(path, tmp_path / "b" / TARGETS[target])
@@ -101,7 +104,7 @@ def test_mixed_dtypes_are_preserved(tmp_path):
 
 
 def test_version_1_of_llmcs_format_is_read(tmp_path):
-    """Version 1 (April 2024) has float32 parameters and an unpadded vocabulary."""
+    """llm.c's version 1 (April 2024), which has float32 parameters and an unpadded vocabulary, is read."""
     model = make_model()
     save_model(tmp_path / "v3.bin", model.state_dict(), model.config, padded_vocab_size=50)
     raw = (tmp_path / "v3.bin").read_bytes()
@@ -114,7 +117,7 @@ def test_version_1_of_llmcs_format_is_read(tmp_path):
 
 @pytest.mark.parametrize("version", [0, 2, 4, 6])
 def test_other_versions_of_llmcs_format_are_refused(tmp_path, version):
-    """The layouts of versions 2 and 4 changed without a new version number, so a file does not tell its layout."""
+    """Versions other than 1, 3 and 5 are refused. Files of versions 2 and 4 do not tell which layout they have."""
     raw = write_as("llm.c", tmp_path, make_model()).read_bytes()
     (tmp_path / "model.bin").write_bytes(raw[:4] + struct.pack("<i", version) + raw[8:])
     message = f"version is {version}, known for a model of llm.c: 1 or 3 or 5|version"

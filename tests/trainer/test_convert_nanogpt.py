@@ -1,4 +1,4 @@
-"""nanoGPT and GPT2 compute the same logits, and nanoGPT continues our runs. Malicious pickles are refused."""
+"""Tests that nanoGPT and GPT2 exchange models and runs, and that malicious pickles are refused."""
 
 import dataclasses
 import os
@@ -49,7 +49,7 @@ def test_nanogpts_checkpoint_has_the_same_logits_here(tmp_path, bias, kind):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_nanogpt_loads_our_checkpoint(tmp_path, bias):
-    """As in nanoGPT's train.py, the model loads the parameters with strict=True, and the optimizer loads the state."""
+    """nanoGPT's model and optimizer load a converted checkpoint as its train.py does, with all names present."""
     ours = make_model(bias=bias, activation="gelu", dropout=0.125)
     ours.save_checkpoint(tmp_path / "model.safetensors")
     done = convert(tmp_path / "model.safetensors", tmp_path / "ckpt.pt")
@@ -67,12 +67,16 @@ def test_nanogpt_loads_our_checkpoint(tmp_path, bias):
 
 
 def test_nanogpt_continues_our_run(tmp_path):
-    """Three of our steps and three of nanoGPT's equal six of our steps. The conversion removes the moments' padding."""
+    """Three training steps here and three in nanoGPT have the result of six steps here.
+
+    The conversion removes the padding of the vocabulary, also from the moments of the embedding.
+    """
     config = dataclasses.replace(CONFIG, activation="gelu", dropout=0.5)
     ours = make_model(activation="gelu")
     optimizer = ours.configure_optimizers(0.1, 1e-2, (0.9, 0.95), "cpu")
     for group in optimizer.param_groups:
-        group["eps"] = 1e-3  # Adam would amplify rounding errors in the keys' bias's gradient, which is exactly 0
+        # The gradient of the keys' bias is 0, except for rounding errors, which Adam would amplify with a smaller eps.
+        group["eps"] = 1e-3
     batches = torch.randint(50, (6, 2, 8))
 
     def train(model, optimizer, batches):
@@ -164,7 +168,10 @@ def test_an_old_checkpoint_has_biases(tmp_path):
 
 
 def test_vocab_size_removes_nanogpts_padding(tmp_path):
-    """nanoGPT's vocabulary of 50304 includes padding, but nanoGPT's files do not say how many tokens are padding."""
+    """The option vocab_size removes the padding of nanoGPT's vocabulary of 50304.
+
+    nanoGPT's files do not say how many of the tokens are padding.
+    """
     model = make_model(vocab_size=50304, n_embd=2)
     path = write_as("nanogpt", tmp_path / "a", model)
     done = convert(path, tmp_path / "model.safetensors")
@@ -225,7 +232,10 @@ def test_unsupported_arguments_are_refused(tmp_path, arguments):
 
 
 def test_tensors_larger_than_the_file_are_refused(tmp_path):
-    """A small file may hold an expanded tensor, be compressed, or (in torch's older format) declare a wrong size."""
+    """A file whose tensors would take more memory than the file has bytes is refused.
+
+    It may contain an expanded tensor, be compressed, or declare a wrong size (in torch's older format).
+    """
     C, huge = 2**14, torch.ones(1)
     config = {"block_size": 1, "vocab_size": 1, "n_layer": 1, "n_head": 1, "n_embd": C, "bias": False}
     names = {"wte": (1, C), "wpe": (1, C), "ln_f": (C,), "h.0.ln_1": (C,), "h.0.ln_2": (C,)}

@@ -1,4 +1,4 @@
-"""The tests cover token files, the data loader, the corpus and `gptkernels prepare`."""
+"""Tests of token files, the data loader, the corpus and `gptkernels prepare`."""
 
 import itertools
 import os
@@ -170,7 +170,7 @@ def test_a_failed_write_leaves_the_previous_file(tmp_path):
 
 
 def test_a_large_file_takes_little_memory(tmp_path):
-    """Opening a sparse file with 4 GiB of tokens, and reading batches anywhere in it, allocate less than 64 MiB."""
+    """Opening a file with 4 GiB of tokens and reading batches from it allocate less than 64 MiB."""
     path = tmp_path / "large.bin"
     count = 2**31 - 1
     with open(path, "wb") as file:
@@ -234,7 +234,10 @@ def test_find_files_returns_matching_files(shards, tmp_path):
 
 
 def test_random_offsets_are_uniform(token_file):
-    """The offsets 0 to 57 are about equally frequent. Two ranks together draw the offsets of a single rank."""
+    """With random_offsets, the offsets 0 to 57 are about equally frequent.
+
+    Two ranks together draw the offsets that one rank would draw.
+    """
     alone = DataLoader(token_file(65), 4, 7, 256, seed=1, random_offsets=True)
     ranks = [DataLoader(alone.data, 2, 7, 256, seed=1, random_offsets=True, rank=rank, world_size=2) for rank in (0, 1)]
     counts = np.zeros(58, int)
@@ -258,7 +261,7 @@ def test_permute_is_a_bijection(n, seed, epoch):
 
 @pytest.mark.parametrize("n", [2**20, 10**6 + 3, 2**33 + 1, 2**62])
 def test_permute_mixes(n):
-    """Neighbouring indices are mapped to values with the distances and the order of random numbers."""
+    """The images of neighbouring indices have the mean, the distances and the order of random numbers."""
     indices = np.arange(5000) + n // 2
     images = permute(indices[indices < n], n, (3, 4)).astype(float) / n
     assert abs(images.mean() - 1 / 2) < 0.03
@@ -477,7 +480,7 @@ def test_split_keeps_every_byte(tmp_path_factory, texts, fraction):
 
 
 def test_split_keeps_characters_whole(tmp_path):
-    """The search for the end of a line is limited. A longer line is cut between two characters."""
+    """A line that is too long for the search for its end is cut between two characters, not inside a character."""
     path = tmp_path / "text"
     for character in ("ä", "中", "\N{PILE OF POO}"):
         raw = character.encode() * 30_000
@@ -608,7 +611,10 @@ def test_prepare_overwrites_only_its_own_files(text, tmp_path):
 
 
 def test_a_failed_prepare_changes_nothing(text, tmp_path):
-    """`prepare` fails late, because the tokenizer lacks the last character of the text."""
+    """If `prepare` fails, the files of an earlier call stay as they were.
+
+    Here it fails late, because the tokenizer has no token for the last character of the text.
+    """
     text.write_text("abc\n" * 100)
     tokenizer = prepare([text], tmp_path / "x", "char")["tokenizer"]
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}

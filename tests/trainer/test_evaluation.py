@@ -1,4 +1,4 @@
-"""Models are evaluated on multiple-choice questions in llm.c's format and on held-out data."""
+"""Tests of the evaluation of models on multiple-choice questions in llm.c's format and on held-out data."""
 
 import re
 import struct
@@ -23,7 +23,7 @@ CONTEXT, ENDINGS = [5, 6, 7], [[1], [2, 3], [4, 5, 6, 7], [8]]
 
 
 def make_words(context, endings, label, index):
-    """Return the 16-bit words of a question in the order of `write_evalfile` in llm.c's dev/data/data_common.py."""
+    """Return a question as 16-bit words, as `write_evalfile` in llm.c's dev/data/data_common.py writes it."""
     words = [65535, 0, index, label, len(endings)]
     for part in (context, *endings):
         words += [len(part), *part]
@@ -32,7 +32,7 @@ def make_words(context, endings, label, index):
 
 
 def write_questions(path, questions, **changes):
-    """Write a file of questions (context, endings, label). The changes replace fields of the file's header."""
+    """Write a file of questions (context, endings, label). ``changes`` replace fields of its header."""
     streams = [make_words(*question, i) for i, question in enumerate(questions)]
     header = {"magic": 20240522, "version": 1, "count": len(streams), "longest": 2 * max(map(len, streams))} | changes
     flat = [word for stream in streams for word in stream]
@@ -99,7 +99,7 @@ def test_a_truncated_file_is_refused(path):
 
 
 def find_answers(model, questions):
-    """Return the index of the ending with the lowest mean loss for each question. Each row is computed alone."""
+    """Return for each question the index of the ending with the lowest mean loss, computed one ending at a time."""
     answers = []
     for context, endings in questions:
         losses = []

@@ -1,4 +1,4 @@
-"""The progress display does not interpret text as markup, and a failing output does not end a run."""
+"""Tests that the progress display does not interpret text as markup, and that a failing output does not end a run."""
 
 import io
 import sys
@@ -34,7 +34,7 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("terminal", [True, False], ids=["bar", "lines"])
 def test_a_terminal_has_a_bar_and_other_outputs_have_lines(monkeypatch, terminal):
-    """Text that looks like markup is shown unchanged on a terminal and in other outputs."""
+    """A terminal has a progress bar, other outputs have lines. In both, text that looks like markup is unchanged."""
     monkeypatch.setattr(sys, "stdout", Terminal(terminal))
     monkeypatch.setenv("TERM", "xterm")
     shown = progress.show_progress(5, 0, True)

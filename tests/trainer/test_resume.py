@@ -1,4 +1,4 @@
-"""`--resume` refuses checkpoints that other programs have made or changed, and data that has changed."""
+"""Tests that `--resume` refuses checkpoints that other programs have made or changed, and data that has changed."""
 
 import json
 import os
@@ -55,7 +55,7 @@ def write_checkpoint(path, tensors, trees):
 
 
 def change(path, field, way, value):
-    """Set one entry of a checkpoint's metadata. `way` lists the keys and indices that lead to the entry."""
+    """Set one entry of the metadata of a checkpoint. `way` has the keys and indices that lead to the entry."""
     tensors, trees = read_checkpoint(path)
     *parents, last = way
     node = trees[field]
@@ -134,7 +134,11 @@ def test_a_changed_tensor_is_refused_by_name(checkpoint, name, value, message):
 
 
 def mutate(trees, tensors, randomness):
-    """Change a random entry or tensor. Return a description of the change, which the test prints if it fails."""
+    """Change a random entry of the metadata or a random tensor.
+
+    Returns:
+        A description of the change, which the test prints if it fails.
+    """
     if randomness.random() < 0.1:
         name = randomness.choice(sorted(tensors))
         wrong = [torch.zeros(1), torch.zeros(2, 3, dtype=torch.int64), torch.full_like(tensors[name], 255)]
@@ -157,7 +161,10 @@ def mutate(trees, tensors, randomness):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_mutants_are_resumed_or_refused(checkpoint, monkeypatch, seed, tmp_path):
-    """Resuming a checkpoint with a random change succeeds or raises ValueError or OSError. It takes little memory."""
+    """Resuming from a checkpoint with a random change succeeds or raises a ValueError or OSError.
+
+    It takes less than 5 seconds of CPU time and 100 MB of memory.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Trainer, "run", lambda self: "resumed")
     monkeypatch.setattr("gptkernels.trainer.run_data.standard_library", lambda: "nothing")
@@ -183,7 +190,10 @@ def test_mutants_are_resumed_or_refused(checkpoint, monkeypatch, seed, tmp_path)
 
 
 def test_the_log_of_a_resumed_run_is_in_its_folder(options, tmp_path, capsys):
-    """A resumed run appends to a log in another folder only if the command line names this log."""
+    """A resumed run writes its log in its folder, even if the saved options name a log elsewhere.
+
+    It appends to a log in another folder only if the caller gives ``log_file`` again.
+    """
     log = tmp_path / "losses.log"
     train_with(options, log_file=log)
     before = log.read_text() + "s:9 trl:4.0000\n"

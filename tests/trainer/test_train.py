@@ -1,4 +1,4 @@
-"""The tests cover the trainer's parts, whole runs, and runs that are interrupted and resumed."""
+"""Tests of the trainer's parts, of whole runs, and of runs that are interrupted and resumed."""
 
 import dataclasses
 import errno
@@ -57,7 +57,7 @@ def _one_thread():
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """Write the token files of a text and their tokenizer, and return the data prefix."""
+    """Write token files and their tokenizer, and return the prefix of their names."""
     return write_text(tmp_path_factory.mktemp("data") / "text")
 
 
@@ -142,7 +142,7 @@ def test_a_log_is_continued_from_the_step_of_the_checkpoint(tmp_path):
     log_three_steps(tmp_path)
     texts = [(tmp_path / name).read_text() for name in ("main.log", "log.csv")]
     with open(tmp_path / "log.csv", "a") as file:
-        file.write("3,train,0.")  # simulates a run that was killed while it wrote a line
+        file.write("3,train,0.")  # as if the run had been killed while it wrote a line
     log_three_steps(tmp_path, first_step=1)
     assert [(tmp_path / name).read_text() for name in ("main.log", "log.csv")] == texts
 
@@ -150,7 +150,7 @@ def test_a_log_is_continued_from_the_step_of_the_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("text", "options", "kept"),
     [
-        # Only lines of the last run are removed.
+        # Of the last run, lines from first_step on are removed. Lines of the run before it are kept.
         (
             "s:0 trl:9.0\ns:7 trl:9.0\ns:0 trl:5.0\ns:1 trl:5.0\ns:2 tel:5.0\ns:3 tr",
             {"first_step": 1},
@@ -344,7 +344,7 @@ def test_a_nan_loss_keeps_the_last_checkpoint(options, monkeypatch, tmp_path):
 
 
 def test_weights_that_are_not_finite_are_not_saved(options, tmp_path):
-    """The loss before the first update is finite, but the weights after the update are not."""
+    """If the weights are not finite after the last step, no checkpoint is written. The loss of the step was finite."""
     message = r"not finite after 1 steps: .* There is no checkpoint yet"
     given = options | {"steps": 1, "learning_rate": 1e38, "warmup_steps": 0, "weight_decay": 1e3}
     assert_raises(FloatingPointError, message, train_with, given)
@@ -395,7 +395,10 @@ def test_a_nan_validation_loss_ends_the_run(options, monkeypatch):
 
 
 def test_each_step_is_logged_with_its_time(options, device, monkeypatch, tmp_path):
-    """As on a GPU, the trainer launches each step before it reads the loss of the preceding step."""
+    """Each step is logged with its time, also if a step is launched before the loss of the previous step is read.
+
+    The trainer does so on a GPU. The test makes it do so on every device.
+    """
     launch, make = Trainer._launch_step, Trainer.__init__
 
     def make_ahead(self, *args, **options):
@@ -411,13 +414,17 @@ def test_each_step_is_logged_with_its_time(options, device, monkeypatch, tmp_pat
     train_with(options)
     times = [float(row["milliseconds"]) for row in read_log(tmp_path / "run", "train")]
     assert len(times) == 8
-    # On a busy GPU a step may be delayed. The delayed step takes longer, and the next step takes less time.
+    # On a busy GPU, the end of a step may be delayed. The time of the next step is then shorter.
     assert sum(times) > 8 * 30
     assert min(times) > (30 if device.type == "cpu" else 1)
 
 
 def fill_disk(monkeypatch, count):
-    """Make calls that write raise ENOSPC from the `count`-th call on. Return a list with the number of these calls."""
+    """Make the functions that write files raise ENOSPC from their `count`-th call on, counted together.
+
+    Returns:
+        A list whose only element is the number of calls so far.
+    """
     calls = [0]
 
     def failing(function):
@@ -439,7 +446,10 @@ def fill_disk(monkeypatch, count):
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(options, tmp_path, capsys):
-    """The test makes one run for every third call that writes. From this call on, the disk is full."""
+    """If the disk becomes full, the run ends with an error and the last checkpoint stays.
+
+    For every third call that writes, the test makes a run in which the disk is full from this call on.
+    """
     given = options | {"steps": 2, "val_every": 1, "sample_every": 0, "checkpoint_every": 1}
     with pytest.MonkeyPatch.context() as patch:
         total = fill_disk(patch, 10**9)
@@ -527,7 +537,7 @@ def test_a_finished_run_is_resumed_bit_for_bit(options, is_stopped):
 
 
 def start_training(options, tmp_path):
-    """Start `gptkernels train` in a process, and wait until it has written a checkpoint. Return process and options."""
+    """Start `gptkernels train` in a process, wait until it has written a checkpoint, and return (process, options)."""
     given = options | {"steps": 10**6, "checkpoint_every": 1, "val_every": 0, "sample_every": 0}
     given |= {"warmup_steps": 0, "final_lr_fraction": 1.0, "output": str(tmp_path / "run")}
     flags = run_flags(given)
@@ -542,7 +552,7 @@ def start_training(options, tmp_path):
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    time.sleep(0.3)  # after this time, the process runs a step or writes a checkpoint
+    time.sleep(0.3)  # The process is then in the middle of a step, or writes a checkpoint.
     return process, given
 
 

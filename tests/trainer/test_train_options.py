@@ -1,4 +1,4 @@
-"""Each option of the trainer has its effect on a run, and a run with the option is resumed with the same bits."""
+"""Tests that options of the trainer have their effect, and that a run with an option is resumed with the same bits."""
 
 import functools
 import itertools
@@ -144,7 +144,7 @@ def test_batches_larger_than_the_memory_are_refused(given, message):
 
 
 def test_a_resumed_run_may_change_some_options():
-    """If a new option and a saved option exclude each other, the new option replaces the saved option."""
+    """A resumed run accepts new values of some options. A saved option that a new option excludes is dropped."""
     config = TrainConfig(steps=5)
     assert config.updated({"steps": 9, "layers": 4}) == TrainConfig(steps=9)
     assert config.updated({"epochs": 2.0}) == TrainConfig(epochs=2.0)
@@ -258,7 +258,7 @@ def test_only_numbered_checkpoints_are_removed(tmp_path):
         retain(newest, step, 2, 0)
     assert kept_steps(tmp_path) == [3, 4]
     assert all(path.exists() for path in others)
-    retain(newest, 1, 2, 0)  # a run that is resumed from an earlier step keeps later checkpoints
+    retain(newest, 1, 2, 0)  # A run that is resumed from step 1 keeps the checkpoints of later steps.
     assert kept_steps(tmp_path) == [1, 3, 4]
 
 
@@ -276,7 +276,7 @@ def test_a_kept_checkpoint_can_be_used_like_the_newest(options, tmp_path):
 
 
 def llmc_scores(values):
-    """Return what llm.c does: NaN for the first 128 values, then each value's z-score among the last 128 values."""
+    """Return llm.c's scores: NaN for the first 128 values, then the z-score of each value among the last 128 values."""
     scores = []
     for i, value in enumerate(values):
         window = np.array(values[max(0, i + 1 - 128) : i + 1], np.float64)
@@ -319,7 +319,10 @@ def test_either_score_skips_an_update(device):
 
 @pytest.mark.parametrize("option", ["skip_update_lossz", "skip_update_gradz"])
 def test_an_update_is_skipped(options, option, monkeypatch, capsys, tmp_path):
-    """The loss and gradient of step 6 are multiplied by 10, so step 6 changes neither the model nor the moments."""
+    """A step whose loss or gradient norm is an outlier changes neither the model nor the moments.
+
+    In this test, the loss and the gradients of step 6 are multiplied by 10.
+    """
     monkeypatch.setattr(outliers, "WINDOW", 4)
     loss, states = Trainer._loss, []
 
@@ -348,7 +351,10 @@ def test_an_update_is_skipped(options, option, monkeypatch, capsys, tmp_path):
 
 
 def test_scores_are_the_same_with_and_without_skipping(options, monkeypatch, tmp_path):
-    """If updates may be skipped, the device computes the scores. Otherwise the host computes the scores."""
+    """The z-scores are the same whether the host or the device computes them.
+
+    The device computes them if updates may be skipped.
+    """
     monkeypatch.setattr(outliers, "WINDOW", 3)
     columns = []
     for name, limit in (("off", 0.0), ("on", 1e9)):
@@ -367,7 +373,7 @@ def test_a_damaged_window_is_refused(options):
 
 
 def test_without_master_weights_the_optimizers_state_is_bfloat16(options, tmp_path):
-    """The training loss is within 5 % of a run with master weights."""
+    """Without master weights, the moments are bfloat16. The loss is within 5 % of the loss with master weights."""
     given = options | {"dtype": "bfloat16", "steps": 60, "learning_rate": 1e-2, "val_every": 0}
     losses = [
         train_with(given, master_weights=masters, output=tmp_path / str(masters)).train_loss
@@ -380,7 +386,10 @@ def test_without_master_weights_the_optimizers_state_is_bfloat16(options, tmp_pa
 
 
 def test_a_compiled_run_has_the_losses_of_an_eager_run(options, tmp_path, monkeypatch):
-    """The test compiles with aot_eager, because Inductor takes a minute. test_compile.py tests Inductor."""
+    """With the option ``compile``, a run has the losses of an eager run.
+
+    The test compiles with aot_eager, because Inductor takes a minute. test_compile.py tests Inductor.
+    """
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     given = options | {"steps": 3, "val_every": 2, "sample_every": 0}
     plain, compiled = train_with(given), train_with(given, compile=True, output=tmp_path / "compiled")

@@ -1,4 +1,7 @@
-"""The watchdog ends a run that hangs. It prints one line of error, and the last checkpoint stays."""
+"""Tests that the watchdog ends a run that hangs, prints an error and the main thread's stack, and keeps the checkpoint.
+
+The checkpoint is the last one that the run has saved.
+"""
 
 import os
 import subprocess
@@ -14,7 +17,8 @@ from small_runs import assert_same_run, load_step, make_options, run_flags, trai
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# The child trains. Once a checkpoint exists, one function of the trainer executes `statement` before its own code.
+# A program that runs `gptkernels`. As soon as a checkpoint exists, the function `path` of `module` executes `statement`
+# at the beginning of each call.
 CHILD = """
 import functools, importlib, os, sys, time
 import torch
@@ -44,7 +48,10 @@ def options(tmp_path, device):
 
 
 def train_in_child(options, hang, tmp_path, launcher=(), rank=0):
-    """Run `gptkernels train` in a child process or with a launcher. The process of the given rank hangs."""
+    """Run `gptkernels train` in a child process, or with ``launcher`` in several. The process ``rank`` hangs.
+
+    ``hang`` has the module, the function and the statement for CHILD.
+    """
     script = tmp_path / "child.py"
     script.write_text(CHILD)
     flags = ["--no-graph", *run_flags({name: options[name] for name in options if name != "graph"})]
@@ -96,7 +103,10 @@ def test_a_hang_of_one_process_ends_all_processes(options, device, tmp_path):
 
 
 class Script:
-    """Replaces the event that ends the watchdog's thread. Calls `act(i)` in the i-th of `count` intervals."""
+    """Replaces the event that ends the watchdog's thread.
+
+    It calls `act(i)` in each of `count` intervals, without waiting, and then ends the thread.
+    """
 
     def __init__(self, count, act):
         self._count, self._act, self._passed = count, act, 0
@@ -131,7 +141,10 @@ def test_only_a_watched_unit_without_progress_is_ended(monkeypatch, every, doing
 
 
 def test_a_blocked_report_does_not_delay_the_exit(monkeypatch):
-    """The report may block, because a blocked thread may hold the lock of an output stream."""
+    """The watchdog ends the process even if its report blocks.
+
+    The report blocks if a thread that hangs holds the lock of an output stream.
+    """
     statuses = []
     monkeypatch.setattr(watchdog.os, "_exit", statuses.append)
     monkeypatch.setattr(watchdog, "REPORT_SECONDS", 0.05)
