@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from gptkernels.trainer.config import TrainConfig, flag
 from helpers import assert_raises
 from small_runs import error_of
 
+README = Path(__file__).parents[2] / "README.md"
 SIZE = ["--layers", "1", "--heads", "2", "--channels", "16", "-b", "2", "-t", "16"]
 SMALL = [*SIZE, "--steps", "3", "-v", "2", "-m", "1", "-s", "0", "-g", "4"]
 
@@ -89,6 +91,8 @@ def test_the_printed_commands_can_be_typed(run_train, tmp_path, device, monkeypa
     assert typed("to train on") == 0
     assert "steps 3 to 6" in capsys.readouterr().out
     assert commands == [f"{sys.executable} -m gptkernels", "gptkernels", "gptkernels"]
+    line = re.search(r"`\.venv/bin/gptkernels (generate .*?)`", README.read_text())[1]
+    assert main(shlex.split(line)) == 0
 
 
 @pytest.mark.parametrize("flags", [["-v", "0"], ["-m", "0"]])
