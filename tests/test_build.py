@@ -248,8 +248,10 @@ def test_a_second_build_uses_the_ninja_of_its_environment(tmp_path, monkeypatch)
 @needs_sources
 def test_a_source_distribution_has_the_sources_and_no_library(tmp_path):
     pytest.importorskip("setuptools")
-    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", tmp_path]
-    subprocess.run([*command, "sdist", "--formats=tar", "--dist-dir", tmp_path], cwd=ROOT, check=True)
+    for path in ROOT.glob("[!.]*"):
+        (tmp_path / path.name).symlink_to(path)
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", ".", "sdist", "--formats=tar", "-d", "."]
+    subprocess.run(command, cwd=tmp_path, check=True)
     with tarfile.open(next(tmp_path.glob("*.tar"))) as packed:
         found = {name.partition("/")[2] for name in packed.getnames()}
     expected = {"CMakeLists.txt", "setup.py", "pyproject.toml", "README.md"}
@@ -259,18 +261,36 @@ def test_a_source_distribution_has_the_sources_and_no_library(tmp_path):
     assert [name for name in found if name.endswith(".so")] == []
 
 
+def run_make(folder, *arguments, **variables):
+    """Run make in a folder with links to the checkout's files, and return its output."""
+    for path in ROOT.glob("[!.]*"):
+        (folder / path.name).symlink_to(path)
+    outer = ("GPTKERNELS_", "MAKE", "MFLAGS", "TORCH")  # variables of `make test`
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)} | variables
+    command = ["make", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=True).stdout
+
+
 @needs_sources
 @pytest.mark.parametrize(("given", "used"), [({}, "auto"), ({"GPTKERNELS_CUDA": "0"}, "0")])
 def test_make_wheel_builds_the_cuda_library_if_it_can(given, used, tmp_path):
-    """Unlike `make train` and `make test`, also on a machine without a GPU."""
-    shutil.copy(ROOT / "Makefile", tmp_path)
-    python = tmp_path / "python"
+    """Unlike `make train` and `make test`, `make wheel` also does so on a machine without a GPU."""
+    environment = tmp_path / ".venv"
+    (environment / "bin").mkdir(parents=True)
+    python = environment / "bin" / "python"
     python.write_text('#!/bin/sh\necho "$GPTKERNELS_CUDA: $*"\n')
     python.chmod(0o755)
-    environment = {key: value for key, value in os.environ.items() if not key.startswith(("GPTKERNELS_", "MAKE"))}
-    command = ["make", "-s", "wheel", "TORCH=installed", f"PYTHON={python}"]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment | given, cwd=tmp_path, check=True)
-    assert done.stdout.startswith(f"{used}: -m pip wheel ")
+    (environment / "tools").touch()
+    assert run_make(tmp_path, "-s", "wheel", **given).startswith(f"{used}: -m pip wheel ")
+
+
+@needs_sources
+def test_make_train_names_what_takes_minutes(tmp_path):
+    lines = run_make(tmp_path, "-n", "train").splitlines()
+    assert any(".venv/bin/pip install torch==" in line for line in lines)
+    compiling = next(i for i, line in enumerate(lines) if "Compiling: two minutes" in line)
+    assert "pip install" in lines[compiling + 1]
+    assert "--quiet" not in lines[compiling + 1]
 
 
 @needs_sources
