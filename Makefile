@@ -11,11 +11,12 @@
 #
 # The environment .venv is created with pinned versions. TORCH=installed uses the current Python and its torch instead,
 # and installs nothing but this package. GPTKERNELS_CUDA=1 requires the CUDA library, 0 omits it. By default it is built
-# if the machine has a GPU.
+# if the machine has a GPU. A wheel has it if nvcc is found.
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
 DEVICE ?= $(if $(wildcard /dev/nvidia0),cuda,cpu)
+wheel: GPTKERNELS_CUDA := $(or $(GPTKERNELS_CUDA),auto)
 export GPTKERNELS_CUDA ?= $(if $(wildcard /dev/nvidia0),auto,0)
 ARGS ?=
 
@@ -116,7 +117,7 @@ LINT_BIN = $(if $(filter installed,$(TORCH)),,.venv/bin/)
 
 .venv/tools: requirements/build.txt requirements/run.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install --quiet torch==$(TORCH)
+	.venv/bin/pip install torch==$(TORCH)
 	.venv/bin/pip install --quiet -r requirements/build.txt -r requirements/run.txt
 	touch $@
 
@@ -138,5 +139,6 @@ endif
 	touch $@
 
 $(BUILT): $(SOURCES) $(STAMPS)/cublas
-	$(PY) -m pip install --quiet --no-deps --no-build-isolation -e .
+	@echo "Compiling: two minutes on two CPU cores, and several more for CUDA."
+	$(PY) -m pip install --no-deps --no-build-isolation -e .
 	rm -f $(STAMPS)/built-* && touch $@

@@ -8,6 +8,7 @@ cannot be built. TORCH_CUDA_ARCH_LIST names the CUDA architectures (default: the
 import importlib.util
 import os
 import re
+import shutil
 import subprocess
 import sys
 import sysconfig
@@ -62,6 +63,8 @@ class CMakeBuild(build_ext):
             f"-DGPTKERNELS_CUDA={cuda}",
             f"-DGPTKERNELS_OUTPUT={package / 'gptkernels' / 'lib'}",
         ]  # fmt: skip
+        if ninja := shutil.which("ninja", path=environment()["PATH"]):  # CMake's cache may name a deleted environment's
+            configure.append(f"-DCMAKE_MAKE_PROGRAM={ninja}")
         jobs = os.environ.get("MAX_JOBS")
         for command in (configure, ["cmake", "--build", str(build), *(["-j", jobs] if jobs else [])]):
             subprocess.run(command, check=True, env=environment())

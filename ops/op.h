@@ -1,9 +1,9 @@
 // Common code of all operators: argument checks, allocation, dispatch over dtypes, and the launch. An op's file is
 // compiled once for each device; GPTKERNELS_CUDA selects the kernels' namespace and the dispatch key.
 //
-// Only the stable ABI of LibTorch is used (torch/csrc/stable, torch/headeronly and the C shims), so one binary supports
-// every torch >= 2.10. The only exception type that crosses that ABI is std::runtime_error, so all errors have this
-// type.
+// Only the stable ABI of LibTorch is used (torch/csrc/stable, torch/headeronly and the C shims), so one build supports
+// torch >= 2.10 (the CUDA library: with the same CUDA major version). The only exception type that crosses that ABI is
+// std::runtime_error, so all errors have this type.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

@@ -13,7 +13,7 @@ from benchmarks.curves import __main__ as curves
 from benchmarks.curves.show import differences
 from benchmarks.curves.show import tables as curve_tables
 from benchmarks.curves.train import CONTROL, VARIANTS, _in_order
-from benchmarks.harness import compare, exact, measure, pages, report
+from benchmarks.harness import compare, exact, measure, pages, plot, report
 from benchmarks.harness.case import Case
 from benchmarks.harness.run import load, save
 from benchmarks.harness.timing import Time
@@ -22,6 +22,8 @@ from benchmarks.swap import table as swap_table
 from benchmarks.train_step import __main__ as steps
 from benchmarks.train_step.__main__ import main as train_step
 from benchmarks.train_step.timeline import Launch, Rates, cells, pieces
+from matplotlib import pyplot as plt
+from matplotlib.text import Text
 
 from gptkernels.data import write_tokens
 
@@ -105,6 +107,19 @@ def filled_pages(kind):
 def test_the_pages_have_the_figures_of_kept_runs(kind):
     for path, text in filled_pages(kind).items():
         assert path.read_text() == text, path
+
+
+def test_labels_of_a_plot_do_not_overlap():
+    """The plot of attention has the most bars."""
+    rows = plot.by_op(load(*sorted(RESULTS.glob("h200*.json")))["rows"])["attention"]
+    with plt.rc_context(plot.STYLE):
+        figure = plot.bars(rows)
+        figure.canvas.draw()
+        texts = [text for axes in figure.axes for text in (*axes.texts, *axes.get_xticklabels())]
+        boxes = [(text.get_text(), Text.get_window_extent(text)) for text in texts if text.get_text()]
+        plt.close(figure)
+    assert len(boxes) > 150
+    assert [(a, b) for (a, first), (b, second) in itertools.combinations(boxes, 2) if first.overlaps(second)] == []
 
 
 def test_each_operators_page_has_figures_or_says_that_there_are_none():

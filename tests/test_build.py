@@ -1,11 +1,13 @@
 """Tests of the libraries' symbols, of errors if a part of the build is missing, and of csrc without torch."""
 
 import collections
+import importlib.util
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import textwrap
 from pathlib import Path
 
@@ -224,3 +226,92 @@ def test_a_build_without_nvcc_has_no_cuda_library(tmp_path):
     assert found.returncode == 0, found.stderr
     assert "no CUDA library, because nvcc was not found" in found.stdout
     assert "nvcc was not found" in (tmp_path / "lib/build.json").read_text()
+
+
+@needs_sources
+def test_a_second_build_uses_the_ninja_of_its_environment(tmp_path, monkeypatch):
+    """An isolated build has its own ninja, which pip deletes. CMake's cache must not name it in the next build."""
+    setuptools = pytest.importorskip("setuptools")
+    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
+    spec = importlib.util.spec_from_file_location("setup", ROOT / "setup.py")
+    setup = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(setup)
+    for name in ("CMakeLists.txt", "cmake", "csrc", "ops", "pyproject.toml"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    run, programs = subprocess.run, setup.environment()["PATH"]
+    ninja = shutil.which("ninja", path=programs)
+    monkeypatch.setattr(setup, "ROOT", tmp_path)
+    monkeypatch.setattr(subprocess, "run", lambda command, **options: "--build" in command or run(command, **options))
+    monkeypatch.setenv("GPTKERNELS_CUDA", "0")
+    for name in ("first", "second"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "ninja").symlink_to(ninja)
+        path = {**os.environ, "PATH": f"{tmp_path / name}:{programs}"}
+        monkeypatch.setattr(setup, "environment", lambda path=path: path)
+        build = setup.CMakeBuild(setuptools.Distribution())
+        build.build_lib = tmp_path / "lib"
+        build.run()
+        shutil.rmtree(tmp_path / name)
+
+
+@needs_sources
+def test_a_source_distribution_has_the_sources_and_no_library(tmp_path):
+    pytest.importorskip("setuptools")
+    for path in ROOT.glob("[!.]*"):
+        (tmp_path / path.name).symlink_to(path)
+    command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", ".", "sdist", "--formats=tar", "-d", "."]
+    subprocess.run(command, cwd=tmp_path, check=True)
+    with tarfile.open(next(tmp_path.glob("*.tar"))) as packed:
+        found = {name.partition("/")[2] for name in packed.getnames()}
+    expected = {"CMakeLists.txt", "setup.py", "pyproject.toml", "README.md"}
+    for folder in ("cmake", "csrc", "ops"):
+        expected |= {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*") if path.is_file()}
+    assert expected <= found
+    assert [name for name in found if name.endswith(".so")] == []
+
+
+def run_make(folder, *arguments, **variables):
+    """Run make in a folder with links to the checkout's files, and return its output."""
+    for path in ROOT.glob("[!.]*"):
+        (folder / path.name).symlink_to(path)
+    outer = ("GPTKERNELS_", "MAKE", "MFLAGS", "TORCH")  # variables of `make test`
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)} | variables
+    command = ["make", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=True).stdout
+
+
+@needs_sources
+@pytest.mark.parametrize(("given", "used"), [({}, "auto"), ({"GPTKERNELS_CUDA": "0"}, "0")])
+def test_make_wheel_builds_the_cuda_library_if_it_can(given, used, tmp_path):
+    """Unlike `make train` and `make test`, `make wheel` also does so on a machine without a GPU."""
+    environment = tmp_path / ".venv"
+    (environment / "bin").mkdir(parents=True)
+    python = environment / "bin" / "python"
+    python.write_text('#!/bin/sh\necho "$GPTKERNELS_CUDA: $*"\n')
+    python.chmod(0o755)
+    (environment / "tools").touch()
+    assert run_make(tmp_path, "-s", "wheel", **given).startswith(f"{used}: -m pip wheel ")
+
+
+@needs_sources
+def test_make_train_names_what_takes_minutes(tmp_path):
+    lines = run_make(tmp_path, "-n", "train").splitlines()
+    assert any(".venv/bin/pip install torch==" in line for line in lines)
+    compiling = next(i for i, line in enumerate(lines) if "Compiling: two minutes" in line)
+    assert "pip install" in lines[compiling + 1]
+    assert "--quiet" not in lines[compiling + 1]
+
+
+@needs_sources
+def test_the_readme_names_what_the_build_requires():
+    line = re.search(r"^requires = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    readme = (ROOT / "README.md").read_text()
+    assert "pip install " + line.replace('"ninja"', "ninja").replace(",", "") in readme
+    minimum = re.search(r"cmake_minimum_required\(VERSION (.*)\)", (ROOT / "CMakeLists.txt").read_text())[1]
+    assert f"cmake>={minimum}" in line
+
+
+@needs_sources
+def test_the_workflow_compiles_with_the_readmes_cuda_toolkit():
+    major = re.search(r"CUDA toolkit\s+(\d+)", (ROOT / "README.md").read_text())[1]
+    assert f"container: nvidia/cuda:{major}." in (ROOT / ".github/workflows/ci.yml").read_text()

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import torch
 import gptkernels
 from gptkernels.checkpoint import save_model
 from gptkernels.models import GPT2, GPT2Config
+from gptkernels.trainer.config import TrainConfig
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -69,8 +71,9 @@ def test_huggingface(device, tmp_path):
     """The program learns, and transformers loads the saved model."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    arguments = ["--steps", 20, "--output", tmp_path, *(["--cpu"] if device.type == "cpu" else [])]
-    text = run_python("huggingface/train.py", *arguments, env=make_environment(WORLD_SIZE="1"))
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}
+    arguments = "--steps", 20, "--output", tmp_path
+    text = run_python("huggingface/train.py", *arguments, env=make_environment(WORLD_SIZE="1", **hidden))
     losses = read_losses(text)
     assert losses[-1] < losses[0] - 1
     assert "Hugging Face GPT2Block" in text
@@ -79,9 +82,14 @@ def test_huggingface(device, tmp_path):
 
 @needs_cmake
 def test_cpp(device, tmp_path):
-    """A C++ program that does not link Python generates the tokens that the model generates in Python."""
+    """A C++ program that does not link Python generates the tokens that the model generates in Python.
+
+    The prompt and the number of tokens are those of examples/README.md.
+    """
+    line = re.search("^build/cpp/generate .*", (EXAMPLES / "README.md").read_text(), re.M)[0]
+    text, count = shlex.split(line)[2:4]
     torch.manual_seed(0)
-    model = GPT2(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=256, block_size=64))
+    model = GPT2(GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=256, block_size=TrainConfig().sequence_length))
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(5 if p.dim() == 2 else 1)  # with small weights, the text repeats one byte
@@ -97,9 +105,9 @@ def test_cpp(device, tmp_path):
     assert "libtorch_python" not in linked
     if device.type == "cuda":
         libraries.append(LIBRARIES / "libgptkernels_cuda.so")
-    found = run(program, tmp_path / "model.pt2", "def ", 40, *libraries)
-    prompt = torch.tensor([list(b"def ")], device=device)
-    expected = bytes(model.to(device).generate(prompt, 40, temperature=0)[0].tolist())
+    found = run(program, tmp_path / "model.pt2", text, count, *libraries)
+    prompt = torch.tensor([list(text.encode())], device=device)
+    expected = bytes(model.to(device).generate(prompt, int(count), temperature=0)[0].tolist())
     assert found == expected
     assert len(set(found)) > 5
     failed = subprocess.run([program, tmp_path / "model.pt2", "def ", "1", tmp_path / "none.so"], capture_output=True)

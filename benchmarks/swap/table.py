@@ -11,10 +11,10 @@ from benchmarks.harness.run import joined_machine
 from benchmarks.swap.variants import Variant
 
 PLACE = "the kept run of swap"
-HEADER = ["", "unswapped, ms", "swapped, ms", "faster by", "tokens/s", "GiB", "loss at step {}", "losses differ by"]
+HEADER = ["", "unswapped, ms", "swapped, ms", "faster by", "tokens/s", "GiB", "losses differ by"]
 EXPLAINED = (
-    "In the columns `tokens/s`, `GiB` and `loss` the unswapped model's figure is first. The last column has the mean "
-    "and the largest difference of the losses of the first {} steps. These differences go in either direction and are "
+    "In the columns `tokens/s` and `GiB` the unswapped model's figure is first. The last column has the mean and the "
+    "largest difference of the losses of the first {} steps. These differences go in either direction and are "
     "not a measure of accuracy: bfloat16 rounding errors grow in both models while the loss falls fast, and with "
     "dropout the models draw different masks ([details](docs/swap.md#proof))."
 )
@@ -55,7 +55,6 @@ def _line(variant, before, after) -> list[str]:
         f"{before['ms'] / after['ms']:.2f}x" if both else "",
         each(lambda row: f"{variant.batch * variant.length / row['ms']:.0f}k"),
         each(lambda row: f"{row['gib']:.1f}"),
-        each(lambda row: f"{row['losses'][-1]:.3f}") if all(row["losses"] for row in pair) else "",
         f"{sum(apart) / len(apart):.4f}, {max(apart):.4f}" if apart else "",
     ]
 
@@ -63,9 +62,8 @@ def _line(variant, before, after) -> list[str]:
 def text(run) -> str:
     """Return the machine, the table, and its explanation."""
     steps = max((len(row.get("losses", ())) for row in run["rows"]), default=0)
-    header = [column.format(steps) for column in HEADER]
     return "\n\n".join(
-        [title(run["machine"]) + ".", markdown(header, lines(run["rows"]), texts=1), EXPLAINED.format(steps)]
+        [title(run["machine"]) + ".", markdown(HEADER, lines(run["rows"]), texts=1), EXPLAINED.format(steps)]
     )
 
 

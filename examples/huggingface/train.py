@@ -34,7 +34,6 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=Path(argparse.__file__), help="default: a file of Python's own")
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--output", default="runs/huggingface")
-    parser.add_argument("--cpu", action="store_true")
     parser.add_argument("--swap", action=argparse.BooleanOptionalAction, default=True)
     args = parser.parse_args()
 
@@ -54,7 +53,7 @@ def main() -> None:
             logging_steps=max(args.steps // 10, 1),
             save_strategy="no",
             report_to=[],
-            use_cpu=args.cpu,
+            use_cpu=not torch.cuda.is_available(),
             disable_tqdm=True,
         ),
         train_dataset=Windows(args.text.read_bytes()),

@@ -4,6 +4,7 @@ import dataclasses
 import io
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from gptkernels.trainer.config import TrainConfig, flag
 from helpers import assert_raises
 from small_runs import error_of
 
+README = Path(__file__).parents[2] / "README.md"
 SIZE = ["--layers", "1", "--heads", "2", "--channels", "16", "-b", "2", "-t", "16"]
 SMALL = [*SIZE, "--steps", "3", "-v", "2", "-m", "1", "-s", "0", "-g", "4"]
 
@@ -67,6 +69,32 @@ def test_resume_continues_the_latest_run(run_train, tmp_path, capsys):
     assert main(["train", "--resume", "--steps", "5"]) == 0
     assert "steps 3 to 5" in capsys.readouterr().out
     assert (tmp_path / "runs" / "tiny" / "main.log").read_text().count("trl") == 5
+
+
+def test_the_printed_commands_can_be_typed(run_train, tmp_path, device, monkeypatch, capsys):
+    """`prepare` and `train` print the next command, also if a resumed run is complete."""
+
+    def typed(label, *more):
+        line = re.findall(rf"^{label}: (.*)", capsys.readouterr().out, re.M)[-1]
+        start, arguments = re.fullmatch("(.* -m gptkernels|gptkernels) (.*)", line).groups()
+        commands.append(start)
+        return main([*shlex.split(arguments), *more])
+
+    commands = []
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    (tmp_path / "text.txt").write_text("some text\n" * 500)
+    assert main(["prepare", "text.txt", "-o", "a folder/mine"]) == 0
+    assert typed("to train on it", *SMALL, "--device", str(device)) == 0
+    (tmp_path / "gptkernels").touch(mode=0o755)
+    assert main(["train", "--resume"]) == 0
+    assert typed("to continue a text", "--max-new-tokens", "4") == 0
+    assert main(["train", "--resume"]) == 0
+    assert typed("to train on") == 0
+    assert "steps 3 to 6" in capsys.readouterr().out
+    assert commands == [f"{sys.executable} -m gptkernels", "gptkernels", "gptkernels"]
+    line = re.search(r"`\.venv/bin/gptkernels (generate .*?)`", README.read_text())[1]
+    assert main(shlex.split(line)) == 0
 
 
 @pytest.mark.parametrize("flags", [["-v", "0"], ["-m", "0"]])

@@ -22,7 +22,7 @@ from gptkernels.testing.report import HEADER, Result, row
 from gptkernels.trainer.config import GROUPS, TrainConfig, flag
 from gptkernels.trainer.evaluate import evaluate, evaluate_run
 from gptkernels.trainer.generate import Sampling, Writer
-from gptkernels.trainer.output import SafeOutput, flush_streams, prepare_streams
+from gptkernels.trainer.output import SafeOutput, command_line, flush_streams, prepare_streams
 from gptkernels.trainer.progress import ByteProgress
 from gptkernels.trainer.train import resume, train
 
@@ -218,6 +218,7 @@ def _prepare(files: list[str], output: str, tokenizer: str, vocab_size: int | No
     print(f"{written['tokenizer']}: a vocabulary of {written['vocab_size']:,}")
     if tokenizer == "bytes" and written["eot"] is None:
         print("the text has NUL bytes: no end-of-text token stands between the files")
+    print(f"to train on it: {command_line('train', '-i', output)}")
     return 0
 
 

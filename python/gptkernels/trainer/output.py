@@ -2,9 +2,19 @@
 
 import io
 import os
+import shlex
+import shutil
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import TextIO
+
+
+def command_line(*arguments: object) -> str:
+    """Return what a user types for a command of this program, also in a shell that does not find `gptkernels`."""
+    is_found = shutil.which("gptkernels") == str(Path(sys.executable).with_name("gptkernels"))
+    start = ["gptkernels"] if is_found else [sys.executable, "-m", "gptkernels"]
+    return shlex.join([*start, *map(str, arguments)])
 
 
 class SafeOutput(io.TextIOBase):

@@ -28,7 +28,7 @@ from gptkernels.trainer.evaluation import answer, check_questions, mean_loss
 from gptkernels.trainer.fingerprint import fingerprint
 from gptkernels.trainer.logs import TrainingLog, TrainingStep, check_log
 from gptkernels.trainer.model import BatchLoss, build_model
-from gptkernels.trainer.output import flush_streams, write_error
+from gptkernels.trainer.output import command_line, flush_streams, write_error
 from gptkernels.trainer.pending import Mark, PendingStep
 from gptkernels.trainer.plot import plot_losses
 from gptkernels.trainer.processes import Processes, process_rank
@@ -348,7 +348,7 @@ class Trainer:
         config, processes = self.config, self.processes
         finished = "" if self._finished_step is None else f", whose last finished step is {self._finished_step}"
         who = f"process {processes.rank} of {processes.world_size}, " if processes.world_size > 1 else ""
-        goes_on = "" if self._saved_step is None else f"; gptkernels train --resume {self.output} goes on from it"
+        goes_on = "" if self._saved_step is None else f"; {self._resume_line()} goes on from it"
         write_error(
             f"\ngptkernels train: error: nothing was finished for {config.watchdog:g} minutes at step {self.step} of "
             f"{self.total_steps}, {what} ({who}B={config.batch_size}, T={config.sequence_length}, on "
@@ -491,17 +491,22 @@ class Trainer:
         accuracy = self._answer()
         sample = self._sample()
         self._plot()
-        self._progress.say(f"checkpoint: {self.output / CHECKPOINT}")
+        self._progress.say(
+            f"checkpoint: {self.output / CHECKPOINT}\n"
+            f"to continue a text: {command_line('generate', self.output)}\n"
+            f"to train on: {self._resume_line()} --steps {2 * self.step or 1}"
+        )
         return TrainResult(self.step, self._train_loss, val_loss, sample, self.output, 0, accuracy)
 
     def _stop_early(self) -> TrainResult:
         self._save()
         self._plot()
-        self._progress.say(
-            f"stopped at step {self.step} of {self.total_steps}; to go on: gptkernels train --resume {self.output}"
-        )
+        self._progress.say(f"stopped at step {self.step} of {self.total_steps}; to go on: {self._resume_line()}")
         number = self._request.signal or signal.SIGTERM  # the signal may have been sent to another process
         return TrainResult(self.step, self._train_loss, None, None, self.output, number)
+
+    def _resume_line(self) -> str:
+        return command_line("train", "--resume", self.output)
 
     def _plot(self) -> None:
         if not self._log:
