@@ -41,7 +41,10 @@ def version() -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment variables, with the folder of this Python's programs (cmake, ninja) first in PATH."""
+    """Return the environment variables.
+
+    In PATH, the folder of the running Python's executable comes first, because cmake and ninja may be installed there.
+    """
     return {**os.environ, "PATH": os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))}
 
 

@@ -34,7 +34,7 @@ Heads heads(const Tensor& t) {
   return {t, 0, t.stride(0), t.stride(1), t.stride(2)};
 }
 
-// Returns q, k or v, the part `which` of a packed (B, T, 3C) tensor.
+// Returns part `which` (0: q, 1: k, 2: v) of a packed (B, T, 3C) tensor.
 Heads part(const Tensor& qkv, int64_t which, int64_t head_size) {
   const int64_t width = qkv.size(2);
   return {qkv, which * (width / 3), qkv.size(1) * width, head_size, width};

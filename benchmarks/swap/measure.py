@@ -18,7 +18,10 @@ STEPS = 4  # number of steps between two readings of the clock
 
 
 def measure(variant, device, seconds, losses, wait=lambda: None):
-    """Measure the milliseconds of a step, peak memory and the first losses. Calls ``wait`` before the timed steps."""
+    """Return the time of a step in ms, the peak memory and the first losses.
+
+    ``wait`` is called before the timed steps.
+    """
     trainer = Trainer(variant, device)
     data = batches(variant, device)
     fixed = next(data)

@@ -37,7 +37,10 @@ class Variant:
 
 
 def variant_of(row, **options) -> Variant:
-    """Parse a row's name, MODEL/MODE/BATCH/DROPOUT, such as huggingface/eager/32/0.1. Raises a ValueError."""
+    """Parse the name of a row, MODEL/MODE/BATCH/DROPOUT, such as huggingface/eager/32/0.1.
+
+    Raises a ValueError if the name is malformed or the model or mode is unknown.
+    """
     try:
         model, mode, batch, dropout = row.split("/")
         if model in MODELS and mode in MODES:

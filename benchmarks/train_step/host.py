@@ -1,4 +1,4 @@
-"""Measures the host's time for the parts of a training step, ours and plain torch's, and for single operators."""
+"""Measures the host's time for the parts of our and of plain torch's training step, and for single operators."""
 
 import statistics
 import time
@@ -20,7 +20,11 @@ PARTS = ("forward", "backward", "update")
 
 
 def measured(config, weights, device):
-    """Measure the parts of our and of plain torch's step in milliseconds, and our operators in microseconds."""
+    """Measure the host's time.
+
+    The times of forward, backward and update, for our step and plain torch's, are in ms. The times of single operators
+    and of a whole layer are in us.
+    """
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     length = min(LENGTH, config.block_size)
     model, plain = GPT2(config, device, dtype), TorchGPT2(config).to(device, dtype)
@@ -30,7 +34,10 @@ def measured(config, weights, device):
 
 
 def _parts(model, plain, length, device):
-    """Measure the parts of the steps of both models, which take turns."""
+    """Return the median times in ms of forward, backward and update, for three variants of the step.
+
+    The variants alternate in each round.
+    """
     optimizer = AdamW(groups(model), master_weights=True, max_grad_norm=1.0)
     tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
 
@@ -63,7 +70,7 @@ def _round(loss, update, threads, device):
 
 
 def _calls(model, length, dtype, device):
-    """Return for each operator the time of a call that autograd records, and of a call with its backward."""
+    """Return for each operator the time in us of a call that autograd records, and of a call with its backward."""
     config, block = model.config, model.transformer.h[0]
 
     def tensor(*shape):

@@ -155,9 +155,9 @@ def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: 
 
     Args:
         input: any shape.
-        dim: the dimension along which the output sums to 1. None warns and chooses as torch does: 0 if there are 0, 1
-            or 3 dimensions, otherwise 1.
-        dtype: the dtype to which ``input`` is converted first; None does not convert it.
+        dim: the dimension along which the output sums to 1. If None, a warning is issued, and the dimension is chosen
+            as in torch: 0 if there are 0, 1 or 3 dimensions, otherwise 1.
+        dtype: the dtype to which ``input`` is converted first. If None, it is not converted.
 
     Raises:
         IndexError: if ``dim`` is out of range.

@@ -358,7 +358,7 @@ def _feed(found: Any, content: Any) -> None:
 
 
 def _work(pipe: Connection, seed: int, numbers: range) -> None:
-    """Judge damaged files in a child process.
+    """Load damaged files in a child process, and classify the outcomes.
 
     Send (kind, None) before a file is loaded, and (kind, outcome and description) afterwards.
     """
@@ -382,7 +382,7 @@ def _work(pipe: Connection, seed: int, numbers: range) -> None:
 
 
 def run(calls: range, seed: int) -> tuple[Counter[str], list[str]]:
-    """Judge damaged files in child processes. Return how often each outcome occurred, and the findings."""
+    """Load damaged files in child processes. Return how often each outcome occurred, and the findings."""
     counts: Counter[str] = Counter()
     findings: list[str] = []
     start = calls.start
@@ -392,10 +392,10 @@ def run(calls: range, seed: int) -> tuple[Counter[str], list[str]]:
 
 
 def _run_child(calls: range, seed: int, counts: Counter[str], findings: list[str]) -> int:
-    """Judge damaged files in one child process until it has finished, hangs or crashes.
+    """Load damaged files in one child process and record the outcomes, until the process finishes, hangs or crashes.
 
     Returns:
-        The number of the first call that the process has not begun.
+        The number of the first call that was not started.
     """
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)

@@ -1,4 +1,7 @@
-"""Tests that apply only to ``attention_probabilities``. Tests that apply to ``attention``, too, are in its file."""
+"""Tests that apply only to ``attention_probabilities``.
+
+Tests that also apply to ``attention`` are in test_attention.py.
+"""
 
 import math
 

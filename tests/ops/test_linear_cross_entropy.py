@@ -35,7 +35,10 @@ def problem(*rows, dtype=torch.float32, device="cpu", requires_grad=False):
 
 
 def logits_and_loss(x, weight, targets, vocab_size=None, ignore_index=-100, reduction="mean"):
-    """Compute all logits and the loss with torch. The loss is float32, or float64 for float64 arguments."""
+    """Return the loss, computed by torch from all logits at once.
+
+    It is float32, or float64 for float64 arguments.
+    """
     logits = F.linear(x, weight)[..., :vocab_size]
     rows = logits.to(wide(x.dtype)).flatten(0, -2)
     loss = F.cross_entropy(rows, targets.flatten().long(), ignore_index=ignore_index, reduction=reduction)

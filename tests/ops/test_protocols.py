@@ -227,9 +227,10 @@ def test_too_few_buffers(model, fault):
     }.items(),
 )
 def test_models_match_the_kernels(file, calls):
-    """A source has as many waits and arrivals as when its model was written.
+    """A kernel's source file has as many barrier waits and arrivals as when its model was written.
 
-    If the number in a source changes, change the model, and then the number in this test.
+    The model describes the kernel's synchronization (docs/protocols.md). If the number differs, update the model first,
+    and then the number here.
     """
     code = re.sub(r"//.*", "", (CUDA / file).read_text())
     names = r"m?barrier_(wait|arrive\w*|expect)|\w+_barrier|cluster_(arrive|wait)|bar\.(sync|arrive)"

@@ -13,7 +13,7 @@ STATES = pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float32],
 
 
 def step(tensors, number=1, seed=7, **options):
-    """Make a step on copies of the lists (params, grads, exp_avgs, exp_avg_sqs), and return the copies."""
+    """Run an AdamW step on copies of the lists (params, grads, exp_avgs, exp_avg_sqs), and return the copies."""
     lists = [[t.clone() for t in part] for part in tensors]
     steps = [torch.full((), float(number), device=p.device) for p in lists[0]]
     ops.adamw_(*lists, steps, lr=torch.tensor(1e-3, dtype=torch.float64), **{**OPTIONS, **options}, rounding_seed=seed)
@@ -29,7 +29,10 @@ def made(sizes, device, state_dtype=torch.bfloat16):
 
 
 def in_float32(tensors):
-    """Make a step on float32 copies of the lists. Its results are the values before the rounding to bfloat16."""
+    """Run an AdamW step on float32 copies of the lists, and return the copies.
+
+    Rounding these values to bfloat16 must give the operator's results.
+    """
     lists = [[t.float() for t in part] for part in tensors]
     steps = [torch.ones((), device=p.device) for p in lists[0]]
     ops.adamw_(*lists, steps, lr=torch.tensor(1e-3, dtype=torch.float64), **OPTIONS)

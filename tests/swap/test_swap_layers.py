@@ -595,7 +595,10 @@ def test_compiled_head_and_loss_are_one_pass(returned, device):
 
 
 def test_the_head_and_its_loss_compile_inside_of_a_transform(device):
-    """``torch.func.grad`` of the LM head and its loss compiles without a graph break, and has the eager results."""
+    """``torch.func.grad`` of the LM head and its loss compiles without a graph break.
+
+    It gives the same result as in eager mode.
+    """
     torch._dynamo.reset()
     hidden, weight = (torch.randn(shape, device=device) for shape in [(300, 16), (77, 16)])
     targets = torch.randint(77, (300,), device=device)

@@ -227,7 +227,7 @@ def test_compiles_whole(family, autocast, device):
 
 @all_families
 def test_functional_call_compiles_whole(family, device):
-    """``functional_call`` with other parameters than the model's compiles whole, and has the eager results."""
+    """``functional_call`` with other parameters than the model's compiles whole, and gives the eager mode's results."""
     skip_shared_blocks(family, device)
     torch._dynamo.reset()
     model, call = make_model_and_call(family, device)

@@ -480,10 +480,14 @@ def test_split_keeps_every_byte(tmp_path_factory, texts, fraction):
 
 
 def test_split_keeps_characters_whole(tmp_path):
-    """A line that is too long for the search for its end is cut between two characters, not inside a character."""
+    """If no newline follows the cut, the text is cut between two characters, not inside a character.
+
+    With the first two fractions the search for a newline ends at its limit, ``LINE_BYTES``. With the other fractions it
+    ends at the end of the text.
+    """
     path = tmp_path / "text"
     for character in ("ä", "中", "\N{PILE OF POO}"):
-        raw = character.encode() * 30_000
+        raw = character.encode() * 100_000
         path.write_bytes(raw)
         for fraction in (0.5, 0.33, 0.101, 1e-9):
             (train,), (val,) = split([Document.whole(path)], fraction)

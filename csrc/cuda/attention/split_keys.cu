@@ -118,7 +118,8 @@ __device__ void share_sums(float* sums, float2 (&statistics)[Shape::kWarps][kSpl
   __syncthreads();
 }
 
-// Adds the sums of all warps, and stores the tile's part of the result, or the result if there is one split.
+// Adds the sums of all warps. If there are several splits, stores this split's sums and statistics for the combine
+// kernel, otherwise out and logsumexp.
 template <typename Shape, typename T>
 __device__ void store_tile(const AttentionForward<T>& p, const SplitPlan& plan, const SplitTile& tile,
                            const float* sums, const float2 (&statistics)[Shape::kWarps][kSplitRows], int head_size) {

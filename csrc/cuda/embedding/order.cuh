@@ -63,7 +63,8 @@ struct Entry {
 
 constexpr int kNoHead = INT_MIN;
 constexpr unsigned kNoRow = ~unsigned(kNoHead);
-constexpr int kLongRunMark = 1 << 30;  // a bit that is 0 in every position (kEncoderMaxRows)
+// Marks an entry of a long run. Positions are below kEncoderMaxRows = 2^30, so they do not use this bit.
+constexpr int kLongRunMark = 1 << 30;
 
 // The range of a long run, which has more than kWindow entries.
 struct Run {

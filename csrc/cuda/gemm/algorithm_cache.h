@@ -85,7 +85,7 @@ bool autotune_enabled();
 // must check that the algorithm supports the matmul, because a file can be damaged.
 std::optional<LtAlgorithm> cached_algorithm(const ProductKey& key);
 
-// Stores an algorithm in the cache, and in the file if the file can be written.
+// Stores an algorithm in this process's cache, and in the cache file on disk if that can be written.
 void cache_algorithm(const ProductKey& key, const LtAlgorithm& algorithm);
 
 }  // namespace gptkernels::cuda

@@ -42,7 +42,8 @@ unsigned forward_block_rows(int64_t rows, int threads, int64_t row_bytes) {
 }
 
 // Launches the registers kernel. Returns false, without a launch, if the rows do not fit into registers. A residual
-// does not change the shape, so layernorm(x + residual) has the same bits with and without fusion.
+// does not change how a row is divided among threads (`row`), so layernorm(x + residual) has the same bits with and
+// without fusion.
 template <bool kResidual, typename T, typename X, typename Dropout>
 bool launch_forward_registers(const LayernormForward<T, X>& p, const Dropout& dropout, Stream stream) {
   // For many rows of 768 float32, two warps per row are faster than one warp per row, because two warps finish a row

@@ -77,7 +77,7 @@ class FusedBlock(NamedTuple):
             draw: returns a dropout with the given probability, and with a new seed and offset.
 
         Returns:
-            The stream, the addition that is now pending, and qkv (B, T, 3C), which is None with float8 matmuls.
+            residual_2 (B, T, C); the addition that is now pending; and qkv (B, T, 3C), or None with float8 matmuls.
         """
         plan, parameters, mlp_proj_bias, (attention_p, attn_proj_p, mlp_proj_p), matrices = self
         values, bias, dropout = (None, None, NONE) if pending is None else pending

@@ -52,7 +52,10 @@ def is_huggingface(folder: Path) -> bool:
 
 
 def read_huggingface(folder: Path) -> Model:
-    """Read the model in a folder. A ValueError names the file and the entry that is wrong or not supported."""
+    """Read the model in a folder.
+
+    A ValueError names the file or the folder, and the entry or tensor that is wrong or not supported.
+    """
     path = folder / CONFIG
     theirs = _read_json(path)
     config = _config(theirs, path)

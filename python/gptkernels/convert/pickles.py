@@ -1,4 +1,4 @@
-"""Reads files of torch.save without running code in them, and writes such files atomically."""
+"""Reads files written by torch.save without running code in them, and writes such files atomically."""
 
 import os
 import pickle
@@ -24,7 +24,7 @@ def is_pickle(beginning: bytes) -> bool:
 
 
 def read_pickle(path: Path) -> Any:
-    """Read a file of torch.save. Tensors are on the CPU and memory-mapped if the format allows it.
+    """Read a file written by torch.save. Tensors are on the CPU and memory-mapped if the format allows it.
 
     Raises:
         ValueError: if the file is damaged or compressed, or reading it would run code or take more memory than the

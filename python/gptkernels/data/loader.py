@@ -1,4 +1,8 @@
-"""Reads batches of tokens and targets from token files, in an order that a few integers define."""
+"""Reads batches of tokens and targets from token files.
+
+The order depends only on the seed, the options and the number of tokens, so a position and these values are enough to
+resume.
+"""
 
 import functools
 import math

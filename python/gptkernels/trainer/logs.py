@@ -18,7 +18,7 @@ _MAX_LINE = 4096
 
 
 class TrainingStep(NamedTuple):
-    """The numbers of a step, such as its loss (nats per token) before the update.
+    """The metrics of a training step. The loss (nats per token) was computed before the update.
 
     `loss_z` and `gradient_z` are z-scores (`OutlierDetector`), which are NaN in the first steps. `mfu` is a fraction,
     or None if the device's peak is unknown. `memory` is in bytes.

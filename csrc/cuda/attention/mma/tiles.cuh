@@ -198,13 +198,13 @@ struct RowOperand {
 // ---- exact float32 --------------------------------------------------------------------------------------------------
 
 // Matmuls of float32 by TF32 MMAs, with about the rounding error of float32 FMAs. An operand x is split into two TF32
-// numbers, x = hi + lo (split_tf32()). The product of two operands is computed as hi hi + hi lo + lo hi. The term lo lo
-// is left out, because it is at most 2^-22 of the product.
+// numbers, x = hi + lo (split_tf32()). The product of two operands is computed as hi * hi + hi * lo + lo * hi. The term
+// lo * lo is left out, because it is at most 2^-22 of the product.
 //
 // Tensor cores truncate their sums, always towards 0, so the errors of a long sum would add up. Therefore one
-// accumulator sums hi hi over few steps only, and ordinary additions, which round to nearest, add these sums. The
+// accumulator sums hi * hi over few steps only, and ordinary additions, which round to nearest, add these sums. The
 // number of steps is one for scores, because the backward subtracts the logsumexp from them, and kExactSteps for
-// results. The small terms, hi lo and lo hi, have a separate accumulator.
+// results. The small terms, hi * lo and lo * hi, have a separate accumulator.
 constexpr int kExactSteps = 4;
 
 struct SplitOperand {
@@ -217,8 +217,8 @@ struct SplitOperand {
   }
 };
 
-// Adds to two neighbouring accumulator tiles: large += hi hi, small += hi lo + lo hi. MMAs that add to the same tile
-// are not adjacent, so that they need not wait for each other. With kFour, lo lo is added to `small` as well.
+// Adds to two neighbouring accumulator tiles: large += hi * hi, small += hi * lo + lo * hi. MMAs that add to the same
+// tile are not adjacent, so that they need not wait for each other. With kFour, lo * lo is added to `small` as well.
 template <bool kFour>
 __device__ void multiply_split(float (*large)[4], float (*small)[4], const SplitOperand& a, const SplitOperand& b) {
   if constexpr (kFour) {
@@ -234,14 +234,14 @@ __device__ void multiply_split(float (*large)[4], float (*small)[4], const Split
 }
 
 // Returns `small`, but a finite number in place of NaN. If an operand is infinite, its lo is NaN, and so is the sum of
-// small terms. The sum of hi hi is then already the correct result (infinite or NaN), and adding a finite number does
+// small terms. The sum of hi * hi is then already the correct result (infinite or NaN), and adding a finite number does
 // not change it.
 __device__ inline float unless_nan(float small) {
   return fminf(small, 3.402823466e38f);
 }
 
-// Computes d = rows tile', where the tile has 8 * kN rows. The loop ends with the group of kExactSteps steps that
-// contains the head's last column. Columns beyond the head size are 0.
+// Computes d = rows * tile' (a matmul), where tile' is the transpose and the tile has 8 * kN rows. The loop ends with
+// the group of kExactSteps steps that contains the head's last column. Columns beyond the head size are 0.
 template <int HS, int kM, int kN>
 __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOperand<float, HS, kM, false>& rows,
                                             uint32_t tile, int head_size) {
@@ -279,7 +279,7 @@ __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOper
   for_elements(d, [&](float& x, int m, int n, int e) { x += unless_nan(small[m][n][e]); });
 }
 
-// Computes sums += weights tile for the tile's 8 * kN rows and for 8 * kOut columns from `column` on.
+// Computes sums += weights * tile (a matmul) for the tile's 8 * kN rows and 8 * kOut columns from `column` on.
 template <int HS, int kM, int kN, int kOut>
 __device__ void add_product_exactly(float (&sums)[kM][kOut][4], const float (&weights)[kM][kN][4], uint32_t tile,
                                     int column) {
@@ -315,8 +315,8 @@ __device__ void add_product_exactly(float (&sums)[kM][kOut][4], const float (&we
 
 // ---- the two matmuls ------------------------------------------------------------------------------------------------
 
-// Computes d = rows tile', where the tile has 8 * kN rows. float32 is multiplied exactly if kExact, and otherwise as
-// TF32.
+// Computes d = rows * tile' (a matmul), where tile' is the transpose and the tile has 8 * kN rows. float32 is
+// multiplied exactly if kExact, and otherwise as TF32.
 template <typename T, int HS, bool kExact, int kM, int kN, bool kKeep>
 __device__ void multiply_transposed(float (&d)[kM][kN][4], const RowOperand<T, HS, kM, kKeep>& rows, uint32_t tile,
                                     int head_size) {
@@ -343,7 +343,7 @@ __device__ void multiply_transposed(float (&d)[kM][kN][4], const RowOperand<T, H
   }
 }
 
-// Computes sums += weights tile for the tile's 8 * kN rows and for 8 * kOut columns from `column` on.
+// Computes sums += weights * tile (a matmul) for the tile's 8 * kN rows and 8 * kOut columns from `column` on.
 template <typename T, int HS, bool kExact, int kM, int kN, int kOut>
 __device__ void add_product(float (&sums)[kM][kOut][4], const float (&weights)[kM][kN][4], uint32_t tile, int column) {
   if constexpr (kExact) {

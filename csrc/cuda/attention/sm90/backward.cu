@@ -1,7 +1,7 @@
 // Attention's backward for sm_90a in two kernels, one for dq and one for dk and dv. Both kernels sum in registers and
 // in a fixed order. They need no atomics, and no array of the size of the scores. Notation: ' is the transpose, S = q
-// k' are the scores, P are the probabilities, and g is the gradient of out. For each query, D = sum(g out) - dlogsumexp
-// and bias = -logsumexp log2(e). scale_log2 is scale log2(e). Then
+// k' are the scores, P are the probabilities, and g is the gradient of out. For each query, D = sum(g * out) -
+// dlogsumexp and bias = -logsumexp log2(e). scale_log2 is scale log2(e). Then
 //
 //   dS = P (g v' - D)    dq = scale dS k    dk = scale dS' q    dv = P' g
 //
@@ -10,7 +10,7 @@
 // all matmuls, P and dS are operands in registers.
 //
 //   kernel for dq, for each tile of 128 queries:                kernel for dk and dv, for each tile of 128 keys:
-//     D = sum(g out) - dlogsumexp; store it                       for each block j of 64 queries that see the tile:
+//     D = sum(g * out) - dlogsumexp; store it                     for each block j of 64 queries that see the tile:
 //     for each block j of 64 keys, the last one first:              start dP' = v g(j)'
 //       start dP = g v(j)'                                          start S'(j+1) = k q(j+1)'
 //       start S(j+1) = q k(j+1)'                                    P' = exp2(S'(j) * scale_log2 + bias); wait for dP'
@@ -166,8 +166,8 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
       return now;
     };
 
-    // Releases the block that was passed to the previous call, because its dq is complete. The next call releases the
-    // block in `slot`.
+    // Releases the stage that was passed to the previous call: the matmul that adds its block's part of dq has
+    // finished. The next call releases the stage `slot`.
     int freed = -1;
     const auto free_block = [&](int slot) {
       barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty[max(freed, 0)]);
@@ -278,8 +278,8 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       return now;
     };
 
-    // Releases the block that was passed to the previous call, because its dv and dk are complete. The next call
-    // releases the block in `slot`.
+    // Releases the stage that was passed to the previous call: the matmuls that add its block's parts of dv and dk have
+    // finished. The next call releases the stage `slot`.
     int freed = -1;
     const auto free_block = [&](int slot) {
       barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty[max(freed, 0)]);

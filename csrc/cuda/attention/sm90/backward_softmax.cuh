@@ -1,6 +1,6 @@
 // The arithmetic of the backward kernels for sm_90a: operands, matmuls, and the gradient of the softmax. Notation: S
-// are the scores, P the probabilities, g is the gradient of out, D = sum(g out) - dlogsumexp for each query, and v' is
-// the transpose of v.
+// are the scores, P the probabilities, g is the gradient of out, D = sum(g * out) - dlogsumexp for each query, and v'
+// is the transpose of v.
 //
 // A warpgroup holds 64 x 64 scores in registers: a thread holds 16 columns of two rows, `row` and row + 8
 // (cuda/ptx/wgmma.cuh). In the kernels for dq, rows are queries and columns are keys. In the kernels for dk and dv,
@@ -182,8 +182,9 @@ __device__ void add_products(float (&delta)[2], const uint32_t* out, const uint3
   }
 }
 
-// Computes the bias and D = sum(dout out) - dlogsumexp of a thread's two queries. load() starts the loads from global
-// memory, long before finish() uses the values.
+// Computes two statistics of each of a thread's two queries: the bias of the exponent, -logsumexp * log2(e), or
+// shifted_bias() in a row with a shift; and D = sum(dout * out) - dlogsumexp, or (1 - p) D with dropout. load() starts
+// the loads from global memory, long before finish() uses the values.
 template <typename T, typename Mask>
 struct RowStatistics {
   float logsumexp[2], dlogsumexp[2];

@@ -87,7 +87,8 @@ __device__ float keep_probability(const Sm90Problem<T>& problem) {
 
 // Calls apply(i, keep, keep_next) for every even i of a thread's n scores, where `keep` says whether dropout keeps
 // score i, and `keep_next` whether dropout keeps score i + 1. Rows are queries and columns are keys. `query` is the
-// warp's first row, and `key` is the first column. Two neighbouring 16x8 tiles are one group of philox.h.
+// warp's first row, and `key` is the first column. A thread's 8 elements of two neighbouring 16x8 tiles share one
+// Philox result: they are one group as defined in philox.h (DropoutGroup).
 template <int n, typename Apply>
 __device__ void for_kept(const DropoutDraw& dropout, uint32_t head, int query, int key, const Apply& apply) {
   const int lane = threadIdx.x % 32;

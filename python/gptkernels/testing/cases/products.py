@@ -23,10 +23,11 @@ MLP_SIZES = [
 
 
 class Linear(torch.autograd.Function):
-    """Computes x @ weight.T + bias of matrices, and its gradients.
+    """Computes x @ weight.T + bias for a matrix x, and the gradients.
 
     It makes the same BLAS calls as this package's operators, so that the rounding errors are equal. F.linear may make
-    other calls: for one row, for example, it calls a matrix-vector function. ``chunk`` is the number of rows in a call.
+    other calls: for one row, for example, it calls a matrix-vector function. ``chunk`` is the number of rows of x (or
+    dout) in each BLAS call for out and dx; None for all rows. dweight is computed in one call.
     """
 
     @staticmethod

@@ -1,4 +1,7 @@
-"""The table of operators. An entry draws arguments, and has torch's counterpart and the formula in float64.
+"""The table of the operators that are tested.
+
+Each entry is a function that draws random arguments and returns a :class:`Call`: the operator, torch's counterpart, and
+the formula in float64.
 
 To add an operator, write a function that draws the operator's arguments and returns a :class:`Call`, and decorate it
 with ``@operator``. The fuzzer, ``gptkernels check`` and the tests make their calls from this table.
