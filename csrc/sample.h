@@ -22,7 +22,7 @@ struct Sample {
   int64_t sequence_length;
   double temperature;  // above 0; ignored without noise
   int64_t top_k;       // from 1 to V: keeps the k-th largest x and all x not below it
-  // Of the x that top_k keeps, top_p keeps the largest: as few as are needed for a probability of at least top_p,
+  // top_p keeps the largest of the x that top_k keeps: as few as are needed for a probability of at least top_p,
   // relative to all x that top_k keeps. top_p also keeps each x that equals the smallest of these.
   double top_p;
 };

@@ -460,7 +460,7 @@ PROFILER = {"profiler::_record_function_enter_new", "profiler::_record_function_
 def test_a_training_step_runs_on_our_kernels(return_logits, device):
     """A training step calls only our kernels, and a few ops of torch that are listed here.
 
-    Of the 2L + 1 norms of a model with L layers, 2L are fused with the addition before them.
+    A model with L layers has 2L + 1 norms, of which 2L are fused with the addition before them.
     """
     ours, _ = make_pair(device, torch.float32)
     tokens, targets = make_batch(device)

@@ -628,9 +628,9 @@ def test_masks_of_many_blocks(rows, size, dtype, device):
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("half", [0, 64])
 def test_masks_that_hide_most_of_half_a_tile(half, size, dtype, device):
-    """Of each 128 queries, 64 see only one to three tiles of 64 keys.
+    """In each group of 128 queries, 64 see only one to three tiles of 64 keys.
 
-    In the transposed mask, 64 of each 128 keys are seen only from one to three tiles of 64 queries.
+    In the transposed mask, 64 keys of each group of 128 are seen only from one to three tiles of 64 queries.
     """
     one_kernel_on_a_cpu(device, size > 64 or dtype == torch.float16)
     rows = 1024

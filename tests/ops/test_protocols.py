@@ -105,7 +105,7 @@ REDUNDANT = {
     # The storing thread releases the buffer of a tile after it has read the previous tile's dq from a buffer of dout.
     # The taking thread waits for the tile's buffer, and need not wait for the buffer of dout.
     "backward_128's dquery": {("taking thread", "wait", "dout_empty")},
-    # Of the processes of a thread block, only the loading thread must wait at the cluster's barrier.
+    # Only the loading thread of a thread block must wait at the cluster's barrier.
     "matmul": {(f"block *'s {role} *", "wait", "cluster_barrier") for role in ("product", "finish")},
 }
 

@@ -320,7 +320,7 @@ def test_gradient_penalty_and_functional_call(device):
     args, found = make_batch(device), []
     for model in (ours, reference):
         parameters = list(model.parameters())
-        # Of torch's attention backends, only this backend has a second derivative.
+        # This is the only one of torch's attention backends that has a second derivative.
         with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
             first = torch.autograd.grad(model(*args)[1], parameters, create_graph=True)
             found.append(torch.autograd.grad(sum(g.square().sum() for g in first), parameters))

@@ -175,7 +175,7 @@ def make_uneven_model():
 def uneven(folder):
     """Shard parameters with 3 rows or 1 row, so that the shards of the two processes differ in size.
 
-    Of the parameters with 1 row, the second process has an empty shard.
+    The second process has an empty shard of each parameter with 1 row.
     """
     model = fully_shard(make_uneven_model(), mesh=init_device_mesh("cpu", (2,)))
     assert min(p.to_local().numel() for p in model.parameters()) == (0 if dist.get_rank() else 1)

@@ -150,7 +150,7 @@ def test_a_log_is_continued_from_the_step_of_the_checkpoint(tmp_path):
 @pytest.mark.parametrize(
     ("text", "options", "kept"),
     [
-        # Of the last run, lines from first_step on are removed. Lines of the run before it are kept.
+        # The last run's lines from first_step on are removed. Lines of the run before it are kept.
         (
             "s:0 trl:9.0\ns:7 trl:9.0\ns:0 trl:5.0\ns:1 trl:5.0\ns:2 tel:5.0\ns:3 tr",
             {"first_step": 1},

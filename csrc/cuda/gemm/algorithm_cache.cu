@@ -167,6 +167,15 @@ bool adds_all_terms(const cublasLtMatmulAlgo_t& algorithm, const ProductKey& key
   return splits <= 1 || key.inner % splits == 0 || key.inner / splits % terms_per_step(key.type) != 0;
 }
 
+// Returns the bytes of workspace that the algorithm needs if cuBLASLt supports it.
+std::optional<int64_t> workspace_of(LtProblem problem, const cublasLtMatmulAlgo_t& algorithm, cublasLtHandle_t handle) {
+  cublasLtMatmulHeuristicResult_t result = {};
+  problem.check(cublasLtMatmulAlgoCheck(handle, &problem.operation, &problem.a, &problem.b, &problem.out, &problem.out,
+                                        &algorithm, &result));
+  if (problem.status != CUBLAS_STATUS_SUCCESS) return std::nullopt;
+  return static_cast<int64_t>(result.workspaceSize);
+}
+
 // Returns the algorithm without split-K if cuBLASLt supports it.
 std::optional<LtAlgorithm> without_split_k(LtProblem problem, cublasLtMatmulAlgo_t algorithm, cublasLtHandle_t handle) {
   const auto set = [&](cublasLtMatmulAlgoConfigAttributes_t attribute, auto value) {
@@ -174,11 +183,9 @@ std::optional<LtAlgorithm> without_split_k(LtProblem problem, cublasLtMatmulAlgo
   };
   set(CUBLASLT_ALGO_CONFIG_SPLITK_NUM, int32_t{1});
   set(CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, uint32_t{CUBLASLT_REDUCTION_SCHEME_NONE});
-  cublasLtMatmulHeuristicResult_t result = {};
-  problem.check(cublasLtMatmulAlgoCheck(handle, &problem.operation, &problem.a, &problem.b, &problem.out, &problem.out,
-                                        &algorithm, &result));
-  if (problem.status != CUBLAS_STATUS_SUCCESS) return std::nullopt;
-  return LtAlgorithm{algorithm, static_cast<int64_t>(result.workspaceSize)};
+  const auto workspace = workspace_of(problem, algorithm, handle);
+  if (!workspace) return std::nullopt;
+  return LtAlgorithm{algorithm, *workspace};
 }
 
 }  // namespace
@@ -222,12 +229,10 @@ std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKe
   return algorithms;
 }
 
-bool supports(LtProblem problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle) {
-  cublasLtMatmulHeuristicResult_t result = {};
-  problem.check(cublasLtMatmulAlgoCheck(handle, &problem.operation, &problem.a, &problem.b, &problem.out, &problem.out,
-                                        &algorithm.algo, &result));
-  return problem.status == CUBLAS_STATUS_SUCCESS && algorithm.workspace <= kAutotuneWorkspace &&
-         static_cast<int64_t>(result.workspaceSize) <= algorithm.workspace && adds_all_terms(algorithm.algo, key);
+bool supports(const LtProblem& problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle) {
+  const auto workspace = workspace_of(problem, algorithm.algo, handle);
+  return workspace && *workspace <= algorithm.workspace && algorithm.workspace <= kAutotuneWorkspace &&
+         adds_all_terms(algorithm.algo, key);
 }
 
 bool autotune_enabled() {

@@ -76,7 +76,7 @@ std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKe
 
 // Returns whether the algorithm supports the matmul with the algorithm's workspace, which is at most
 // kAutotuneWorkspace, and adds all terms of its sums.
-bool supports(LtProblem problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle);
+bool supports(const LtProblem& problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle);
 
 // Returns whether matmuls may be timed.
 bool autotune_enabled();

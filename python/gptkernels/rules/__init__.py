@@ -9,8 +9,7 @@ The docstring of an operator is its schema.
 import importlib
 import pkgutil
 
-import torch
-
+from gptkernels.rules._inductor import operators
 from gptkernels.rules._register import ops
 
 __all__ = ["ops"]
@@ -18,7 +17,5 @@ __all__ = ["ops"]
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-for _name in torch._C._dispatch_get_all_op_names():
-    if _name.startswith("gptkernels::"):
-        _op = getattr(ops, _name.removeprefix("gptkernels::"))
-        _op.__doc__ = str(_op.default._schema)
+for _op in operators():
+    _op.__doc__ = str(_op.default._schema)

@@ -5,11 +5,19 @@ recursively their inputs, for its log. This takes time exponential in the depth 
 """
 
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 _done: list[Any] = []
+
+
+def operators() -> Iterator[Any]:
+    """Yield each operator that the libraries register, such as ``torch.ops.gptkernels.gelu``."""
+    for name in torch._C._dispatch_get_all_op_names():
+        if name.startswith("gptkernels::"):
+            yield getattr(torch.ops.gptkernels, name.removeprefix("gptkernels::"))
 
 
 def register_fallbacks() -> None:
@@ -22,8 +30,6 @@ def register_fallbacks() -> None:
     if _done or lowering is None or not hasattr(lowering, "make_fallback"):
         return
     _done.append(lowering)
-    for name in torch._C._dispatch_get_all_op_names():
-        if name.startswith("gptkernels::"):
-            op = getattr(torch.ops.gptkernels, name.removeprefix("gptkernels::")).default
-            if op not in lowering.lowerings:
-                lowering.make_fallback(op, warn=False)
+    for op in operators():
+        if op.default not in lowering.lowerings:
+            lowering.make_fallback(op.default, warn=False)
