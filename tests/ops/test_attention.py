@@ -10,6 +10,7 @@ from torch.utils.flop_counter import sdpa_backward_flop_count, sdpa_flop_count
 from gptkernels import functional as G
 from gptkernels.testing.cases.attention import ATTENTION_SIZES, seen_keys
 from gptkernels.testing.checks import hold_to_the_rule
+from gptkernels.testing.exactness import assert_norm_as_exact_as_torch
 from helpers import (
     all_dtypes,
     all_views,
@@ -960,6 +961,29 @@ def test_huge_scores(dtype, device):
     out, logsumexp = ours(q, k, v, scale=1.0)
     torch.testing.assert_close(out[0, 0], v[0, 0, [129, 0, 129]], rtol=2 * torch.finfo(dtype).eps, atol=0)
     torch.testing.assert_close(logsumexp.double(), torch.full((1, 1, 3), 40000.0, device=device).double())
+
+
+@pytest.mark.parametrize("factor", [3, 50])
+@pytest.mark.parametrize("sizes", [(27, 5, 79, 40), (45, 2, 550, 64), (5, 2, 300, 128), (3, 2, 200, 160)], ids=str)
+@low_dtypes
+def test_queries_with_one_dominant_key(sizes, factor, dtype, device):
+    """If one key has nearly all of a query's weight, out is this key's value, and the query's gradient is nearly 0.
+
+    The last quarter of the tokens has elements that are larger by ``factor``. The dominant probability must not have a
+    rounding error of 16 bits: torch's kernels compute it relative to the largest score, so that it is 1 before the
+    division by the sum.
+    """
+    b, heads, tokens, size = sizes
+    inputs = tensors(b, heads, heads, tokens, tokens, size, dtype, device)
+    for t in inputs[:3]:
+        t[:, :, tokens * 3 // 4 :] *= factor
+    options = {"causal": True, "scale": 1.0}
+    results = []
+    for function in (out_of(ours, **options), partial(torchs, **options), out_of(formula, **options)):
+        t = [double(t) for t in inputs] if len(results) == 2 else inputs
+        results.append((function(*t[:3]), *gradients(function, t[:3], t[3])))
+    for name, *each in zip(("out", *QKV), *results, strict=True):
+        assert_norm_as_exact_as_torch(*each, name)
 
 
 @pytest.mark.parametrize("keys", [50, 130, 700])

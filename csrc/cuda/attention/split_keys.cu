@@ -239,7 +239,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
         if (inside[e / 2] && j < keys) add_mask_element(score, p.mask, mask_row[e / 2] + j * p.mask.key);
       });
     if (start < bounds.begin || start + 16 > narrow_end) keep_columns(scores, low, high, start);
-    add_exponentials<true>(scores, maximum, sum, rescale, 1);  // scores are in units of log2 already
+    add_exponentials<T, true>(scores, maximum, sum, rescale, 1);  // scores are in units of log2 already
     if (__any_sync(~0u, rescale[0][0] != 1 || rescale[0][1] != 1))
       for_elements(out, [&](float& x, int, int, int e) { x *= rescale[0][e / 2]; });
     add_product<T, HS, kExact>(out, scores, key_tile + Shape::kStageBytes, 0);

@@ -14,9 +14,11 @@ constexpr bool kSixteenBits = sizeof(T) == 2;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// Above this magnitude, neighbouring float32 numbers are more than 1 apart. A rounded number of this magnitude is too
-// inexact to be subtracted from the argument of an exponential.
-constexpr float kFarFromZero = 0x1p24f;
+// A number that an FMA subtracts from the exponent of a power of 2 is far from 0 if its magnitude is above this limit.
+// Rounding the number to float32 may then change the power by more than a quarter of a rounding error of T, or of TF32
+// if T is float. A power that should be 1 would no longer be 1 when it is rounded to T.
+template <typename T>
+constexpr float kFarFromZero = std::is_same_v<T, bfloat16> ? 0x1p14f : 0x1p11f;
 
 // Returns 2^x in one instruction, with a relative error of up to 2^-22. Results below 2^-126 are flushed to 0.
 __device__ inline float exp2_approximately(float x) {

@@ -111,7 +111,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
                     keys, p.mask.key);
     }
     if (start < bounds.begin || start + kKeys > narrow_end) keep_columns(scores, low, high, start);
-    const bool changed = add_exponentials<kExact>(scores, maximum, sum, rescale, factor);
+    const bool changed = add_exponentials<T, kExact>(scores, maximum, sum, rescale, factor);
     if (__any_sync(~0u, changed)) for_elements(out, [&](float& x, int m, int, int e) { x *= rescale[m][e / 2]; });
     if constexpr (kGeneral)
       if (dropout.drops())

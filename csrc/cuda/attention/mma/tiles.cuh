@@ -411,7 +411,7 @@ __device__ void store_rows(uint8_t* tile, int first_row, const float (&sums)[kM]
 // With kExact the maximum is subtracted first, so that the exponential of the largest score is exactly 1. Otherwise one
 // FMA computes score * factor - maximum * factor, unless maximum * factor is so large that its rounding would matter.
 // In this case the maximum is subtracted first, too.
-template <bool kExact, int kM, int kN>
+template <typename T, bool kExact, int kM, int kN>
 __device__ bool add_exponentials(float (&scores)[kM][kN][4], float (&maximum)[kM][2], float (&sum)[kM][2],
                                  float (&rescale)[kM][2], float factor) {
   bool changed = false;
@@ -425,7 +425,7 @@ __device__ bool add_exponentials(float (&scores)[kM][kN][4], float (&maximum)[kM
     rescale[m][r] = exp2_approximately((maximum[m][r] - finite) * factor);
     changed |= largest != maximum[m][r];
     maximum[m][r] = largest;
-    if (!kExact && fabsf(origin) > kFarFromZero) {
+    if (!kExact && fabsf(origin) > kFarFromZero<T>) {
       for_columns<kN>([&](int n, int c) { scores[m][n][2 * r + c] -= finite; });
       origin = 0;
     }

@@ -4,9 +4,8 @@
 // sum_j p_ij. The division cancels any r_i, so r_i need not be the row's maximum. These are the conditions for r_i and
 // their consequences:
 //
-//   - r_i is a score of a key that query i sees. The p of this key is 1, except that the product of r_i and a factor is
-//     rounded, which changes p by at most a factor of sqrt(2). So the sum is at least 0.7, and the division is safe. A
-//     p that underflows is negligible compared with the sum.
+//   - r_i is a score of a key that query i sees. The p of this key is 1 when it is rounded to 16 bits (kFarFromZero). So
+//     the sum is nearly 1 or larger, and the division is safe. A p that underflows is negligible compared with the sum.
 //   - Each thread's sum over its columns of a key tile is below kLargestSum = 2^20, so every p is below 2^20, too.
 //     bfloat16 has the exponents of float32, so the relative error of a p of any size is at most 2^-8. All terms of a
 //     row's sums have the same factor exp(-r_i), which changes no relative error. The sums of a key tile are below 2^22
@@ -49,7 +48,7 @@ struct Softmax {
   bool needs_reference = true;  // whether a row of the warp has no reference, or a reference far from 0 (is_far)
 
   __device__ bool is_far(int r) const {
-    return fabsf(reference[r]) * factor > kFarFromZero && reference[r] != -INFINITY;
+    return fabsf(reference[r]) * factor > kFarFromZero<T> && reference[r] != -INFINITY;
   }
 
   // Raises a row's reference to the maximum of its scores, if the maximum is higher. Changes only rows that have no
