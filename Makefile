@@ -64,8 +64,8 @@ build/torches/%/ready: requirements/build.txt requirements/run.txt requirements/
 	$(@D)/bin/pip install --quiet torch==$* $(^:%=-r %)
 	touch $@
 
-# A SEED always gives the same calls. For each failure the command that repeats it is printed. The timing of matmul
-# algorithms is off, because each matmul has another shape and timing would take most of the time.
+# A SEED always gives the same calls. For each failure the command that repeats it is printed. The timing of float8
+# matmuls' algorithms is off, because each matmul has another shape and timing would take most of the time.
 # GPTKERNELS_MATMUL_CHOICES=<folder> enables it.
 CALLS ?= 100000
 STEPS ?= 300

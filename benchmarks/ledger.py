@@ -1,7 +1,6 @@
 """``python -m benchmarks.ledger`` writes docs/ledger.md: the kernel variants' lines of code and the time saved."""
 
 import json
-import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,6 +8,7 @@ from benchmarks.harness.report import markdown
 
 ROOT = Path(__file__).parents[1]
 PAGE, CUDA, RESULTS = ROOT / "docs" / "ledger.md", ROOT / "csrc" / "cuda", ROOT / "benchmarks" / "results"
+WITHOUT = RESULTS / "without.json"
 GPU = "NVIDIA H200"
 HEADER = ["variant", "lines", "without it", "measured", "with", "without", "saved"]
 INTRODUCTION = f"""# Ledger
@@ -19,15 +19,13 @@ of variants in `benchmarks/ledger.txt`. A variant is kept in the library if it s
 documented user has, or 1 % of a training step of GPT-2, and if it has about 100 lines or fewer for each per cent.
 
 The column "lines" has the lines of the variant's files in `csrc/cuda`, to the nearest ten; "shared" is the rest of the
-folder. The column "without it" has the code that computes the variant's calls if the variant is absent, and the
-environment variable that disables it, if there is one; "-" means that an operator would not exist. The other columns
-have a row of a kept run, its time with and without the variant on the same GPU ({GPU}), how much longer it takes
-without the variant, and in brackets the lines for each per cent.
+folder. The column "without it" has the code that computes the variant's calls if the variant is absent; "-" means that
+an operator would not exist. The other columns have a row, its time with and without the variant, how much longer it
+takes without the variant, and in brackets the lines for each per cent.
 
-A run without a variant is kept as `benchmarks/results/without/FAMILY_VARIANT.json` (for training steps
-`FAMILY_VARIANT.step.json`), in lower case with underscores. It is measured with the environment variable, or with a
-build whose dispatch omits the variant. Steps need such a build if the variable is `GPTKERNELS_MATMUL=cublas`, because
-it disables three variants at once. Where there is no such run, the table says "not measured".
+Both times are medians of one run ({GPU}), in which calls with and without the variant alternated. The run used a
+build whose dispatch passes over a variant that an environment variable names. Its figures are in
+`benchmarks/results/without.json`. Where a row is not in this file, the time with the variant is from the kept runs.
 """
 
 
@@ -39,12 +37,6 @@ class Variant(NamedTuple):
     files: list[Path]
     instead: str
     rows: list[str]
-
-    @property
-    def runs(self) -> list[Path]:
-        """Return the paths of the kept runs that were measured without the variant."""
-        stem = re.sub(r"\W+", "_", f"{self.family}_{self.name}".lower())
-        return sorted(path for path in (RESULTS / "without").glob("*.json") if path.name.split(".")[0] == stem)
 
 
 def read(text) -> dict[str, list[Variant]]:
@@ -97,16 +89,23 @@ def lines_of(files) -> int:
     return round(sum(len(path.read_text().splitlines()) for path in files), -1)
 
 
-def cells(variant, kept) -> list[list[str]]:
-    """Return the table's lines for a variant: one for each of its rows, or one if it has no rows."""
-    without, count = measured(variant.runs), lines_of(variant.files)
-    head, needed = [variant.name, str(count), variant.instead], variant.instead == "-"
+def cells(variant, kept, compared) -> list[list[str]]:
+    """Return the table's lines for a variant: one for each of its rows, or one if it has no rows.
+
+    Args:
+        variant: the variant.
+        kept: the times of the kept runs.
+        compared: the times with and without a variant, by (family, variant, row).
+    """
+    count, needed = lines_of(variant.files), variant.instead == "-"
+    head = [variant.name, str(count), variant.instead]
     lines = []
     for key in variant.rows:
-        gain = without[key] / kept[key] * 100 - 100 if key in without else None
+        with_it, without = compared.get((variant.family, variant.name, key), (kept.get(key), None))
+        gain = without / with_it * 100 - 100 if without else None
         price = f" ({count / gain:.0f} lines)" if gain and gain > 0 else ""
         saved = "" if gain is None else f"{gain:.1f} %{price}"
-        lines.append([*head, key, _time(kept[key]), "" if needed else _time(without.get(key)), saved])
+        lines.append([*head, key, _time(with_it), "" if needed else _time(without), saved])
     return lines or [[*head, "", "", "" if needed else _time(None), ""]]
 
 
@@ -118,11 +117,13 @@ def _time(seconds):
 
 def page() -> str:
     """Return the text of docs/ledger.md."""
-    kept, parts = measured(sorted(RESULTS.glob("*.json"))), [INTRODUCTION]
+    kept, parts = measured(path for path in sorted(RESULTS.glob("*.json")) if path != WITHOUT), [INTRODUCTION]
+    rows = json.loads(WITHOUT.read_text())["rows"]
+    compared = {(row["family"], row["variant"], row["row"]): (row["with"], row["without"]) for row in rows}
     for family, variants in read((ROOT / "benchmarks" / "ledger.txt").read_text()).items():
         table = []
         for variant in variants:
-            first, *others = cells(variant, kept)
+            first, *others = cells(variant, kept, compared)
             table += [first, *([""] * 3 + line[3:] for line in others)]  # the variant's name only once
         named = {path for variant in variants for path in variant.files}
         if rest := [path for path in (CUDA / family).rglob("*.*") if path not in named]:

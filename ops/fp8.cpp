@@ -70,7 +70,7 @@ Fp8Matmul<T> product_of(const Matrix& out, const Fp8Operand& a, const Fp8Operand
 template <typename T>
 Fp8Plan autotuned_plan(const Launcher& launcher, const Tensor& like, Fp8Matmul<T> p, const Fp8Plan& plan,
                        cublasHandle_t handle) {
-  const Tensor scratch = workspace(kAutotuneWorkspace, like);
+  const Tensor scratch = workspace(kLargestWorkspace, like);
   const OptionalTensor other = workspace_if(p.accumulate ? p.rows * p.columns * int64_t(sizeof(T)) : 0, like);
   if (p.accumulate) p.out = pointer<T>(other);
   return fp8_matmul_autotune(p, plan, pointer<void>(scratch), handle, launcher.stream());

@@ -57,16 +57,6 @@ int64_t leading_dimension(const Matrix& m) {
   return is_transposed(m) ? std::max(m.column_stride, m.rows) : std::max(m.row_stride, m.columns);
 }
 
-// Times the algorithms for a matmul, and returns the plan with the fastest algorithm. A matmul that accumulates is
-// timed with another output, so that out does not change.
-template <typename T>
-MatmulPlan autotuned_plan(const Launcher& launcher, const Matrix& out, const Matmul<T>& p, const MatmulPlan& plan,
-                          cublasHandle_t handle) {
-  const Tensor scratch = workspace(kAutotuneWorkspace, out.tensor);
-  const Tensor other = workspace(p.accumulate ? p.rows * p.out_ld * int64_t(sizeof(double)) : 0, out.tensor);
-  return matmul_autotune(p, plan, pointer<void>(other), pointer<void>(scratch), handle, launcher.stream());
-}
-
 #else
 
 // Returns the matrix, or the batch of matrices, as a tensor over the same memory.
@@ -190,8 +180,7 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
                          .column_sums = pointer<T>(epilogue.column_sums)};
     constexpr bool k16Bits = sizeof(T) == 2;  // 16-bit matmuls do not depend on the math mode
     cublasHandle_t handle = k16Bits ? cublas_lt(out.tensor) : cublas();
-    MatmulPlan plan = matmul_plan(p, handle);
-    if (plan.needs_autotune) plan = autotuned_plan(launcher, out, p, plan, handle);
+    const MatmulPlan plan = matmul_plan(p, handle);
     if (k16Bits && plan.needs_cublas()) handle = cublas();
     const OptionalTensor scratch = workspace_if(plan.workspace, out.tensor);
     const MatmulStatus status = matmul(p, plan, pointer<void>(scratch), handle, launcher.stream());

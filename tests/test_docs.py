@@ -72,19 +72,18 @@ def test_the_ledger_is_current():
     assert ledger.PAGE.read_text() == ledger.page(), "python -m benchmarks.ledger"
 
 
-def test_the_ledger_compares_runs_with_and_without_a_variant(tmp_path, monkeypatch):
-    run = json.loads((ledger.RESULTS / "h200.json").read_text())
-    rows = [row for row in run["rows"] if row["name"] == "layernorm bwd"]
-    without = [{**row, "times": {"ours": [1.1 * t for t in row["times"]["ours"]]}} for row in rows]
-    (tmp_path / "without").mkdir()
-    (tmp_path / "without" / "norm_ring_of_rows.json").write_text(json.dumps({**run, "rows": without}))
-    (tmp_path / "without" / "norm_ring_of_rows_2.json").write_text("of another variant")
-    kept = ledger.measured([ledger.RESULTS / "h200.json"])
-    monkeypatch.setattr(ledger, "RESULTS", tmp_path)
+def test_the_ledger_compares_times_with_and_without_a_variant():
     files = [path for path in ledger.CUDA.glob("norm/*.cu") if path.name == "layernorm.cu"]
-    measured, missing = "layernorm bwd 65536x768 bfloat16", "softmax fwd 65536x768 bfloat16"
-    ring = ledger.Variant("norm", "ring, of rows", files, "loads", [measured, missing])
-    with_ring, without_ring = (f"{kept[measured] * factor * 1e6:.1f} us" for factor in (1, 1.1))
-    first, second = ledger.cells(ring, kept)
-    assert first[3:] == [measured, with_ring, without_ring, f"10.0 % ({ledger.lines_of(files) / 10:.0f} lines)"]
-    assert second[5:] == ["not measured", ""]
+    ring = ledger.Variant("norm", "ring, of rows", files, "loads", ["a row", "a kept row", "no row"])
+    compared = {("norm", "ring, of rows", "a row"): (1e-4, 1.1e-4), ("norm", "another", "a kept row"): (1e-4, 2e-4)}
+    first, second, third = ledger.cells(ring, {"a row": 3e-4, "a kept row": 2e-4}, compared)
+    assert first[3:] == ["a row", "100.0 us", "110.0 us", f"10.0 % ({ledger.lines_of(files) / 10:.0f} lines)"]
+    assert second[3:] == ["a kept row", "200.0 us", "not measured", ""]
+    assert third[3:] == ["no row", "not measured", "not measured", ""]
+
+
+def test_the_ledgers_comparisons_name_its_rows():
+    families = ledger.read((ROOT / "benchmarks" / "ledger.txt").read_text())
+    listed = {(v.family, v.name, row) for variants in families.values() for v in variants for row in v.rows}
+    rows = json.loads(ledger.WITHOUT.read_text())["rows"]
+    assert {(row["family"], row["variant"], row["row"]) for row in rows} <= listed

@@ -207,7 +207,7 @@ std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKe
     problem.check(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof(value)));
   };
   problem.check(cublasLtMatmulPreferenceInit(&preference));
-  set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kAutotuneWorkspace});
+  set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kLargestWorkspace});
   // The partial sums of split-K are in the compute type.
   set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, key.b_alignment);
@@ -231,7 +231,7 @@ std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKe
 
 bool supports(const LtProblem& problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle) {
   const auto workspace = workspace_of(problem, algorithm.algo, handle);
-  return workspace && *workspace <= algorithm.workspace && algorithm.workspace <= kAutotuneWorkspace &&
+  return workspace && *workspace <= algorithm.workspace && algorithm.workspace <= kLargestWorkspace &&
          adds_all_terms(algorithm.algo, key);
 }
 

@@ -1,6 +1,7 @@
-// The algorithm cache, which stores for each matmul the cuBLASLt algorithm that autotuning found to be the fastest.
-// The cache is kept in a file in the user's cache folder, so that later processes use the same algorithms and get the
-// same bits. This is host code.
+// cuBLASLt's algorithms for a matmul, and the algorithm cache. The cache stores for each float8 matmul the algorithm
+// that autotuning found to be the fastest. It is kept in a file in the user's cache folder, so that later processes use
+// the same algorithms and get the same bits. Other matmuls use the first algorithm that cuBLASLt's heuristic proposes.
+// This is host code.
 //
 // The name of the file contains everything else that an algorithm depends on: the GPU, the driver and cuBLASLt's
 // version. The environment variable GPTKERNELS_MATMUL_CHOICES names another folder. If the variable is "off", nothing
@@ -75,10 +76,10 @@ std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKe
                                               int most);
 
 // Returns whether the algorithm supports the matmul with the algorithm's workspace, which is at most
-// kAutotuneWorkspace, and adds all terms of its sums.
+// kLargestWorkspace, and adds all terms of its sums.
 bool supports(const LtProblem& problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle);
 
-// Returns whether matmuls may be timed.
+// Returns whether float8 matmuls may be timed.
 bool autotune_enabled();
 
 // Returns the algorithm that an earlier call of cache_algorithm, in this process or another, has stored. The caller

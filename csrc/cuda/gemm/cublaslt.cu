@@ -11,7 +11,6 @@
 
 #include "../../gelu.h"
 #include "algorithm_cache.h"
-#include "autotune.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/packed.cuh"
 #include "cuda/common/reduce.cuh"
@@ -104,7 +103,7 @@ MatmulStatus product(const Matmul<T>& p, cublasHandle_t handle, Stream stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Products computed by cuBLASLt: those with an epilogue, and those with an algorithm from the cache.
+// Products computed by cuBLASLt: those with an epilogue, and those for which cuBLAS may drop terms.
 
 template <typename T>
 cublasLtEpilogue_t epilogue(const Matmul<T>& p) {
@@ -223,37 +222,15 @@ ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
 
 constexpr int kCandidates = 8;
 
-MatmulPlan plan_of(const LtAlgorithm& algorithm) {
-  return {.cublaslt = true, .algorithm = algorithm.algo, .workspace = algorithm.workspace};
-}
-
 // The plans of this process, protected by the mutex.
 std::mutex plans_mutex;
 std::map<ProductKey, MatmulPlan> plans;
 
-// Returns whether autotuning is enabled, and the matmul is not batched or scaled, runs on the tensor cores, and has at
-// least kMinFlops operations.
-template <typename T>
-bool is_worth_autotuning(const Matmul<T>& p, cublasComputeType_t compute) {
-  constexpr double kMinFlops = 4e9;
-  return on_tensor_cores<T>(compute) && p.batches == 1 && p.alpha == 1 &&
-         2.0 * p.rows * p.columns * p.inner >= kMinFlops && autotune_enabled();
-}
-
 template <typename T>
 MatmulPlan first_plan(const Matmul<T>& p, const ProductKey& key, cublasLtHandle_t handle) {
-  const bool timed = is_worth_autotuning(p, key.compute);
-  if (timed)
-    if (const auto algorithm = cached_algorithm(key);
-        algorithm && supports(lt_problem(p, key.compute), key, *algorithm, handle))
-      return plan_of(*algorithm);
-  MatmulPlan plan = {};
-  if (supports_epilogue(p) || may_drop_terms(p, key.compute))
-    if (const auto algorithms = heuristic_algorithms(lt_problem(p, key.compute), key, handle, kCandidates);
-        !algorithms.empty())
-      plan = plan_of(algorithms[0]);
-  plan.needs_autotune = timed && (plan.cublaslt || !supports_epilogue(p));
-  return plan;
+  const auto algorithms = heuristic_algorithms(lt_problem(p, key.compute), key, handle, kCandidates);
+  if (algorithms.empty()) return {};
+  return {.cublaslt = true, .algorithm = algorithms[0].algo, .workspace = algorithms[0].workspace};
 }
 
 template <typename T>
@@ -351,9 +328,8 @@ template <typename T>
 MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle) {
   if (matmul_sm90_supports(p)) return {.sm90 = true, .workspace = matmul_sm90_workspace(p)};
   const cublasComputeType_t compute = compute_type<T>(handle);
-  const MatmulPlan plan = supports_epilogue(p) || may_drop_terms(p, compute) || is_worth_autotuning(p, compute)
-                              ? lt_plan(p, compute, handle)
-                              : MatmulPlan{};
+  const bool uses_lt = supports_epilogue(p) || may_drop_terms(p, compute);
+  const MatmulPlan plan = uses_lt ? lt_plan(p, compute, handle) : MatmulPlan{};
   if (plan.cublaslt || gelu_matrix(p) == nullptr) return plan;
   MatmulPlan first = matmul_plan(without_gelu(p), handle);
   first.separate_gelu = true;
@@ -374,33 +350,8 @@ MatmulStatus matmul(const Matmul<T>& p, const MatmulPlan& plan, void* workspace,
   return status;
 }
 
-template <typename T>
-MatmulPlan matmul_autotune(const Matmul<T>& given, const MatmulPlan& plan, void* out, void* workspace,
-                           cublasHandle_t handle, Stream stream) {
-  if (is_captured(stream)) return plan;
-  Matmul<T> p = plan.separate_gelu ? without_gelu(given) : given;
-  const ProductKey key = product_key(p, compute_type<T>(handle));
-  if (p.accumulate && p.wide_out) p.wide_out = static_cast<accumulate_t<T>*>(out);
-  if (p.accumulate && !p.wide_out) p.out = static_cast<T*>(out);
-  const auto algorithms =
-      heuristic_algorithms(lt_problem(p, key.compute), key, reinterpret_cast<cublasLtHandle_t>(handle), kCandidates);
-  const auto fastest = autotune(algorithms, stream, [&](const LtAlgorithm& algorithm) {
-    return fused_product(p, plan_of(algorithm), workspace, handle, stream).ok();
-  });
-  MatmulPlan timed = fastest ? plan_of(*fastest) : plan;
-  timed.needs_autotune = timed.separate_gelu = false;
-  if (fastest) cache_algorithm(key, *fastest);
-  {
-    const std::lock_guard lock(plans_mutex);
-    plans[key] = timed;
-  }
-  timed.separate_gelu = plan.separate_gelu;
-  return timed;
-}
-
-#define GPTKERNELS_INSTANTIATE(T)                                                                                    \
-  template MatmulPlan matmul_plan<T>(const Matmul<T>&, cublasHandle_t);                                              \
-  template MatmulPlan matmul_autotune<T>(const Matmul<T>&, const MatmulPlan&, void*, void*, cublasHandle_t, Stream); \
+#define GPTKERNELS_INSTANTIATE(T)                                       \
+  template MatmulPlan matmul_plan<T>(const Matmul<T>&, cublasHandle_t); \
   template MatmulStatus matmul<T>(const Matmul<T>&, const MatmulPlan&, void*, cublasHandle_t, Stream);
 GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
 

@@ -41,8 +41,10 @@ struct Fp8Plan {
 template <typename T>
 Fp8Plan fp8_matmul_plan(const Fp8Matmul<T>& p, cublasHandle_t handle);
 
-// Times the algorithms for a large matmul, once per shape and user, as matmul_autotune() does. The function writes
-// p.out, which must be scratch memory if the matmul accumulates. The workspace has kAutotuneWorkspace bytes.
+// Times cuBLASLt's algorithms for a plan with needs_autotune, once per shape and user (algorithm_cache.h). Returns the
+// plan with the fastest algorithm, which fp8_matmul_plan() returns from then on. The heuristic's first algorithm may be
+// 30 % slower. The function synchronises with the device; during graph capture it returns the plan unchanged. It writes
+// p.out, which must be scratch memory if the matmul accumulates. The workspace has kLargestWorkspace bytes.
 template <typename T>
 Fp8Plan fp8_matmul_autotune(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
                             Stream stream);

@@ -41,17 +41,14 @@ struct Matmul {
 };
 
 // The plan of a matmul: the library or kernel that computes it. cuBLASLt's heuristic is asked once per shape; the
-// answer is cached for the process. For a large matmul on the tensor cores, the heuristic's first algorithm may be 20
-// % slower than the best algorithm, so the proposed algorithms are timed, once per shape and user
-// (gemm/algorithm_cache.h).
+// answer is cached for the process.
 struct MatmulPlan {
   // At most one of `cublaslt` and `sm90` is true. With cublaslt, cublasLtMatmul computes the matmul and the epilogue.
   // With sm90, our own kernel (gemm/sm90_gelu.h) computes the matmul, the epilogue and column_sums. If both are false,
   // cuBLAS (cublasGemmStridedBatchedEx) computes the matmul, and our kernel adds the bias. The caller computes
   // column_sums unless sm90 is true.
   bool cublaslt;
-  bool separate_gelu;   // our kernels compute GELU or its gradient after the matmul
-  bool needs_autotune;  // matmul_autotune may find a faster algorithm
+  bool separate_gelu;  // our kernels compute GELU or its gradient after the matmul
   bool sm90;
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes
@@ -60,7 +57,7 @@ struct MatmulPlan {
   bool needs_cublas() const { return !cublaslt && !sm90; }
 };
 
-constexpr int64_t kAutotuneWorkspace = 32 << 20;
+constexpr int64_t kLargestWorkspace = 32 << 20;  // bytes that an algorithm of cuBLASLt may use
 
 struct MatmulStatus {
   cublasStatus_t cublas = CUBLAS_STATUS_SUCCESS;
@@ -72,15 +69,6 @@ struct MatmulStatus {
 // Dispatches a matmul: chooses the library or kernel, the epilogue and the algorithm.
 template <typename T>
 MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle);
-
-// Times cuBLASLt's algorithms for a plan with needs_autotune. Returns the plan with the fastest algorithm, which
-// matmul_plan returns from then on. No other function here synchronises with the device. If p accumulates, the matmuls
-// are written to `out`, scratch memory with the layout of p.out or p.wide_out. Otherwise they are written to p.out.
-// p.pre_gelu is written, too. The workspace has kAutotuneWorkspace bytes. During graph capture the function returns the
-// plan unchanged.
-template <typename T>
-MatmulPlan matmul_autotune(const Matmul<T>& p, const MatmulPlan& plan, void* out, void* workspace,
-                           cublasHandle_t handle, Stream stream);
 
 // Computes the matmul as the plan says. If plan.needs_cublas(), the handle's stream must be `stream`.
 template <typename T>
