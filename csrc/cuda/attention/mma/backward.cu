@@ -1,13 +1,11 @@
-// Attention's backward by mma.sync and cp.async, in two kernels. With P = exp(scale q k' - logsumexp), g the gradient
-// of out, and ' the transpose,
+// Attention's backward by mma.sync and cp.async. P = exp(scale q k' - logsumexp), g is the gradient of out, '
+// transposes:
 //
 //   dv = P' g, dq = scale dS k, dk = scale dS' q, where dS = P (g v' - delta) and delta = sum(dout * out) - dlogsumexp.
 //
-// Dropout is applied to P in dv, and to g v'.
-//
-// The kernel for dq computes a tile of queries in a loop over tiles of keys, and stores delta for the other kernel. The
-// kernel for dk and dv computes a tile of keys in a loop over tiles of queries. Both kernels compute P and g v', so
-// that each can sum its gradients in registers. Nothing is added in memory, so the results are bitwise reproducible.
+// Dropout is applied to P in dv, and to g v'. One kernel computes dq and stores delta; the other computes dk and dv.
+// Each computes P and g v' itself, so that it sums its gradients in registers, without atomics and bitwise
+// reproducibly.
 #include "cuda/attention/logsumexp_correction.cuh"
 #include "cuda/attention/variants.h"
 #include "tiles.cuh"
@@ -15,12 +13,11 @@
 namespace gptkernels::cuda {
 namespace {
 
-// Whether a kernel multiplies the probabilities by a correction (logsumexp_correction.cuh). It does so if it computes
-// float32 exactly, or if a mask may have far biases (lowest_bias.cuh).
+// The correction (logsumexp_correction.cuh) matters for exact float32 and for far biases (lowest_bias.cuh).
 template <bool kGeneral, bool kExact>
 constexpr bool kCorrects = kGeneral || kExact;
 
-// The arrays (B, NH, Tq) that the kernel for dq stores for the kernel for dk and dv.
+// Arrays (B, NH, Tq) that the kernel for dq stores for the kernel for dk and dv.
 struct RowStatistics {
   float* delta;
   float* correction;  // only used by kernels with kCorrects
@@ -31,24 +28,23 @@ struct RowStatistics {
 
 // ---- dq -------------------------------------------------------------------------------------------------------------
 
-// A warp computes 16 queries, or 32 if kM = 2. With 32 queries, keys and values are loaded from shared memory, and
-// rounded in shared memory, half as often per query.
+// With 32 queries per warp (kM = 2), keys and values are loaded and rounded half as often per query.
 template <typename T, int HS, bool kExact>
 struct DqueryShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kThreads = 128;
   static constexpr int kM = sizeof(T) == 4 && kBytes == 256 ? 2 : 1;
-  static constexpr int kBlocks = kM;  // least number of thread blocks that an SM has registers for
+  static constexpr int kBlocks = kM;  // thread blocks that an SM has registers for
   static constexpr int kRows = 64 * kM;
   static constexpr int kKeys = kBytes <= (sizeof(T) == 2 ? 256 : 128) ? 64 : kBytes <= 256 ? 32 : 16;
   static constexpr bool kKeepRows = !kExact && kBytes <= 128;
   static constexpr int kTileBytes = kRows * kBytes;
-  static constexpr int kStageBytes = kKeys * kBytes;  // of keys or of values
+  static constexpr int kStageBytes = kKeys * kBytes;
   static constexpr int kSharedBytes = 2 * kTileBytes + 4 * kStageBytes;
   static_assert(kSharedBytes <= 99 << 10);
 };
 
-// Returns sum(dout * out) of one row. The four lanes of a quad compute it together.
+// The four lanes of a quad share a row.
 template <typename T>
 __device__ float quad_dot(const T* dout, const T* out, int head_size) {
   float sum = 0;
@@ -100,8 +96,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
   copy_rows<T, HS, Shape::kRows, kThreads>(dout_tile, p.dout.at(b, h, row), p.dout.token, 0, queries - row, head_size);
   if (first < end) copy_stage(first, 0);
 
-  // Each of this thread's rows sees the keys from `low` to `high` - 1. `reference` is the row's logsumexp in units of
-  // log2.
+  // The thread's rows see the keys in [low, high). `reference` is the logsumexp in units of log2.
   int low[kM][2], high[kM][2];
   float reference[kM][2], delta[kM][2];
 #pragma unroll
@@ -122,7 +117,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
       reference[m][r] = sees ? in_units_of_log2(logsumexp, has_bias) : 0;
       if (inside && lane % 4 == 0) statistics.delta[statistic] = delta[m][r];
     }
-  // All of the warp's queries see the keys before narrow_end, and none sees a key from wide_end on.
+  // All of the warp's queries see the keys before narrow_end, none sees a key from wide_end on.
   const int narrow_end = p.mask.causal ? min(bounds.end, row + warp_row + offset + 1) : bounds.end;
   const int wide_end = p.mask.causal ? min(bounds.end, row + warp_row + 16 * kM + offset) : bounds.end;
 
@@ -209,28 +204,27 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
 
 // ---- dk and dv ------------------------------------------------------------------------------------------------------
 
-// A warp computes dk and dv of 16 * kM keys. If its registers cannot hold all columns of dk and dv, two warps compute
-// the same keys, and half of the columns each (kParts = 2).
+// If a warp's registers cannot hold all columns of dk and dv, two warps share the keys, with half of the columns each
+// (kParts = 2).
 template <typename T, int HS>
 struct DkeyShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kParts = HS > 128 ? 2 : 1;
   static constexpr int kThreads = 128 * kParts;
   static constexpr int kM = sizeof(T) == 4 && kBytes == 256 ? 2 : 1;
-  static constexpr int kBlocks = kM;  // least number of thread blocks that an SM has registers for
+  static constexpr int kBlocks = kM;  // thread blocks that an SM has registers for
   static constexpr int kRows = 64 * kM;
   static constexpr int kQueries = kBytes <= 128 ? 64 : kBytes <= 256 ? 32 : 16;
   static constexpr bool kKeepRows = false;
   static constexpr int kTileBytes = kRows * kBytes;
-  static constexpr int kStageBytes = kQueries * kBytes;  // of queries or of dout
+  static constexpr int kStageBytes = kQueries * kBytes;
   static constexpr int kStatisticsAt = 2 * kTileBytes + 4 * kStageBytes;
   static constexpr int kStatistics = 3;  // per query: logsumexp, delta, correction
   static constexpr int kSharedBytes = kStatisticsAt + 2 * kStatistics * kQueries * static_cast<int>(sizeof(float));
   static_assert(kSharedBytes <= 99 << 10);
 };
 
-// Starts copying the statistics of a stage's queries to shared memory. `head` is the index of the query head, counted
-// over all batches, and `start` is the first query.
+// `head` is a query head, counted over all batches.
 template <typename Shape, bool kCopyCorrection>
 __device__ void copy_statistics(uint32_t shared, int stage, const float* logsumexp, const RowStatistics& statistics,
                                 int64_t head, int start, int queries) {
@@ -246,8 +240,7 @@ __device__ void copy_statistics(uint32_t shared, int stage, const float* logsume
   }
 }
 
-// Replaces scores by P. `logsumexp` and `correction` point to the statistics of this thread's first column in shared
-// memory.
+// The pointers are to the statistics of the thread's first column.
 template <bool kCorrect, int kM, int kN>
 __device__ void probabilities_of_columns(float (&scores)[kM][kN][4], float factor, const float* logsumexp,
                                          const float* correction, bool has_bias) {
@@ -262,7 +255,7 @@ __device__ void probabilities_of_columns(float (&scores)[kM][kN][4], float facto
   });
 }
 
-// Replaces g v' by dS. A dropped element of P has been marked by a negative sign, and becomes 0.
+// Elements of P that dropout drops are marked by a negative sign.
 template <bool kGeneral, int kM, int kN>
 __device__ void gradients_of_columns(float (&gradients)[kM][kN][4], float (&weights)[kM][kN][4], const float* delta,
                                      float keep_scale) {
@@ -299,9 +292,8 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
   const int group = static_cast<int>(s.heads / s.key_heads);
   const int64_t b = tile.head / s.key_heads, key_head = tile.head % s.key_heads;
 
-  // Each of this thread's keys is seen by the queries from its `low` to its `high` - 1. Queries before `first` see no
-  // key of the tile, and queries before wide_begin see none of the warp's keys. Queries from narrow_begin on see all of
-  // the warp's keys.
+  // The thread's keys are seen by the queries in [low, high). Queries before `first` see no key of the tile, queries
+  // before wide_begin no key of the warp, and queries from narrow_begin on all keys of the warp.
   const KeyBounds<kGeneral> bounds(p.mask, s, b);
   const bool any = row < bounds.end && row + Shape::kRows > bounds.begin;
   const int first = p.mask.causal ? max(row - offset, 0) / kQueries * kQueries : 0;
@@ -385,7 +377,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
     multiply_transposed<T, HS, kExact>(gradients, value, query_tile + Shape::kStageBytes, head_size);
     if constexpr (kGeneral)
       if (dropout.drops()) {
-        // Until dS is computed, a dropped element of P is marked by its sign.
+        // The sign marks a dropped element of P until dS is computed.
         for_dropped_transposed<kM, kN>(dropout, b * s.heads + h, row + warp_row, start, [&](int m, int n, int e) {
           gradients[m][n][e] = 0;
           weights[m][n][e] = -weights[m][n][e];
@@ -393,8 +385,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
       }
     gradients_of_columns<kGeneral>(gradients, weights, delta, keep_scale);
     add_product<T, HS, kExact>(dvalue, weights, query_tile + Shape::kStageBytes, warp_column);
-    // This condition is always true. It keeps ptxas from computing both matmuls at once, for which there are not enough
-    // registers.
+    // Always true: keeps ptxas from computing both matmuls at once, for which there are not enough registers.
     if (!kExact || head_size > 0) add_product<T, HS, kExact>(dkey, gradients, query_tile, warp_column);
   }
 
