@@ -28,7 +28,6 @@ struct SplitShape {
   static_assert(kSharedBytes <= 99 << 10);
 };
 
-// With one split, the arrays are null.
 struct SplitPlan {
   int splits;
   float* sums;         // (B, NH, Tq, splits, HS): values, weighted by exponentials relative to the maximum

@@ -13,8 +13,8 @@ namespace gptkernels::cuda {
 // Heads are grouped into sections whose keys and values fit in the L2 cache together. In a section the longest tiles
 // come first, so that at the end short tiles fill the SMs.
 struct HeadTiles {
-  int tiles;          // tiles per head
-  int heads;          // heads of all batches
+  int tiles;          // per head
+  int heads;          // of all batches
   int section;        // heads per section
   bool longest_last;  // whether the last tile of a head is the longest
 
@@ -30,7 +30,6 @@ struct HeadTiles {
   }
 
 #ifdef __CUDACC__
-  // Returns the tile at position `index` of the order.
   __device__ Tile at(int index) const {
     const int start = index / (section * tiles) * section;
     const int within = index - start * tiles;
@@ -41,10 +40,10 @@ struct HeadTiles {
 #endif
 };
 
-// The order of tiles for persistent thread blocks. A thread block takes the next tile when it has a free buffer.
+// For persistent thread blocks, which take the next tile when they have a free buffer.
 struct TileOrder : HeadTiles {
-  // A counter of the tiles that are taken after the first tile of each thread block; 0 before the launch. If it is
-  // null, each thread block has a fixed sequence of tiles (after()).
+  // Counts the tiles after the first tile of each thread block; 0 before the launch. If null, each thread block has a
+  // fixed sequence of tiles (after()).
   int* next;
 
   static TileOrder of(int64_t tiles, int64_t heads, int64_t head_bytes, bool longest_last, void* next) {
@@ -53,16 +52,14 @@ struct TileOrder : HeadTiles {
   }
 
 #ifdef __CUDACC__
-  // Return the index of the thread block's first tile, and of its next tile. One thread of the thread block calls these
-  // functions.
+  // Called by one thread of the thread block.
   __device__ int first() const { return blockIdx.x; }
   __device__ int take() const {
     random_delay();
     return gridDim.x + atomicAdd(next, 1);
   }
-  // Returns the index of the thread block's next tile, after `round` tiles. Without a counter, every second round of
-  // tiles is assigned to the thread blocks in reverse order, so that a thread block with a long first tile has a short
-  // second tile.
+  // The next tile after `round` tiles. Without a counter, every second round is in reverse order, so that a thread
+  // block with a long first tile has a short second tile.
   __device__ int after(int round) const {
     if (next) return take();
     const int width = static_cast<int>(gridDim.x), own = static_cast<int>(blockIdx.x);
