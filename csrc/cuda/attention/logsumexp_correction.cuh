@@ -5,12 +5,9 @@
 
 namespace gptkernels::cuda {
 
-// The factor that corrects a row's probabilities exp(score - logsumexp). The logsumexp's rounding error scales all of
-// them alike, so their `sum` is not 1, and the factor is 1 / sum. If the rounding error cannot explain the difference,
-// the logsumexp was computed over more keys than this call has, and the factor is 1.
-//
-// If all biases of the row are far (lowest_bias.cuh), the logsumexp lacks log(number of keys), and `sum` is the number
-// of keys.
+// The logsumexp's rounding error scales all probabilities of a row alike, so that their sum is not 1, and 1 / sum
+// corrects the row. If rounding cannot explain the sum, the logsumexp was computed over more keys than this call has,
+// and the factor is 1. If all biases of the row are far (lowest_bias.cuh), the sum is the number of keys.
 template <typename A>
 __device__ A logsumexp_correction(A sum, A logsumexp) {
   constexpr A kEpsilon = std::is_same_v<A, double> ? A(2.220446049250313e-16) : A(1.1920929e-7);

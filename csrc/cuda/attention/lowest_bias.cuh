@@ -10,20 +10,19 @@
 
 namespace gptkernels::cuda {
 
-constexpr float kFarBias = -0x1p100f;  // a bias at or below this value is far
+constexpr float kFarBias = -0x1p100f;
 
-// `score` is in units of log2, `bias` is not.
+// Only `score` is in units of log2.
 __device__ inline float add_bias(float score, float bias) {
   return bias <= kFarBias ? 0.5f * bias : fmaf(bias, kLog2E, score);
 }
 
-// The natural logsumexp. `maximum`, the largest score, is in units of log2; `sum` is the sum of exp2(score - maximum).
+// `maximum` is the largest score, in units of log2; `sum` is the sum of exp2(score - maximum).
 __device__ inline float logsumexp_of(float maximum, float sum, bool has_bias) {
   return has_bias && maximum <= 0.5f * kFarBias ? 2 * maximum : fmaf(maximum, kLn2, logf(sum));
 }
 
-// What the backward subtracts from scores in units of log2. If all biases are far, it lacks log(number of keys), for
-// which logsumexp_correction() corrects.
+// If all biases are far, logsumexp_correction() corrects for the missing log(number of keys).
 __device__ inline float in_units_of_log2(float logsumexp, bool has_bias) {
   return has_bias && logsumexp <= kFarBias ? 0.5f * logsumexp : logsumexp * kLog2E;
 }

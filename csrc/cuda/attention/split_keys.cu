@@ -1,7 +1,6 @@
 // Attention's forward for few queries, as in decoding. A head's keys are split among thread blocks, so that all SMs
-// read keys; a second kernel combines the parts in a fixed order. Query heads that share a key head are rows of the
-// same tile of 16 rows, which reads their keys once. Each warp computes 16 of a stage's keys for all rows, and the
-// warps' sums are added at the end.
+// read keys; a second kernel combines the parts in a fixed order. The query heads that share a key head are rows of one
+// tile of 16 rows, which reads the keys once. Each warp computes 16 of a stage's keys for all rows.
 #include "cuda/attention/mma/tiles.cuh"
 #include "variants.h"
 
@@ -20,7 +19,7 @@ struct SplitShape {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kKeys = 16 * kWarps;
   static constexpr int kStageBytes = kKeys * kBytes;
-  static constexpr int kPitch = HS + 8;  // floats between rows of a warp's sums
+  static constexpr int kPitch = HS + 8;
   static constexpr int kStages = kBytes <= 128 ? 3 : 2;
   static constexpr int kStagesBytes = 2 * kStages * kStageBytes;
   static constexpr int kSumsBytes = kWarps * kSplitRows * kPitch * static_cast<int>(sizeof(float));
@@ -30,12 +29,11 @@ struct SplitShape {
 
 struct SplitPlan {
   int splits;
-  float* sums;         // (B, NH, Tq, splits, HS): values, weighted by exponentials relative to the maximum
-  float2* statistics;  // (B, NH, Tq, splits): the maximum, in units of log2, and the sum of the exponentials
+  float* sums;         // (B, NH, Tq, splits, HS): relative to the maximum
+  float2* statistics;  // (B, NH, Tq, splits): maximum in units of log2, sum of exponentials
 };
 
-// One split of the keys for one tile of the rows that share a key head. Row i is query i % Tq of query head i / Tq
-// among these heads.
+// Row i of the rows that share a key head is query i % Tq of the i / Tq-th of their query heads.
 struct SplitTile {
   int queries;  // Tq
   int rows;     // that share the key head
@@ -43,7 +41,7 @@ struct SplitTile {
   int row;
   int64_t batch;
   int64_t key_head;
-  int64_t first_head;  // of the query heads that share the key head
+  int64_t first_head;
 
   struct Row {
     int64_t head;
@@ -76,7 +74,6 @@ __device__ void copy_queries(uint32_t shared, const AttentionForward<T>& p, cons
   }
 }
 
-// Each thread rounds the chunks that it has copied itself.
 template <typename T, int HS, bool kExact>
 __device__ void round_queries(uint8_t* shared) {
   using Rows = MmaRows<T, HS>;
@@ -87,8 +84,7 @@ __device__ void round_queries(uint8_t* shared) {
     }
 }
 
-// Writes each row's sums, relative to the maximum of all warps, to shared memory, and the warp's own maximum and sum of
-// exponentials to `statistics`. Ends with a barrier.
+// Writes the sums relative to the maximum of all warps, and each warp's maximum and sum of exponentials.
 template <typename Shape, int kOut>
 __device__ void share_sums(float* sums, float2 (&statistics)[Shape::kWarps][kSplitRows], const float (&out)[1][kOut][4],
                            const float (&maximum)[1][2], const float (&sum)[1][2], int warp, int lane) {
@@ -112,7 +108,7 @@ __device__ void share_sums(float* sums, float2 (&statistics)[Shape::kWarps][kSpl
   __syncthreads();
 }
 
-// Adds the warps' sums. Stores them for the combine kernel if there are several splits, otherwise out and logsumexp.
+// With several splits, stores the sums for the combine kernel.
 template <typename Shape, typename T>
 __device__ void store_tile(const AttentionForward<T>& p, const SplitPlan& plan, const SplitTile& tile,
                            const float* sums, const float2 (&statistics)[Shape::kWarps][kSplitRows], int head_size) {
@@ -165,7 +161,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   const T* key = p.key.at(tile.batch, tile.key_head, 0);
   const T* value = p.value.at(tile.batch, tile.key_head, 0);
 
-  // The blocks of keys that any query sees are divided among the splits; this split has keys [first, end).
+  // This split has the keys in [first, end).
   const KeyBounds<true> bounds(p.mask, s, tile.batch);
   const int last = p.mask.causal ? min(bounds.end, queries + offset) : bounds.end;
   const int begin = bounds.begin / kKeys;
@@ -192,7 +188,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   __syncthreads();
   const RowOperand<T, HS, 1, !kExact && (Shape::kBytes <= 256)> query(query_tile, 0);
 
-  // The thread's rows see the keys in [low, high). All queries see the keys in [bounds.begin, narrow_end).
+  // The thread's rows see the keys in [low, high); all queries see the keys in [bounds.begin, narrow_end).
   int low[1][2], high[1][2];
   int64_t mask_row[2];
   bool inside[2];
@@ -213,7 +209,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   for (int block = first; block < end; block += kKeys) {
     copy_async_wait<kStages - 2>();
     round_rows<T, HS, kExact, 2 * kKeys, kThreads>(shared_bytes + kSplitRows * Shape::kBytes +
-                                                   stage * 2 * Shape::kStageBytes);  // the values follow the keys
+                                                   stage * 2 * Shape::kStageBytes);
     __syncthreads();  // this stage is loaded, and no warp reads the previous stage any more
     const int ahead = block + (kStages - 1) * kKeys;
     if (ahead < end) copy_stage(ahead, stage == 0 ? kStages - 1 : stage - 1);
@@ -230,7 +226,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
         if (inside[e / 2] && j < keys) add_mask_element(score, p.mask, mask_row[e / 2] + j * p.mask.key);
       });
     if (start < bounds.begin || start + 16 > narrow_end) keep_columns(scores, low, high, start);
-    add_exponentials<T, true>(scores, maximum, sum, rescale, 1);  // scores are in units of log2 already
+    add_exponentials<T, true>(scores, maximum, sum, rescale, 1);  // in units of log2 already
     if (__any_sync(~0u, rescale[0][0] != 1 || rescale[0][1] != 1))
       for_elements(out, [&](float& x, int, int, int e) { x *= rescale[0][e / 2]; });
     add_product<T, HS, kExact>(out, scores, key_tile + Shape::kStageBytes, 0);
@@ -242,13 +238,13 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   store_tile<Shape>(p, plan, tile, sums, warp_statistics, head_size);
 }
 
-// One row per thread block. Group g of threads adds the parts g, g + groups, ..., four columns per thread, so that many
-// loads are in flight; then the groups' sums are added in a fixed order.
+// A thread block combines one row. Group g of threads adds the parts g, g + groups, ..., so that many loads are in
+// flight; then the sums of the groups are added in a fixed order.
 template <typename T>
 __global__ void __launch_bounds__(kCombineThreads)
     attention_forward_combine_kernel(const __grid_constant__ AttentionForward<T> p,
                                      const __grid_constant__ SplitPlan plan) {
-  constexpr int kAhead = 8;  // parts that a thread loads before it needs the first
+  constexpr int kAhead = 8;  // parts in flight per thread
   __shared__ float maxima[kCombineThreads / 32];
   __shared__ float4 thread_sums[kCombineThreads];
   __shared__ float thread_totals[kCombineThreads];
@@ -317,9 +313,8 @@ int64_t split_tiles(const AttentionSizes& s) {
   return s.batches * s.key_heads * ceil_div(s.heads / s.key_heads * s.queries, kSplitRows);
 }
 
-// Enough splits for two thread blocks per SM; 12 if there are 4 or more tiles per SM, because not all thread blocks are
-// then resident at once, and fewer, longer ones would leave SMs idle at the end. A split has at least 128 keys on
-// average.
+// Two thread blocks per SM are enough, or 12 if there are 4 or more tiles per SM: not all thread blocks are then
+// resident at once, and fewer, longer ones would leave SMs idle at the end. A split has at least 128 keys on average.
 template <typename T>
 int splits_of(const AttentionForward<T>& p) {
   constexpr int kFewestKeys = 128;

@@ -11,19 +11,18 @@
 namespace gptkernels::cuda {
 
 // Heads are grouped into sections whose keys and values fit in the L2 cache together. In a section the longest tiles
-// come first, so that at the end short tiles fill the SMs.
+// come first, so that short tiles fill the SMs at the end.
 struct HeadTiles {
-  int tiles;          // per head
-  int heads;          // of all batches
-  int section;        // heads per section
-  bool longest_last;  // whether the last tile of a head is the longest
+  int tiles;    // per head
+  int heads;    // of all batches
+  int section;  // heads per section
+  bool longest_last;
 
   struct Tile {
     int tile;
     int head;  // batch * heads + head
   };
 
-  // `head_bytes` is the size of a head's keys and values.
   static HeadTiles of(int64_t tiles, int64_t heads, int64_t head_bytes, bool longest_last, int64_t section_bytes) {
     const int64_t section = std::clamp<int64_t>(section_bytes / std::max<int64_t>(head_bytes, 1), 1, heads);
     return {static_cast<int>(tiles), static_cast<int>(heads), static_cast<int>(section), longest_last};
@@ -40,10 +39,9 @@ struct HeadTiles {
 #endif
 };
 
-// For persistent thread blocks, which take the next tile when they have a free buffer.
+// A persistent thread block takes the next tile when it has a free buffer.
 struct TileOrder : HeadTiles {
-  // Counts the tiles after the first tile of each thread block; 0 before the launch. If null, each thread block has a
-  // fixed sequence of tiles (after()).
+  // Counts the tiles that are taken after each thread block's first; 0 before the launch. If null, see after().
   int* next;
 
   static TileOrder of(int64_t tiles, int64_t heads, int64_t head_bytes, bool longest_last, void* next) {
@@ -52,14 +50,13 @@ struct TileOrder : HeadTiles {
   }
 
 #ifdef __CUDACC__
-  // Called by one thread of the thread block.
   __device__ int first() const { return blockIdx.x; }
   __device__ int take() const {
     random_delay();
     return gridDim.x + atomicAdd(next, 1);
   }
-  // The next tile after `round` tiles. Without a counter, every second round is in reverse order, so that a thread
-  // block with a long first tile has a short second tile.
+  // Without a counter, every second round is in reverse order, so that a thread block with a long first tile has a
+  // short second tile.
   __device__ int after(int round) const {
     if (next) return take();
     const int width = static_cast<int>(gridDim.x), own = static_cast<int>(blockIdx.x);

@@ -1,4 +1,4 @@
-// The families of kernels among which attention.cu chooses; most require *_supports().
+// The families of kernels among which attention.cu chooses.
 #pragma once
 
 #include "../../attention.h"
@@ -27,7 +27,7 @@ Status attention_forward_sm90(const AttentionForward<T>& p, Stream stream);
 template <typename T>
 Status attention_backward_sm90(const AttentionBackward<T>& p, Stream stream);
 
-// mma/: bfloat16, float16 and float32 (with TF32 or exactly) on sm_80 and later, with every mask and dropout.
+// mma/: 16-bit types and float32 (with TF32 or exactly) on sm_80 and later, with every mask and dropout.
 template <typename T>
 bool attention_forward_mma_supports(const AttentionForward<T>& p);
 template <typename T>
@@ -39,7 +39,7 @@ Status attention_forward_mma(const AttentionForward<T>& p, Stream stream);
 template <typename T>
 Status attention_backward_mma(const AttentionBackward<T>& p, Stream stream);
 
-// split_keys.cu: dtypes and GPUs as mma/, for few queries without dropout.
+// split_keys.cu: as mma/, for few queries without dropout.
 template <typename T>
 bool attention_forward_split_supports(const AttentionForward<T>& p);
 template <typename T>

@@ -1,6 +1,6 @@
-// cuBLASLt's algorithms for a matmul, and the cache of the algorithms that autotuning found for float8 matmuls. The
-// cache is a file in the user's cache folder, named after the GPU, the driver and cuBLASLt's version, so that later
-// processes get the same bits. Other matmuls use the first algorithm of cuBLASLt's heuristic. Host code.
+// cuBLASLt's algorithms, and the cache of the float8 algorithms that autotuning found. The cache is a file in the
+// user's cache folder, named after the GPU, the driver and cuBLASLt's version, so that later processes get the same
+// bits. Other matmuls use the heuristic's first algorithm. Host code.
 //
 // GPTKERNELS_MATMUL_CHOICES names another folder; if it is "off", nothing is timed and the heuristic chooses.
 #pragma once
@@ -14,7 +14,7 @@
 
 namespace gptkernels::cuda {
 
-// All that the choice of an algorithm may depend on. The sizes are Matmul's members of the same names.
+// The sizes are Matmul's members of the same names.
 struct ProductKey {
   int device;
   cudaDataType_t type;    // of operand a
@@ -30,7 +30,6 @@ struct ProductKey {
   auto operator<=>(const ProductKey&) const = default;
 };
 
-// The largest power of two up to 256 that divides the address.
 inline uint32_t alignment(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer) | 256;
   return static_cast<uint32_t>(address & -address);
@@ -41,7 +40,7 @@ struct LtAlgorithm {
   int64_t workspace;  // bytes
 };
 
-// On the stack, initialised with a few dozen stores, where cublasLtMatmulDescCreate() would allocate memory.
+// Opaque structs on the stack, because cublasLtMatmulDescCreate() allocates memory.
 struct LtProblem {
   cublasLtMatmulDescOpaque_t operation;
   cublasLtMatrixLayoutOpaque_t a;
@@ -64,20 +63,19 @@ constexpr int kMaxAlgorithms = 24;
 // cuBLASLt's kernels for Hopper read 128 bytes per step.
 int64_t terms_per_step(cudaDataType_t type);
 
-// The heuristic's algorithms, the best first, at most min(most, kMaxAlgorithms), without those that drop terms of a
-// sum. If all drop terms, the first one that cuBLASLt supports without split-K is returned.
+// The heuristic's proposals, the best first, without algorithms that drop terms of a sum. If all proposals drop terms,
+// the first one that cuBLASLt supports without split-K is returned.
 std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKey& key, cublasLtHandle_t handle,
                                               int most);
 
-// Whether the workspace is at most kLargestWorkspace, all terms are added, and cuBLASLt supports the algorithm.
+// Returns false for an algorithm that drops terms or needs more than kLargestWorkspace.
 bool supports(const LtProblem& problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle);
 
 bool autotune_enabled();
 
-// The caller must check that the algorithm supports the matmul, because a file can be damaged.
+// The caller must check that the algorithm supports the matmul, because the file can be damaged.
 std::optional<LtAlgorithm> cached_algorithm(const ProductKey& key);
 
-// Stores the algorithm for this process and, if the file can be written, for later ones.
 void cache_algorithm(const ProductKey& key, const LtAlgorithm& algorithm);
 
 }  // namespace gptkernels::cuda

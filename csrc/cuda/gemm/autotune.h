@@ -1,4 +1,4 @@
-// Host code.
+// Times cuBLASLt's algorithms for a matmul. Host code.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,6 @@
 
 namespace gptkernels::cuda {
 
-// Does not wait for the device between launches.
 class Timer {
  public:
   explicit Timer(Stream stream) : stream_(stream) {}
@@ -27,7 +26,6 @@ class Timer {
     mark();
   }
 
-  // Milliseconds of each launch, or an empty vector if the device failed.
   std::vector<float> read() const {
     std::vector<float> times;
     if (cudaStreamSynchronize(stream_) != cudaSuccess) return times;
@@ -51,8 +49,8 @@ class Timer {
   std::vector<cudaEvent_t> events_;
 };
 
-// The index of the shortest median; `times` is round by round. The first algorithm stays unless another is clearly
-// faster, because the heuristic's order is the same in every run, but times are not.
+// Compares medians; `times` is round by round. The first algorithm stays unless another one is clearly faster, because
+// the heuristic's order is the same in every run, but times are not.
 inline size_t fastest(const std::vector<float>& times, size_t count, int rounds) {
   constexpr float kClearly = 0.98f;
   const auto median = [&](size_t index) {
@@ -67,8 +65,8 @@ inline size_t fastest(const std::vector<float>& times, size_t count, int rounds)
   return median(best) < kClearly * median(0) ? best : 0;
 }
 
-// nullopt if no launch succeeds. Rounds alternate between the algorithms, so that a change of the clock rate affects
-// all of them. Synchronises with the device.
+// Rounds alternate between the algorithms, so that a change of the clock rate affects all of them. Synchronises with
+// the device.
 template <typename Launch>
 std::optional<LtAlgorithm> autotune(std::vector<LtAlgorithm> algorithms, Stream stream, const Launch& launch) {
   constexpr int kRounds = 8;
@@ -82,7 +80,6 @@ std::optional<LtAlgorithm> autotune(std::vector<LtAlgorithm> algorithms, Stream 
   return algorithms[fastest(times, algorithms.size(), kRounds)];
 }
 
-// Launches that are captured into a graph cannot be timed.
 inline bool is_captured(Stream stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusActive;
   return cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone;

@@ -8,8 +8,8 @@ namespace gptkernels::cuda {
 
 enum class GemmBackend { kFastest, kCublas, kOwn };
 
-// GPTKERNELS_MATMUL: `own` selects our kernels for every matmul that they support, `cublas` selects cuBLAS and cuBLASLt
-// for every matmul. Default: our kernels where they are faster than cuBLASLt.
+// GPTKERNELS_MATMUL=own selects our kernels for every matmul that they support, and `cublas` selects cuBLAS and
+// cuBLASLt. By default, our kernels are used where they are faster.
 inline GemmBackend gemm_backend() {
   const char* name = std::getenv("GPTKERNELS_MATMUL");
   if (!name) return GemmBackend::kFastest;

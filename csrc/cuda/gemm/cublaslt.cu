@@ -48,7 +48,8 @@ cublasComputeType_t compute_type(cublasHandle_t handle) {
 // ---------------------------------------------------------------------------------------------------------------
 // Products without an epilogue, computed by cublasGemmEx.
 
-// Forbids cuBLAS to round split-K's partial sums to 16 bits. The handle belongs to torch, so its mode is restored.
+// Forbids cuBLAS to round split-K's partial sums to 16 bits. The destructor restores the mode, because the handle is
+// torch's.
 template <typename T>
 class WideSums {
  public:
@@ -66,7 +67,6 @@ class WideSums {
   cublasMath_t before_;
 };
 
-// For an inner dimension of 0.
 template <typename Out, typename T>
 MatmulStatus zero(Out* out, const Matmul<T>& p, Stream stream) {
   if (p.accumulate) return {};
@@ -108,7 +108,6 @@ cublasLtEpilogue_t epilogue(const Matmul<T>& p) {
   return p.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-// What cuBLASLt's GELU epilogues write or read; null without GELU.
 template <typename T>
 const void* gelu_matrix(const Matmul<T>& p) {
   return p.dgelu_at ? p.dgelu_at : p.pre_gelu;
@@ -134,9 +133,9 @@ bool on_tensor_cores(cublasComputeType_t compute) {
   return sizeof(T) == 2 || compute == CUBLAS_COMPUTE_32F_FAST_TF32;
 }
 
-// Whether cuBLAS, which does not report its algorithm, may choose one that drops terms (adds_all_terms() in
-// algorithm_cache.cu). It would drop at least `rest` terms (a whole step if `rest` is 0), but fewer than the number of
-// splits, which is at most the number of whole steps.
+// cuBLAS does not report its algorithm. An algorithm that drops terms (adds_all_terms() in algorithm_cache.cu) drops at
+// least `rest` terms (a whole step if `rest` is 0), but fewer than the number of splits, which is at most the number of
+// whole steps.
 template <typename T>
 bool may_drop_terms(const Matmul<T>& p, cublasComputeType_t compute) {
   if (!on_tensor_cores<T>(compute) || gelu_matrix(p) || p.rows == 0 || p.columns == 0 || p.batches == 0) return false;
@@ -186,7 +185,7 @@ template <typename T>
 ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
   int device = 0;
   cudaGetDevice(&device);
-  // An alignment that the matrices of all batches have.
+  // The alignment of the matrices of all batches.
   const auto aligned = [&](const void* pointer, int64_t stride, size_t size) {
     return std::min(alignment(pointer), p.batches == 1 ? 256 : alignment(reinterpret_cast<void*>(stride * size)));
   };
@@ -252,7 +251,6 @@ MatmulStatus fused_product(const Matmul<T>& p, const MatmulPlan& plan, void* wor
 // ---------------------------------------------------------------------------------------------------------------
 // Our own kernels after a matmul.
 
-// A thread holds one pack of the bias and loops over rows.
 template <typename T, int kVec>
 __global__ void matmul_bias_kernel(T* out, const T* bias, int64_t rows, int64_t columns, int64_t ld) {
   using A = accumulate_t<T>;

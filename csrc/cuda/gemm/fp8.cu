@@ -1,6 +1,5 @@
 // Float8 matmuls by column-major cuBLASLt: out = a @ b^T is computed as out^T = b @ a^T, where cuBLASLt's A is our b,
-// transposed, and its B is our a. On Hopper, cuBLASLt supports no other layout of float8: the terms of a sum are
-// contiguous in both operands.
+// transposed, and its B is our a. On Hopper, cuBLASLt supports no other layout of float8.
 #include <map>
 #include <mutex>
 #include <vector>
@@ -25,7 +24,7 @@ constexpr cudaDataType_t type_of(Fp8Format format) {
   return format == Fp8Format::kE4M3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2;
 }
 
-// With a float32 result, cuBLASLt adds only a bfloat16 bias, but our bias is float32: a separate kernel adds it.
+// cuBLASLt adds a bfloat16 bias to a float32 result, but our bias is float32, and a separate kernel adds it.
 template <typename T>
 constexpr bool kFusesBias = sizeof(T) == 2;
 

@@ -1,4 +1,4 @@
-// Host code may include this header.
+// Float8 matmuls by cuBLASLt. Host code may include this header.
 #pragma once
 
 #include "../../fp8.h"
@@ -32,7 +32,7 @@ struct Fp8Matmul {
 
 struct Fp8Plan {
   bool found;
-  bool needs_autotune;  // fp8_matmul_autotune may find a faster algorithm
+  bool needs_autotune;  // autotuning may be faster
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes
 };
@@ -41,10 +41,10 @@ struct Fp8Plan {
 template <typename T>
 Fp8Plan fp8_matmul_plan(const Fp8Matmul<T>& p, cublasHandle_t handle);
 
-// Times cuBLASLt's algorithms for a plan with needs_autotune, once per shape and user (algorithm_cache.h), because the
-// heuristic's first one may be 30 % slower. Later calls of fp8_matmul_plan() return the new plan. Synchronises with the
-// device; during graph capture returns the plan unchanged. Writes p.out, which must be scratch memory if the matmul
-// accumulates. The workspace has kLargestWorkspace bytes.
+// Times cuBLASLt's algorithms once per shape and user (algorithm_cache.h), because the heuristic's first one may be 30
+// % slower; fp8_matmul_plan() returns the new plan from then on. Synchronises with the device; during graph capture
+// returns the plan unchanged. Writes p.out, which must be scratch memory if the matmul accumulates. The workspace has
+// kLargestWorkspace bytes.
 template <typename T>
 Fp8Plan fp8_matmul_autotune(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
                             Stream stream);

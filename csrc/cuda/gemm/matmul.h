@@ -30,7 +30,7 @@ struct Matmul {
   int64_t a_stride;
   int64_t b_stride;
   double alpha;
-  const T* bias;      // (columns): added to every row
+  const T* bias;      // (columns)
   T* pre_gelu;        // (rows, columns), dense: receives the matmul plus bias; out is the tanh GELU of pre_gelu
   const T* dgelu_at;  // (rows, columns), dense: out is multiplied by GELU's derivative at these values
   accumulate_t<T>* wide_out = nullptr;  // if not null, receives the unrounded result in place of out
@@ -40,11 +40,11 @@ struct Matmul {
 
 // cuBLASLt's heuristic is asked once per shape and process.
 struct MatmulPlan {
-  // cublaslt: cublasLtMatmul computes the matmul and the epilogue. sm90: our kernel (gemm/sm90_gelu.h) also computes
-  // column_sums. Neither: cublasGemmStridedBatchedEx, then our kernel adds the bias. At most one is true; the caller
-  // computes column_sums unless sm90.
+  // At most one of `cublaslt` and `sm90` is true. cublaslt: cublasLtMatmul computes the matmul and the epilogue. sm90:
+  // our kernel (gemm/sm90_gelu.h) also computes column_sums, otherwise the caller does. Neither: our kernel adds the
+  // bias after cublasGemmStridedBatchedEx.
   bool cublaslt;
-  bool separate_gelu;  // our kernels compute GELU or its gradient after the matmul
+  bool separate_gelu;  // by our kernels, afterwards
   bool sm90;
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes
@@ -53,7 +53,7 @@ struct MatmulPlan {
   bool needs_cublas() const { return !cublaslt && !sm90; }
 };
 
-constexpr int64_t kLargestWorkspace = 32 << 20;  // bytes that an algorithm of cuBLASLt may use
+constexpr int64_t kLargestWorkspace = 32 << 20;  // bytes
 
 struct MatmulStatus {
   cublasStatus_t cublas = CUBLAS_STATUS_SUCCESS;

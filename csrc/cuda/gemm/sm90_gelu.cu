@@ -10,7 +10,7 @@ namespace {
 
 using namespace tile_product;
 
-[[maybe_unused]] constexpr int kAhead = 4;  // rows of `pre` in flight per warp
+[[maybe_unused]] constexpr int kAhead = 4;  // rows in flight per warp
 
 enum class Function { kGelu, kDgelu };
 
@@ -33,7 +33,6 @@ __device__ Words gelu_of(const Words& x) {
   return result;
 }
 
-// Adds the unrounded results to `sums`.
 template <typename T>
 __device__ Words times_derivative(const Words& product, const Words& at, float (&sums)[8]) {
   Words result;
@@ -50,7 +49,7 @@ __device__ Words times_derivative(const Words& product, const Words& at, float (
 
 #endif
 
-// An Epilogue of sm90_mainloop.cuh. Each lane keeps the sums of its 8 columns in registers.
+// Each lane keeps the sums of its 8 columns in registers.
 template <typename T, Function kFunction>
 struct GeluEpilogue {
   using Arguments = MatmulArguments<T>;
@@ -71,7 +70,6 @@ struct GeluEpilogue {
     for (int tile = blockIdx.x / kCluster; tile < tiles(p); tile += gridDim.x / kCluster) {
       const TilePosition at = tile_at(p, tile, rank);
       const int row = at.row + pair * kWarpRows, column = at.column + 8 * lane;
-      // 0 or negative if there are none
       const int rows = column < p.columns ? min(p.rows - row, kWarpRows) : 0;
       const int64_t first = static_cast<int64_t>(row) * p.columns + column;
       T* out = p.out + first;
@@ -110,7 +108,6 @@ struct GeluEpilogue {
   }
 
  private:
-  // Adds the sums of the four warps of 64 rows.
   static __device__ void add_column_sums(const Arguments& p, uint8_t* shared_bytes, const TilePosition& at, int pair,
                                          unsigned phase, const float (&sums)[8]) {
     const int warpgroup = pair / 4, thread = threadIdx.x % kWarpgroup;
@@ -145,7 +142,7 @@ cudaError_t launch_gelu(const Matmul<T>& p, float* column_sums, Stream stream) {
   return launch<Epilogue, kRowsAreK>({make_product<kRowsAreK>(operands(p), p.out, p.bias), pre, column_sums}, stream);
 }
 
-// kRowsAreK, i.e. b is not transposed, in nn.Linear's backward and Conv1D's forward.
+// b is not transposed in nn.Linear's backward and Conv1D's forward.
 template <typename T, Function kFunction>
 cudaError_t launch_gelu(const Matmul<T>& p, float* column_sums, Stream stream) {
   return p.b_transposed ? launch_gelu<T, kFunction, false>(p, column_sums, stream)
@@ -154,7 +151,7 @@ cudaError_t launch_gelu(const Matmul<T>& p, float* column_sums, Stream stream) {
 
 // ---- which matmuls these kernels support ----------------------------------------------------------------------------
 
-// Checks one kernel, because all are compiled for the same architectures.
+// All kernels are compiled for the same architectures.
 template <typename T>
 bool built() {
   return built_for_wgmma<matmul_wgmma_kernel<GeluEpilogue<T, Function::kGelu>, false>>();
@@ -188,7 +185,6 @@ bool matmul_sm90_supports(const Matmul<T>& p) {
   }
 }
 
-// For the partial column sums of every 64 rows.
 template <typename T>
 int64_t matmul_sm90_workspace(const Matmul<T>& p) {
   return p.column_sums ? tiles_down(p.rows) * (kCluster * kRows / 64) * p.columns * int64_t(sizeof(float)) : 0;

@@ -1,16 +1,15 @@
 // Matmuls for sm_90a (bfloat16, float16) with the epilogues for which cuBLASLt is slow: a bias with GELU, and GELU's
-// gradient with the gradient's sums over the rows.
+// gradient with its sums over the rows.
 #pragma once
 
 #include "matmul.h"
 
 namespace gptkernels::cuda {
 
-// Also requires to be faster than cuBLASLt, unless GPTKERNELS_MATMUL overrides this (gemm/backend.h).
+// False where cuBLASLt is faster, unless GPTKERNELS_MATMUL overrides this (gemm/backend.h).
 template <typename T>
 bool matmul_sm90_supports(const Matmul<T>& p);
 
-// In bytes.
 template <typename T>
 int64_t matmul_sm90_workspace(const Matmul<T>& p);
 

@@ -1,17 +1,15 @@
 // Matmuls for sm_90a by wgmma and TMA, for gemm/sm90_gelu.cu and loss/sm90_linear_cross_entropy.cu. Separate warps
 // compute the epilogue of a tile while the tensor cores compute the next tile.
 //
-// A cluster of two thread blocks computes tiles of 256 x 256, 128 rows per thread block. b is multicast: each thread
-// block loads half of the tile's columns into the shared memory of both. The warpgroups of a thread block:
+// A cluster of two thread blocks computes tiles of 256 x 256, 128 rows per thread block. Each thread block loads half
+// of b's columns, multicast to both. The warpgroups of a thread block:
 //
 //   0     one thread loads the operands into a ring in shared memory
 //   1, 2  MMA warps: each warpgroup computes 64 rows of the tile, in float32 registers
 //   3, 4  epilogue warps
 //
 // Each MMA warp rounds its 16 complete rows (with the bias) to T, and passes them in shared memory to its epilogue
-// warp. There each lane processes 8 columns, so that the warp reads and writes whole rows.
-//
-// kRowsAreK: b is stored as (inner, columns), otherwise as (columns, inner). An epilogue is a class with these members:
+// warp, where each lane has 8 columns. kRowsAreK: b is stored as (inner, columns), otherwise as (columns, inner).
 //
 //   struct Epilogue {
 //     using Arguments;                   derived from TileProduct<T>, with the epilogue's own arguments
@@ -36,21 +34,21 @@
 
 namespace gptkernels::cuda::tile_product {
 
-constexpr int kCluster = 2;                              // thread blocks per cluster
+constexpr int kCluster = 2;                              // thread blocks
 constexpr int kRows = 128, kColumns = 256, kInner = 64;  // the thread block's part of a tile; a step sums kInner terms
 constexpr int kStages = 3;
 constexpr int kThreads = 5 * kWarpgroup;
-constexpr int kPairs = 8;  // of an MMA warp and an epilogue warp
+constexpr int kPairs = 8;  // MMA and epilogue warps
 constexpr int kWarpRows = 16;
 
 constexpr int kABytes = kRows * kPanelRowBytes;
 constexpr int kBBytes = kColumns * kPanelRowBytes;
-constexpr int kBPanel = kInner * kPanelRowBytes;  // 64 columns of b, if kRowsAreK
+constexpr int kBPanel = kInner * kPanelRowBytes;  // of 64 columns, if kRowsAreK
 constexpr int kStageBytes = kABytes + kBBytes;
 constexpr int kRoundedRowBytes = 2 * kColumns;
 constexpr int kRoundedAt = kStages * kStageBytes;
 constexpr int kSumsAt = kRoundedAt + kRows * kRoundedRowBytes;
-constexpr int kSumsBytes = kPairs * kColumns * 4;  // of each of two buffers, which are used alternately
+constexpr int kSumsBytes = kPairs * kColumns * 4;  // two buffers alternate
 constexpr int kBiasAt = kSumsAt;                   // kernels with a bias have no sums
 constexpr int kMaxBias = 2 * kSumsBytes / 2;
 constexpr int kBarriersAt = kSumsAt + 2 * kSumsBytes;
@@ -74,7 +72,6 @@ struct TileProduct {
 
 #if GPTKERNELS_WGMMA
 
-// Of a thread block's part of a tile.
 struct TilePosition {
   int row;
   int column;
@@ -95,7 +92,6 @@ __device__ inline TilePosition tile_position(int down, int across, int rank) {
 
 // ---- warpgroup 0 ----------------------------------------------------------------------------------------------------
 
-// Called by one thread.
 template <typename Epilogue, bool kRowsAreK>
 __device__ void load_operands(const typename Epilogue::Arguments& p, uint32_t shared, const Barriers& barriers,
                               int rank) {
@@ -111,7 +107,7 @@ __device__ void load_operands(const typename Epilogue::Arguments& p, uint32_t sh
       mbarrier_expect(full, kStageBytes);
       tma_load(a, p.a, step * kInner, at.row, full);
       if constexpr (kRowsAreK) {
-        constexpr int kPanels = kColumns / kPanelColumns / kCluster;  // panels that each thread block loads
+        constexpr int kPanels = kColumns / kPanelColumns / kCluster;
         for (int i = rank * kPanels; i < (rank + 1) * kPanels; ++i)
           tma_load_multicast(b + i * kBPanel, p.b, at.column + i * kPanelColumns, step * kInner, full, kAll);
       } else {
@@ -125,18 +121,16 @@ __device__ void load_operands(const typename Epilogue::Arguments& p, uint32_t sh
 
 // ---- warpgroups 1 and 2 ---------------------------------------------------------------------------------------------
 
-// Chunks are 16 bytes.
 __device__ inline uint32_t rounded_offset(int row, int chunk) {
   return row * kRoundedRowBytes + ((chunk ^ (row % 8)) << 4);
 }
 
-// Adds the bias to half the columns of a warp's 16 rows, rounds, and stores them to the lane's address `own`. `bias` is
-// the address of the bias of the lane's columns.
+// Rounds half the columns of a warp's 16 rows, with the bias, to shared memory.
 template <bool kBias, typename T>
 __device__ void round_half(const float (&sums)[kColumns / 4], uint32_t own, uint32_t bias) {
 #pragma unroll
   for (int group = 0; group < kColumns / 128; ++group) {
-    uint32_t pairs[8];  // the bias of two columns each
+    uint32_t pairs[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) pairs[i] = kBias ? load_word(bias + 128 * group + 16 * i) : 0x80008000u;  // -0
 #pragma unroll
@@ -165,10 +159,10 @@ __device__ void multiply(const typename Epilogue::Arguments& p, uint8_t* shared_
   const int pair = __shfl_sync(~0u, threadIdx.x / 32 - 4, 0);
   const uint32_t rounded = shared + kRoundedAt + pair * kWarpRows * kRoundedRowBytes;
   const uint32_t own = rounded + rounded_offset(lane % 16, lane / 16);
-  // A stage is released in both thread blocks: lane 0 tells thread block 0, lane 1 tells thread block 1.
+  // Lane 0 releases a stage in thread block 0 of the cluster, lane 1 in thread block 1.
   const uint32_t empty_barriers = in_block(shared_bytes + kBarriersAt + 8 * kStages, lane % kCluster);
 
-  float sums[2][kColumns / 4];  // one array for each half of the columns
+  float sums[2][kColumns / 4];  // halves of the columns
   RingPosition<kStages> ring;
 
   const auto start = [&](auto half, bool first) {
@@ -346,8 +340,6 @@ struct Operands {
   int64_t rows, columns, inner, a_ld, b_ld;
 };
 
-// TMA and 32-bit indices must support sizes and addresses, rows are accessed 16 bytes at a time, and sums must have
-// more than kInner terms.
 template <typename T>
 bool supports(const Operands<T>& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;

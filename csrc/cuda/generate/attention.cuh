@@ -33,7 +33,7 @@ struct DecodeAttention {
   const accumulate_t<T>* query;  // (B, NH, HS)
   const T* keys;                 // (B, NH, capacity, HS)
   const T* values;               // (B, NH, capacity, HS)
-  const int64_t* lengths;        // (B): number of keys, including the newest
+  const int64_t* lengths;        // (B), including the newest
   int64_t batch;
   int64_t heads;
   int64_t capacity;
@@ -43,7 +43,6 @@ struct DecodeAttention {
 constexpr int kDecodeAttentionThreads = 128;
 constexpr int kDecodeAttentionWarps = kDecodeAttentionThreads / kWarp;
 
-// sum is the sum of exp(score - maximum).
 template <typename T>
 struct RunningSoftmax {
   using A = accumulate_t<T>;
@@ -67,7 +66,6 @@ struct DecodeAttentionParts {
   accumulate_t<T> maximum[kParts], sum[kParts];
 };
 
-// Returns element i of the sum of values.
 template <typename T, int kParts, int kHeadSize>
 __device__ __forceinline__ accumulate_t<T> merge_parts(RunningSoftmax<T>& all,
                                                        const DecodeAttentionParts<T, kParts, kHeadSize>& parts, int i) {
@@ -126,7 +124,7 @@ __global__ void __launch_bounds__(kDecodeAttentionThreads)
 
 // ---- the fast kernel: one cluster of thread blocks per attention head -----------------------------------------------
 
-constexpr int kDecodeSplits = 8;  // thread blocks of a cluster
+constexpr int kDecodeSplits = 8;  // cluster size
 
 // __cluster_dims__ does not compile below sm_90, where the kernel is empty and never launched.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
@@ -135,7 +133,7 @@ constexpr int kDecodeSplits = 8;  // thread blocks of a cluster
 #define DECODE_CLUSTER __cluster_dims__(kDecodeSplits, 1, 1)
 #endif
 
-// The cluster reads kAtOnce keys at a time; key j belongs to team j % kAtOnce.
+// Key j belongs to team j % kAtOnce of the cluster.
 template <typename T, int kLanes>
 struct DecodeAttentionShape {
   static constexpr int kVec = kPack<T>;
@@ -153,7 +151,6 @@ struct DecodeKeys {
 
 #if GPTKERNELS_HOPPER
 
-// Stores to the variable `shared` of thread block `rank`.
 template <typename V>
 __device__ void store_remote(V* shared, V value, unsigned rank) {
   static_assert(sizeof(V) == 4);
@@ -162,7 +159,7 @@ __device__ void store_remote(V* shared, V value, unsigned rank) {
                : "memory");
 }
 
-// Loads the keys and values `start`, start + kAtOnce, ...; those from `end` on become 0.
+// Loads the keys and values start, start + kAtOnce, ...; those from `end` on become 0.
 template <typename T, int kLanes>
 __device__ __forceinline__ void load_keys(DecodeKeys<T, kLanes>& loaded, const T* keys, const T* values, int64_t start,
                                           int64_t end) {
@@ -178,7 +175,6 @@ __device__ __forceinline__ void load_keys(DecodeKeys<T, kLanes>& loaded, const T
   }
 }
 
-// Keys beyond `position` are ignored.
 template <typename T, int kLanes>
 __device__ __forceinline__ void add_keys(RunningSoftmax<T>& softmax, accumulate_t<T> (&out)[kPack<T>],
                                          const accumulate_t<T> (&query)[kPack<T>], const DecodeKeys<T, kLanes>& loaded,
@@ -217,7 +213,6 @@ __device__ __forceinline__ void add_keys(RunningSoftmax<T>& softmax, accumulate_
   }
 }
 
-// Every lane gets the result for its columns.
 template <typename T, int kLanes>
 __device__ __forceinline__ void merge_teams(RunningSoftmax<T>& softmax, accumulate_t<T> (&out)[kPack<T>], int lane) {
   using A = accumulate_t<T>;
@@ -314,7 +309,6 @@ __global__ void DECODE_CLUSTER __launch_bounds__(kDecodeAttentionThreads)
 
 // ---- the launch -----------------------------------------------------------------------------------------------------
 
-// Returns false if HS is none of the listed numbers of packs.
 template <typename T, int... kLanes>
 bool launch_decode_attention(const DecodeAttention<T>& p, Stream stream) {
   const auto launch = [&](auto lanes) {

@@ -11,8 +11,8 @@
 //   logits = lm_head(layernorm(residual))
 //
 // All kernels but the embedding use programmatic dependent launch. The embedding starts after all earlier work, so
-// every kernel of the step may read what was written before the step (weights, lengths, earlier keys and values)
-// without waiting for the previous kernel.
+// every kernel of the step may read older data (weights, lengths, earlier keys and values) before the previous kernel
+// ends.
 #include "../../decode.h"
 #include "attention.cuh"
 #include "cuda/embedding/token.cuh"
@@ -39,7 +39,6 @@ __device__ NewestToken newest_token(const Decode<T>& p, int64_t b) {
   return {length - 1, max(token, int64_t{0})};
 }
 
-// out (B, C) = wte[token] + wpe[position], one row per thread block.
 template <typename T>
 __global__ void __launch_bounds__(kDecodeThreads)
     decode_embedding_kernel(accumulate_t<T>* out, const __grid_constant__ Decode<T> p) {

@@ -1,8 +1,6 @@
 // out (B, M) = x (B, K) @ weight (M, K)^T for small B, with an epilogue and optionally a preceding layer norm of x, in
-// about the time of reading the weights once. x and sums are float32 (float64 for float64).
-//
-// decode_product_kernel: a thread block computes `block_rows` rows of the weight, and each warp multiplies one of the
-// `slices` of these rows.
+// about the time of reading the weights once. x and sums are float32 (float64 for float64). In decode_product_kernel, a
+// row of the weight is divided into `slices`, one per warp:
 //
 //   load the first rows of the weight (and of the norm)   they do not depend on earlier kernels
 //   wait for the previous kernel; load x; normalise x     x stays in registers if B = 1
@@ -10,8 +8,7 @@
 //   sum the slices, add the bias, apply the epilogue
 //
 // Loads before the wait (programmatic dependent launch) keep the memory busy while the previous kernel ends. The norm
-// is fused if B = 1 and a row is one slice; otherwise decode_norm_kernel runs first. Unaligned shapes (16 bytes) and
-// very long rows use decode_product_simple_kernel.
+// is fused if B = 1 and a row is one slice. Unaligned shapes and very long rows use decode_product_simple_kernel.
 #pragma once
 
 #include <algorithm>
@@ -32,7 +29,6 @@ struct DecodeProductSizes {
   int64_t inner;  // K
 };
 
-// Applied to sum + bias.
 template <typename T>
 struct DecodeEpilogue {
   using A = accumulate_t<T>;
@@ -41,12 +37,11 @@ struct DecodeEpilogue {
   A* out;         // kAdd, kGelu*: (B, M), added to or written; kQueryKeyValue: the query (B, C)
   T* narrow_out;  // kLogits: (B, M); kQueryKeyValue: the layer's keys and values (2, B, NH, capacity, HS)
   // For kQueryKeyValue only:
-  const int64_t* lengths = nullptr;  // (B): number of tokens, including the newest
+  const int64_t* lengths = nullptr;  // (B), including the newest
   int64_t width = 0;                 // C
   int64_t head_size = 0;             // HS
   int64_t capacity = 0;
 
-  // Operands besides the sum, loaded before the sum is known.
   struct Preloaded {
     A value;
     int64_t position;
@@ -84,7 +79,7 @@ template <typename T>
 struct DecodeProduct {
   DecodeEpilogue<T> epilogue;
   const accumulate_t<T>* x;  // (B, K)
-  const T* norm_weight;      // (K), or null for no layer norm
+  const T* norm_weight;      // (K); null: no layer norm
   const T* norm_bias;        // (K) or null
   const T* weight;           // (M, K)
   const T* bias;             // (M) or null
@@ -97,7 +92,6 @@ constexpr int kDecodeWarps = kDecodeThreads / kWarp;
 
 // ---- the simple kernels: any shape ----------------------------------------------------------------------------------
 
-// out (B, K) = layernorm(x), one row per thread block.
 template <typename T>
 __global__ void __launch_bounds__(kDecodeThreads)
     decode_norm_kernel(accumulate_t<T>* out, const __grid_constant__ DecodeProduct<T> p) {
@@ -118,7 +112,6 @@ __global__ void __launch_bounds__(kDecodeThreads)
   }
 }
 
-// One row of the weight per warp.
 template <typename T>
 __global__ void __launch_bounds__(kDecodeThreads)
     decode_product_simple_kernel(const __grid_constant__ DecodeProduct<T> p) {
@@ -141,20 +134,20 @@ __global__ void __launch_bounds__(kDecodeThreads)
 // ---- the fast kernel ------------------------------------------------------------------------------------------------
 
 struct DecodeLayout {
-  int slices;  // of a weight row, each for one warp; 0: the fast kernel does not support the shape
-  int packs;   // packs of a slice (the last slice may be shorter)
+  int slices;  // 0: the fast kernel does not support the shape
+  int packs;   // the last slice may have fewer
   int block_rows;
 };
 
-constexpr int kDecodePacks = 12;  // packs of weights in flight per thread
+constexpr int kDecodePacks = 12;  // in flight per thread
 
 template <typename T, int kPacks>
 struct DecodeShape {
   static constexpr int kVec = kPack<T>;
-  static constexpr int kRows = std::max(1, kDecodePacks / kPacks);  // weight rows in flight per warp
+  static constexpr int kRows = std::max(1, kDecodePacks / kPacks);  // in flight per warp
 };
 
-// Not allocated in L1, because every weight is read once.
+// Every weight is read once, and not allocated in L1.
 template <typename T>
 __device__ Packed<T, kPack<T>> load_weights(const T* p) {
   uint4 words;
@@ -175,7 +168,7 @@ __device__ void load_activations(A* to, const A* from) {
   }
 }
 
-// A slice in a warp's registers: lane l holds the packs l, l + 32, ...; packs beyond the slice are 0.
+// Lane l holds the packs l, l + 32, ... of a slice; packs beyond the slice are 0.
 template <typename T, int kPacks>
 struct DecodeVector {
   using A = accumulate_t<T>;
@@ -262,7 +255,7 @@ struct DecodeNorm {
   }
 };
 
-// kNorm requires B = 1 and one slice, because every warp normalises x for itself.
+// kNorm requires B = 1 and one slice, because every warp normalises all of x.
 template <typename T, int kPacks, bool kNorm>
 __global__ void __launch_bounds__(kDecodeThreads, kNorm&& kPacks > 3 ? 1 : 2)
     decode_product_kernel(const __grid_constant__ DecodeProduct<T> p, const __grid_constant__ DecodeLayout layout) {
@@ -297,7 +290,6 @@ __global__ void __launch_bounds__(kDecodeThreads, kNorm&& kPacks > 3 ? 1 : 2)
   load_rows(group);
   DecodeNorm<T, kPacks> norm;
   if constexpr (kNorm) norm.load(p, packs);
-  // The first output's bias is loaded before the wait, the epilogue's operands right after it.
   const int count = rows * static_cast<int>(p.sizes.batch);
   const bool any = threadIdx.x < count;
   const int64_t b0 = threadIdx.x / rows, row0 = first + threadIdx.x % rows;
@@ -343,8 +335,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kNorm&& kPacks > 3 ? 1 : 2)
 
 constexpr int kDecodeMaxPacks = 8;  // of a slice per lane
 
-// 0 slices if the fast kernel does not support the shape: rows that are not aligned to 16 bytes, or are too long for
-// kDecodeWarps slices.
+// 0 slices if rows are not aligned to 16 bytes, or too long for kDecodeWarps slices.
 template <typename T>
 DecodeLayout decode_layout(const DecodeProduct<T>& p) {
   constexpr int kMaxShared = 32 << 10, kBlocksEach = 2;
@@ -353,7 +344,7 @@ DecodeLayout decode_layout(const DecodeProduct<T>& p) {
   const int64_t packs = p.sizes.inner / kPack<T>;
   int slices = 1;
   while (slices <= kDecodeWarps && ceil_div(packs, slices) > int64_t{kDecodeMaxPacks} * kWarp) slices *= 2;
-  // Without a norm, slices of at most 4 packs per lane are preferred: then several rows are in flight per warp.
+  // Without a norm, slices have at most 4 packs per lane, so that several rows are in flight per warp.
   while (!p.norm_weight && slices < kDecodeWarps && ceil_div(packs, slices) > int64_t{4} * kWarp) slices *= 2;
   if (slices > kDecodeWarps) return {};
   // One thread block per SM leaves room for the next kernel's thread blocks; many rows need two per SM.
@@ -363,7 +354,6 @@ DecodeLayout decode_layout(const DecodeProduct<T>& p) {
   return {slices, static_cast<int>(ceil_div(packs, slices)), static_cast<int>(rows)};
 }
 
-// Uses the smallest listed number of packs per lane that is sufficient.
 template <typename T, bool kNorm, int kFirst, int... kOthers>
 void launch_decode_product(const DecodeProduct<T>& p, const DecodeLayout& layout, Stream stream) {
   if constexpr (sizeof...(kOthers) > 0)

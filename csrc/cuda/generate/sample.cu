@@ -37,9 +37,9 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocks = 8;         // thread blocks per cluster
-constexpr int kSlots = 8192;       // x that a thread block keeps; further logits are read again
-constexpr int kCandidates = 1024;  // of a row; each thread block has an equal share
+constexpr int kBlocks = 8;    // cluster size
+constexpr int kSlots = 8192;  // x in shared memory
+constexpr int kCandidates = 1024;
 constexpr int kDigitBits = 8;
 constexpr int kDigits = 1 << kDigitBits;
 constexpr int kPasses = 32 / kDigitBits;
@@ -62,8 +62,8 @@ constexpr int block_count() {
   return 1;
 #endif
 }
-constexpr int kStep = block_count() * kThreads;     // distance between consecutive logits of a thread
-constexpr int kRoom = kCandidates / block_count();  // the most candidates of a thread block
+constexpr int kStep = block_count() * kThreads;
+constexpr int kRoom = kCandidates / block_count();  // candidates per thread block
 
 __device__ void all_blocks_arrive() {
 #if __CUDA_ARCH__ >= 900
@@ -94,7 +94,7 @@ __device__ Count read_block(const Count* shared, [[maybe_unused]] int rank) {
 #endif
 }
 
-// Writes 4 or 8 bytes to the variable `shared` of thread block `rank`, whose mbarrier `arrived` counts them.
+// The mbarrier `arrived` of the receiving thread block counts the 4 or 8 bytes.
 template <typename V>
 __device__ void send_to_block(V* shared, const V& value, [[maybe_unused]] uint64_t* arrived,
                               [[maybe_unused]] int rank) {
@@ -105,7 +105,6 @@ __device__ void send_to_block(V* shared, const V& value, [[maybe_unused]] uint64
 #endif
 }
 
-// Tells the mbarrier `arrived` of thread block `rank` how many bytes this thread block sends.
 __device__ void announce_to_block([[maybe_unused]] uint64_t* arrived, [[maybe_unused]] unsigned bytes,
                                   [[maybe_unused]] int rank) {
 #if __CUDA_ARCH__ >= 900
@@ -117,7 +116,6 @@ __device__ void announce_to_block([[maybe_unused]] uint64_t* arrived, [[maybe_un
 #endif
 }
 
-// Waits for all announced bytes.
 __device__ void await_blocks([[maybe_unused]] uint64_t* arrived) {
 #if __CUDA_ARCH__ >= 900
   mbarrier_wait(arrived, 0);
@@ -129,7 +127,7 @@ __device__ void await_blocks([[maybe_unused]] uint64_t* arrived) {
 
 // ---- keys and their maxima ------------------------------------------------------------------------------------------
 
-// Keys have the order of the x, and NaN has the largest key.
+// NaN has the largest key.
 __device__ uint32_t key_of(float x) {
   if (isnan(x)) return ~0u;
   const uint32_t bits = __float_as_uint(x + 0.0f);  // -0 becomes 0
@@ -140,7 +138,6 @@ __device__ float value_of(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key);
 }
 
-// NaN if either argument is NaN.
 __device__ float max_or_nan(float a, float b) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
@@ -157,7 +154,7 @@ __device__ bool precedes(const KeyIndex& a, const KeyIndex& b) {
   return a.key > b.key || (a.key == b.key && a.index < b.index);
 }
 
-// In the shared memory of thread block 0; those of thread block b begin at index b * kRoom.
+// Thread block 0 holds all candidates; those of thread block b begin at index b * kRoom.
 struct Candidates {
   alignas(16) float x[kCandidates];
   int index[kCandidates];
@@ -165,25 +162,25 @@ struct Candidates {
 
 struct Shared {
   alignas(16) float x[kSlots];
-  KeyIndex warp_maxima[2][kBlocks * kWarps];  // of the whole row, an array for each of the two calls of row_max
+  KeyIndex warp_maxima[2][kBlocks * kWarps];  // for two calls of row_max()
   union {
-    Count histograms[kPasses][kDigits];  // radix search: this thread block's histogram of each pass
+    Count histograms[kPasses][kDigits];  // of this thread block
     Candidates candidates;
   };
   union {
-    Count histogram[kDigits];                             // radix search: the row's histogram of this pass
-    alignas(16) uint32_t group_maxima[kBlocks * kWarps];  // candidates: the largest key of each group of warps
+    Count histogram[kDigits];                             // of the row
+    alignas(16) uint32_t group_maxima[kBlocks * kWarps];  // largest keys
   };
-  int digit;                           // radix search: the digit found in this pass
-  Count requested;                     // radix search: the weight still requested; also the sum of block_total
+  int digit;                           // radix search: this pass
+  Count requested;                     // radix search: remaining weight; also the sum of block_total()
   unsigned candidate_count;            // of this thread block
-  uint32_t bound;                      // candidates: the k-th largest of group_maxima
+  uint32_t bound;                      // k-th largest group_maxima
   unsigned candidate_counts[kBlocks];  // of every thread block
   uint64_t maxima_arrived[2], candidates_arrived;
 };
 static_assert(kDigits <= kThreads && kCandidates == kThreads);
 
-// Called by one thread, before its thread block arrives at the first cluster barrier.
+// Must precede the thread block's first arrival at the cluster barrier.
 __device__ void init_shared(Shared& shared) {
   shared.candidate_count = 0;
   shared.bound = ~0u;
@@ -203,8 +200,7 @@ __device__ KeyIndex warp_max(KeyIndex best) {
   return {key, __reduce_min_sync(~0u, best.key == key ? best.index : kNoKeyIndex.index)};
 }
 
-// The maximum over all threads of the cluster; the warps' maxima stay in shared.warp_maxima[call]. All thread blocks
-// must have called init_shared() before.
+// The maximum over the cluster. All thread blocks must have called init_shared() before.
 __device__ KeyIndex row_max(KeyIndex best, int call, Shared& shared) {
   const int lane = threadIdx.x % kWarp, warp = block_rank() * kWarps + static_cast<int>(threadIdx.x) / kWarp;
   best = warp_max(best);
@@ -230,7 +226,6 @@ __device__ void for_each_logit(int64_t vocabulary, const Each& each) {
   }
 }
 
-// x and noise of a row.
 template <typename T>
 class Row {
  public:
@@ -240,9 +235,8 @@ class Row {
         noise_(p.noise ? p.noise + row * p.vocabulary : nullptr),
         temperature_(p.noise ? static_cast<float>(p.temperature) : 1.0f) {}
 
-  // Stores the thread's x in shared memory, for x(); returns the largest.
   __device__ KeyIndex load(int64_t vocabulary) const {
-    constexpr int kAtOnce = kSlots / kThreads;  // loads in flight per thread
+    constexpr int kAtOnce = kSlots / kThreads;
     float largest = -INFINITY;
     int at = kNoKeyIndex.index;
     int slot = static_cast<int>(threadIdx.x);
@@ -301,7 +295,7 @@ __device__ Count sum_of(unsigned lanes, unsigned weight) {
   return __reduce_add_sync(lanes, weight & 0xFFFFu) + (Count{__reduce_add_sync(lanes, weight >> 16)} << 16);
 }
 
-// Lanes with the same digit sum their weights before one atomic addition, because many x have the same first bits.
+// Lanes with the same digit share one atomic addition, because many x have the same first bits.
 template <typename Weight>
 __device__ void add_to_histogram(Count* histogram, bool active, unsigned digit, Weight weight) {
   const unsigned all = __ballot_sync(~0u, active);
@@ -311,16 +305,15 @@ __device__ void add_to_histogram(Count* histogram, bool active, unsigned digit, 
   if (static_cast<int>(threadIdx.x % kWarp) == __ffs(same_digit) - 1) atomicAdd(histogram + digit, sum);
 }
 
-// The step `digit = ...` of the radix search, called by the first warp. In the first pass, the requested weight is
-// requested_of(sum of all weights).
+// Called by the first warp. The first pass computes `requested` from the sum of all weights.
 template <typename Requested>
 __device__ void find_digit(bool first_pass, const Requested& requested_of, Shared& shared) {
-  constexpr int kEach = kDigits / kWarp;  // digits per lane; lane 0 has the largest digits
+  constexpr int kEach = kDigits / kWarp;  // lane 0 has the largest digits
   const int lane = static_cast<int>(threadIdx.x), largest = kDigits - 1 - lane * kEach;
   Count requested = shared.requested, sum = 0;
 #pragma unroll
   for (int k = 0; k < kEach; ++k) sum += shared.histogram[largest - k];
-  Count prefix_sum = sum;  // over the lanes up to this one
+  Count prefix_sum = sum;
 #pragma unroll
   for (int offset = 1; offset < kWarp; offset *= 2) {
     const Count other = __shfl_up_sync(~0u, prefix_sum, offset);
@@ -337,14 +330,13 @@ __device__ void find_digit(bool first_pass, const Requested& requested_of, Share
   }
 }
 
-// The largest key such that the weights of all keys >= it sum to at least requested_of(sum of all weights). weight(i,
-// slot, active) is the weight of logit i, and is not used unless `active`.
+// weight(i, slot, active) is the weight of logit i; its value is not used unless `active`.
 template <typename T, typename Weight, typename Requested>
 __device__ uint32_t radix_search(int64_t vocabulary, const Row<T>& row, const Weight& weight,
                                  const Requested& requested_of, Shared& shared) {
   for (int i = threadIdx.x; i < kPasses * kDigits; i += kThreads) shared.histograms[i / kDigits][i % kDigits] = 0;
   __syncthreads();
-  uint32_t found = 0;  // the digits of the passes so far, followed by zeros
+  uint32_t found = 0;  // digits so far, then zeros
   for (int pass = 0; pass < kPasses; ++pass) {
     const int shift = 32 - kDigitBits * (pass + 1);
     Count* const histogram = shared.histograms[pass];
@@ -376,7 +368,6 @@ __device__ unsigned probability_units(float x, float largest) {
   return static_cast<unsigned>(rintf(expf(x - largest) * static_cast<float>(kSampleUnits)));
 }
 
-// The weight that the logits kept by top_p must reach, at least 1.
 template <typename T>
 __device__ Count requested_units(const Sample<T>& p, Count total) {
   return max(static_cast<Count>(ceil(p.top_p * static_cast<double>(total))), Count{1});
@@ -393,8 +384,8 @@ __device__ Count block_total(unsigned value, Shared& shared) {
 
 // ---- candidates -----------------------------------------------------------------------------------------------------
 
-// The k-th largest of kGroups maxima, each over an equal number of warps. It is not above the k-th largest x, because
-// each of the k largest maxima is an x. With fewer than k groups of logits it is NaN, and `x < NaN` excludes nothing.
+// The k-th largest of kGroups maxima, each over an equal number of warps, is not above the k-th largest x, because each
+// of the k largest maxima is an x. With fewer than k groups of logits it is NaN, and `x < NaN` excludes nothing.
 template <int kGroups>
 __device__ float kth_largest_maximum(int64_t k, Shared& shared) {
   const int thread = static_cast<int>(threadIdx.x), each = block_count() * kWarps / kGroups;
@@ -404,7 +395,7 @@ __device__ float kth_largest_maximum(int64_t k, Shared& shared) {
     shared.group_maxima[thread] = largest;
   }
   __syncthreads();
-  // A team of threads per maximum counts the larger maxima.
+  // A team of threads counts the maxima that are larger than one maximum.
   constexpr int kTeam = kThreads / kGroups < kWarp ? kThreads / kGroups : kWarp;
   if (thread / kTeam < kGroups) {
     const uint32_t key = shared.group_maxima[thread / kTeam];
@@ -420,7 +411,6 @@ __device__ float kth_largest_maximum(int64_t k, Shared& shared) {
   return value_of(shared.bound);
 }
 
-// A lower bound of the k-th largest x, for k from 1 to the number of warps.
 template <typename T>
 __device__ float bound_of_top_k(const Sample<T>& p, Shared& shared) {
   // Fewer groups are ranked faster but leave more candidates: for top_k = 40 and random positions, 64 groups leave 62,
@@ -432,7 +422,7 @@ __device__ float bound_of_top_k(const Sample<T>& p, Shared& shared) {
   return kth_largest_maximum<kBlocks * kWarps>(p.top_k, shared);
 }
 
-// Sends all logits that may be among the top_k to the first thread block. Returns false if a thread block has more than
+// Sends the logits that may be among the top_k to the first thread block. Returns false if a thread block has more than
 // kRoom candidates, or if top_k exceeds the number of warps.
 template <typename T>
 __device__ bool find_candidates(const Sample<T>& p, const Row<T>& row, Shared& shared) {
@@ -472,8 +462,7 @@ __device__ void for_each_candidate(const Shared& shared, int count, const Each& 
   }
 }
 
-// Moves the candidates to the start of shared.x, whose x are no longer needed, and returns their number. Each active
-// thread passes a candidate of thread block `from`.
+// Moves the candidates to the start of shared.x, whose x are no longer needed, and returns their number.
 __device__ int compact_candidates(float x, bool active, int from, Shared& shared) {
   const int thread = static_cast<int>(threadIdx.x);
   int count = 0, place = thread % kRoom;
@@ -488,7 +477,6 @@ __device__ int compact_candidates(float x, bool active, int from, Shared& shared
   return count;
 }
 
-// Called by the first thread block, with one candidate per thread.
 template <typename T>
 __device__ int draw_candidate(const Sample<T>& p, const Row<T>& row, float largest, Shared& shared) {
   const int thread = static_cast<int>(threadIdx.x), from = thread / kRoom;
@@ -520,7 +508,7 @@ __device__ int draw_candidate(const Sample<T>& p, const Row<T>& row, float large
 
 // ---- the draw -------------------------------------------------------------------------------------------------------
 
-// -1 if there is a NaN or the largest x is not finite. Valid in the first thread block only.
+// Returns -1 if there is a NaN or the largest x is not finite. Valid in the first thread block only.
 template <typename T>
 __device__ int draw(const Sample<T>& p, const Row<T>& row, Shared& shared) {
   KeyIndex own = row.load(p.vocabulary);

@@ -4,8 +4,7 @@
 //   dv = P' g, dq = scale dS k, dk = scale dS' q, where dS = P (g v' - delta) and delta = sum(dout * out) - dlogsumexp.
 //
 // Dropout is applied to P in dv, and to g v'. One kernel computes dq and stores delta; the other computes dk and dv.
-// Each computes P and g v' itself, so that it sums its gradients in registers, without atomics and bitwise
-// reproducibly.
+// Both compute P and g v', so that gradients are summed in registers, in a fixed order.
 #include "cuda/attention/logsumexp_correction.cuh"
 #include "cuda/attention/variants.h"
 #include "tiles.cuh"
@@ -13,14 +12,14 @@
 namespace gptkernels::cuda {
 namespace {
 
-// The correction (logsumexp_correction.cuh) matters for exact float32 and for far biases (lowest_bias.cuh).
+// Exact float32 and far biases (lowest_bias.cuh) need logsumexp_correction.cuh.
 template <bool kGeneral, bool kExact>
 constexpr bool kCorrects = kGeneral || kExact;
 
 // Arrays (B, NH, Tq) that the kernel for dq stores for the kernel for dk and dv.
 struct RowStatistics {
   float* delta;
-  float* correction;  // only used by kernels with kCorrects
+  float* correction;
 
   __device__ RowStatistics(void* workspace, const AttentionSizes& s)
       : delta(static_cast<float*>(workspace)), correction(delta + s.batches * s.heads * s.queries) {}
@@ -34,7 +33,7 @@ struct DqueryShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kThreads = 128;
   static constexpr int kM = sizeof(T) == 4 && kBytes == 256 ? 2 : 1;
-  static constexpr int kBlocks = kM;  // thread blocks that an SM has registers for
+  static constexpr int kBlocks = kM;  // thread blocks per SM
   static constexpr int kRows = 64 * kM;
   static constexpr int kKeys = kBytes <= (sizeof(T) == 2 ? 256 : 128) ? 64 : kBytes <= 256 ? 32 : 16;
   static constexpr bool kKeepRows = !kExact && kBytes <= 128;
@@ -44,7 +43,6 @@ struct DqueryShape {
   static_assert(kSharedBytes <= 99 << 10);
 };
 
-// The four lanes of a quad share a row.
 template <typename T>
 __device__ float quad_dot(const T* dout, const T* out, int head_size) {
   float sum = 0;
@@ -117,7 +115,6 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
       reference[m][r] = sees ? in_units_of_log2(logsumexp, has_bias) : 0;
       if (inside && lane % 4 == 0) statistics.delta[statistic] = delta[m][r];
     }
-  // All of the warp's queries see the keys before narrow_end, none sees a key from wide_end on.
   const int narrow_end = p.mask.causal ? min(bounds.end, row + warp_row + offset + 1) : bounds.end;
   const int wide_end = p.mask.causal ? min(bounds.end, row + warp_row + 16 * kM + offset) : bounds.end;
 
@@ -131,7 +128,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
   const float factor = score_factor<kGeneral>(p.mask, p.scale);
   const DropoutDraw dropout(p.dropout);
   const float keep_scale = kGeneral && dropout.drops() ? static_cast<float>(dropout.keep_scale) : 1;
-  float dquery[kM][HS / 8][4] = {}, sum[kM][2] = {};  // `sum` is the sum of the probabilities
+  float dquery[kM][HS / 8][4] = {}, sum[kM][2] = {};  // sum of probabilities
   int stage = 0;
   for (int start = first; start < end; start += kKeys, stage ^= 1) {
     copy_async_wait();
@@ -204,27 +201,26 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
 
 // ---- dk and dv ------------------------------------------------------------------------------------------------------
 
-// If a warp's registers cannot hold all columns of dk and dv, two warps share the keys, with half of the columns each
-// (kParts = 2).
+// With kParts = 2, two warps share the same keys, and each sums half of the columns of dk and dv, for lack of
+// registers.
 template <typename T, int HS>
 struct DkeyShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kParts = HS > 128 ? 2 : 1;
   static constexpr int kThreads = 128 * kParts;
   static constexpr int kM = sizeof(T) == 4 && kBytes == 256 ? 2 : 1;
-  static constexpr int kBlocks = kM;  // thread blocks that an SM has registers for
+  static constexpr int kBlocks = kM;  // thread blocks per SM
   static constexpr int kRows = 64 * kM;
   static constexpr int kQueries = kBytes <= 128 ? 64 : kBytes <= 256 ? 32 : 16;
   static constexpr bool kKeepRows = false;
   static constexpr int kTileBytes = kRows * kBytes;
   static constexpr int kStageBytes = kQueries * kBytes;
   static constexpr int kStatisticsAt = 2 * kTileBytes + 4 * kStageBytes;
-  static constexpr int kStatistics = 3;  // per query: logsumexp, delta, correction
+  static constexpr int kStatistics = 3;  // logsumexp, delta, correction
   static constexpr int kSharedBytes = kStatisticsAt + 2 * kStatistics * kQueries * static_cast<int>(sizeof(float));
   static_assert(kSharedBytes <= 99 << 10);
 };
 
-// `head` is a query head, counted over all batches.
 template <typename Shape, bool kCopyCorrection>
 __device__ void copy_statistics(uint32_t shared, int stage, const float* logsumexp, const RowStatistics& statistics,
                                 int64_t head, int start, int queries) {
@@ -240,7 +236,6 @@ __device__ void copy_statistics(uint32_t shared, int stage, const float* logsume
   }
 }
 
-// The pointers are to the statistics of the thread's first column.
 template <bool kCorrect, int kM, int kN>
 __device__ void probabilities_of_columns(float (&scores)[kM][kN][4], float factor, const float* logsumexp,
                                          const float* correction, bool has_bias) {
@@ -255,7 +250,7 @@ __device__ void probabilities_of_columns(float (&scores)[kM][kN][4], float facto
   });
 }
 
-// Elements of P that dropout drops are marked by a negative sign.
+// A negative sign marks an element of P that dropout drops.
 template <bool kGeneral, int kM, int kN>
 __device__ void gradients_of_columns(float (&gradients)[kM][kN][4], float (&weights)[kM][kN][4], const float* delta,
                                      float keep_scale) {
@@ -293,11 +288,10 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
   const int64_t b = tile.head / s.key_heads, key_head = tile.head % s.key_heads;
 
   // The thread's keys are seen by the queries in [low, high). Queries before `first` see no key of the tile, queries
-  // before wide_begin no key of the warp, and queries from narrow_begin on all keys of the warp.
+  // before wide_begin see no key of the warp, and queries from narrow_begin on see all keys of the warp.
   const KeyBounds<kGeneral> bounds(p.mask, s, b);
   const bool any = row < bounds.end && row + Shape::kRows > bounds.begin;
   const int first = p.mask.causal ? max(row - offset, 0) / kQueries * kQueries : 0;
-  // The loop iterates over the queries of all heads that share the key head.
   struct Place {
     int64_t head;
     int start;
@@ -338,7 +332,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
   Place place = {key_head * group, first};
   if (place.head < last_head) copy_stage(place, 0);
   copy_async_wait();
-  round_rows<T, HS, kExact, 2 * Shape::kRows, kThreads>(shared_bytes);  // the values follow the keys
+  round_rows<T, HS, kExact, 2 * Shape::kRows, kThreads>(shared_bytes);
   __syncthreads();
   const RowOperand<T, HS, kM, Shape::kKeepRows> key(key_tile, warp_row);
   const RowOperand<T, HS, kM, Shape::kKeepRows> value(value_tile, warp_row);
@@ -377,7 +371,6 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
     multiply_transposed<T, HS, kExact>(gradients, value, query_tile + Shape::kStageBytes, head_size);
     if constexpr (kGeneral)
       if (dropout.drops()) {
-        // The sign marks a dropped element of P until dS is computed.
         for_dropped_transposed<kM, kN>(dropout, b * s.heads + h, row + warp_row, start, [&](int m, int n, int e) {
           gradients[m][n][e] = 0;
           weights[m][n][e] = -weights[m][n][e];
@@ -385,7 +378,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
       }
     gradients_of_columns<kGeneral>(gradients, weights, delta, keep_scale);
     add_product<T, HS, kExact>(dvalue, weights, query_tile + Shape::kStageBytes, warp_column);
-    // Always true: keeps ptxas from computing both matmuls at once, for which there are not enough registers.
+    // This condition is always true. Without it, ptxas would compute both matmuls at once and run out of registers.
     if (!kExact || head_size > 0) add_product<T, HS, kExact>(dkey, gradients, query_tile, warp_column);
   }
 

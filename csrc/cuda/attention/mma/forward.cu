@@ -23,8 +23,7 @@ struct ForwardShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kThreads = 128;
   static constexpr int kM = (sizeof(T) == 2 ? kBytes <= 128 && !kGeneral : kBytes == 256) ? 2 : 1;
-  static constexpr int kBlocks =
-      kM == 2 || kBytes >= 256 || kExact ? 2 : 3;  // thread blocks that an SM has registers for
+  static constexpr int kBlocks = kM == 2 || kBytes >= 256 || kExact ? 2 : 3;  // thread blocks per SM
   static constexpr int kRows = 64 * kM;
   static constexpr int kKeys = kBytes <= (sizeof(T) == 2 ? 256 : 128) ? 64 : 32;  // of a key tile
   static constexpr bool kKeepQuery = !kExact && kBytes <= (sizeof(T) == 2 ? 256 : 128);
@@ -54,8 +53,8 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
   const T* key = p.key.at(b, key_head, 0);
   const T* value = p.value.at(b, key_head, 0);
 
-  // Keys [first, end) are loaded. The thread's queries see keys [low, high). All of the warp's queries see keys
-  // [bounds.begin, narrow_end), none sees a key from wide_end on.
+  // Keys in [first, end) are loaded. The thread's queries see keys in [low, high). All of the warp's queries see the
+  // keys before narrow_end, and none of them sees a key from wide_end on.
   const KeyBounds<kGeneral> bounds(p.mask, s, b);
   const int first = bounds.begin / kKeys * kKeys;
   const int end = p.mask.causal ? min(bounds.end, row + Shape::kRows + offset) : bounds.end;
@@ -85,7 +84,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
   const float scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
   const float factor = score_factor<kGeneral>(p.mask, p.scale);
   const bool has_bias = kGeneral && p.mask.bias;
-  const float natural = factor == 1 ? kLn2 : static_cast<float>(p.scale);  // converts scores to exponents of e
+  const float natural = factor == 1 ? kLn2 : static_cast<float>(p.scale);  // from units of log2
   const DropoutDraw dropout(p.dropout);
   float out[kM][HS / 8][4] = {}, maximum[kM][2], sum[kM][2] = {};
   for_rows<kM>([&](int m, int r) { maximum[m][r] = -INFINITY; });
@@ -93,7 +92,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
   for (int start = first; start < end; start += kKeys, stage ^= 1) {
     copy_async_wait();
     round_rows<T, HS, kExact, 2 * kKeys, kThreads>(shared_bytes + Shape::kRows * Shape::kBytes +
-                                                   stage * 2 * Shape::kStageBytes);  // the values follow the keys
+                                                   stage * 2 * Shape::kStageBytes);
     __syncthreads();  // this stage is loaded, and no warp reads the other stage any more
     if (start + kKeys < end) copy_stage(start + kKeys, stage ^ 1);
     if (start >= wide_end) continue;

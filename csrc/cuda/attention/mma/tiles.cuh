@@ -1,8 +1,8 @@
-// Shared by the attention kernels with mma.sync: tiles in shared memory, the two matmuls, softmax, masks, dropout.
+// Tiles in shared memory, the two matmuls, softmax, masks and dropout of the attention kernels with mma.sync.
 //
-// A warp computes 16 * kM rows and all columns of a tile of scores, and the same rows of the results. After the
-// exponential, its scores are therefore the A operand of the second matmul without leaving the registers. Rows are
-// queries in the forward and in the kernel for dq, and keys in the kernel for dk and dv.
+// A warp computes 16 * kM rows of scores and the same rows of the results, so that its exponentials are the A operand
+// of the second matmul without leaving the registers. Rows are queries in the forward and in the kernel for dq, and
+// keys in the kernel for dk and dv.
 #pragma once
 
 #include <algorithm>
@@ -60,8 +60,8 @@ __device__ void clear(float (&d)[kM][kN][4]) {
 
 // ---- tiles in shared memory -----------------------------------------------------------------------------------------
 
-// Rows of HS elements; elements beyond the head size are 0. The 16-byte chunks of a row are permuted, so that the same
-// chunk of 8 neighbouring rows is in different banks.
+// Elements beyond the head size are 0. The 16-byte chunks of a row are permuted, so that the same chunk of 8
+// neighbouring rows is in different banks.
 template <typename T, int HS>
 struct MmaRows {
   static constexpr int kBytes = HS * sizeof(T);
@@ -73,7 +73,7 @@ struct MmaRows {
   __device__ static uint32_t at(int row, int chunk) { return row * kBytes + ((chunk ^ swizzle(row)) * 16); }
 };
 
-// Rows outside [begin, end) and columns beyond the head size become 0 in shared memory.
+// Rows outside [begin, end) and columns beyond the head size become 0.
 template <typename T, int HS, int kRows, int kThreads>
 __device__ void copy_rows(uint32_t shared, const T* global, int64_t stride, int begin, int end, int head_size) {
   using Rows = MmaRows<T, HS>;
@@ -95,7 +95,7 @@ __device__ inline float4 round_to_tf32(const float4& x) {
           __uint_as_float(round_to_tf32(x.w))};
 }
 
-// Each thread rounds the chunks that it has copied itself, so it needs to wait only for its own copies.
+// Each thread rounds the chunks that it has copied itself, and needs no barrier.
 template <typename T, int HS, bool kExact, int kRows, int kThreads>
 __device__ void round_rows(uint8_t* shared) {
   if constexpr (std::is_same_v<T, float> && !kExact) {
@@ -112,7 +112,7 @@ __device__ void round_rows(uint8_t* shared) {
 
 // ---- operands of MMAs -----------------------------------------------------------------------------------------------
 
-// An MMA sums over one "step": 32 bytes of each operand, i.e. 16 elements of 2 bytes or 8 of float32.
+// A step is 32 bytes of each operand, which one MMA sums: 16 elements of 2 bytes, or 8 of float32.
 
 template <typename T, int HS>
 __device__ void load_a(uint32_t (&a)[4], uint32_t shared, int row, int step) {
@@ -120,8 +120,7 @@ __device__ void load_a(uint32_t (&a)[4], uint32_t shared, int row, int step) {
   load_matrices(a, shared + MmaRows<T, HS>::at(row + lane % 16, 2 * step + lane / 16));
 }
 
-// The 16 rows from `row` on become the columns of two B operands: b[0..1] has the first 8 rows, b[2..3] the last 8
-// rows.
+// The 16 rows from `row` on become the columns of two B operands: rows 0 to 7 in b[0..1], rows 8 to 15 in b[2..3].
 template <typename T, int HS>
 __device__ void load_b(uint32_t (&b)[4], uint32_t shared, int row, int step) {
   const int lane = threadIdx.x % 32;
@@ -129,7 +128,7 @@ __device__ void load_b(uint32_t (&b)[4], uint32_t shared, int row, int step) {
 }
 
 // Loads two B operands of 8 columns each, from 16 rows of 2-byte elements or 8 rows of float32. The 8 rows of float32
-// are in the order 0, 2, 4, 6, 1, 3, 5, 7, as to_a() orders columns.
+// are in the order 0, 2, 4, 6, 1, 3, 5, 7 (see to_a()).
 template <typename T, int HS>
 __device__ void load_b_rows(uint32_t (&b)[4], uint32_t shared, int row, int column) {
   using Rows = MmaRows<T, HS>;
@@ -144,9 +143,9 @@ __device__ void load_b_rows(uint32_t (&b)[4], uint32_t shared, int row, int colu
   }
 }
 
-// Converts two accumulator tiles (for float32, one) to the A operand of a matmul whose B is loaded by load_b_rows().
-// For TF32, a lane holds columns 2 * t and 2 * t + 1 (t = lane % 4) but needs columns t and t + 4 of A. Since a sum's
-// terms may be in any order, column 2 * t becomes column t and 2 * t + 1 becomes t + 4, and lanes exchange nothing.
+// Converts two accumulator tiles (one for float32) to an A operand. For TF32, a lane holds columns 2 * t and 2 * t + 1
+// (t = lane % 4) but needs columns t and t + 4 of A. Since a sum's terms may be in any order, column 2 * t becomes
+// column t, column 2 * t + 1 becomes column t + 4, and lanes exchange nothing.
 template <typename T>
 __device__ void to_a(uint32_t (&a)[4], const float (*d)[4]) {
   if constexpr (std::is_same_v<T, float>) {
@@ -161,7 +160,6 @@ __device__ void to_a(uint32_t (&a)[4], const float (*d)[4]) {
   }
 }
 
-// A warp's rows as A operand: in registers if kKeep, otherwise loaded from shared memory by get().
 template <typename T, int HS, int kM, bool kKeep>
 struct RowOperand {
   static constexpr int kSteps = MmaRows<T, HS>::kSteps;
@@ -188,13 +186,12 @@ struct RowOperand {
 
 // ---- exact float32 --------------------------------------------------------------------------------------------------
 
-// Float32 matmuls by TF32 MMAs, about as exact as float32 FMAs. x is split into two TF32 numbers, x = hi + lo, and a
-// product is hi * hi + hi * lo + lo * hi. lo * lo, at most 2^-22 of the product, is left out.
+// Float32 matmuls by TF32 MMAs, about as exact as float32 FMAs. An operand x is split into two TF32 numbers, x = hi +
+// lo, and a product is hi * hi + hi * lo + lo * hi; lo * lo is at most 2^-22 of the product.
 //
-// Tensor cores truncate their sums towards 0, so the errors of long sums would add up. Therefore MMAs sum hi * hi over
-// few steps only, and float32 additions, which round to nearest, add these sums: after each step for scores, because
-// the backward subtracts the logsumexp from them, and after kExactSteps steps for results. hi * lo and lo * hi have
-// their own accumulator.
+// Tensor cores truncate their sums towards 0, so the errors of long sums would add up. Therefore float32 additions,
+// which round to nearest, add hi * hi after each step for scores, because the backward subtracts the logsumexp from
+// scores, and after kExactSteps steps for results. hi * lo and lo * hi have a separate accumulator.
 constexpr int kExactSteps = 4;
 
 struct SplitOperand {
@@ -207,8 +204,8 @@ struct SplitOperand {
   }
 };
 
-// large += hi * hi, small += hi * lo + lo * hi (kFour: + lo * lo), for two neighbouring accumulator tiles. The order
-// separates MMAs that add to the same tile, because they wait for each other.
+// large += hi * hi, small += hi * lo + lo * hi (with kFour, also lo * lo). MMAs that add to the same accumulator are
+// not adjacent, because the second one would wait.
 template <bool kFour>
 __device__ void multiply_split(float (*large)[4], float (*small)[4], const SplitOperand& a, const SplitOperand& b) {
   if constexpr (kFour) {
@@ -223,13 +220,13 @@ __device__ void multiply_split(float (*large)[4], float (*small)[4], const Split
   mma<float>(small[1], a.lo, b.hi[2], b.hi[3]);
 }
 
-// If an operand is infinite, its lo and the sum of small terms are NaN. The sum of hi * hi is then already correct
-// (infinite or NaN), and adding a finite number keeps it.
+// If an operand is infinite, its lo is NaN, and so is the sum of small terms. The sum of hi * hi is then correct
+// already.
 __device__ inline float unless_nan(float small) {
   return fminf(small, 3.402823466e38f);
 }
 
-// d = rows * tile', where the tile has 8 * kN rows. The loop may run past the head size, to a multiple of kExactSteps.
+// The loop may run past the head size, to a multiple of kExactSteps.
 template <int HS, int kM, int kN>
 __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOperand<float, HS, kM, false>& rows,
                                             uint32_t tile, int head_size) {
@@ -267,7 +264,6 @@ __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOper
   for_elements(d, [&](float& x, int m, int n, int e) { x += unless_nan(small[m][n][e]); });
 }
 
-// sums += weights * tile, for the tile's 8 * kN rows and 8 * kOut columns from `column` on.
 template <int HS, int kM, int kN, int kOut>
 __device__ void add_product_exactly(float (&sums)[kM][kOut][4], const float (&weights)[kM][kN][4], uint32_t tile,
                                     int column) {
@@ -356,8 +352,8 @@ __device__ void add_product(float (&sums)[kM][kOut][4], const float (&weights)[k
   }
 }
 
-// Stores a warp's sums, multiplied by a factor per row, as columns from `column` on of the rows that begin at `global`;
-// only `rows` rows exist there. The sums pass through the warp's rows of `tile`, which no warp reads any more.
+// Stores `sums * factor` as columns from `column` on of the rows at `global`, of which `rows` exist. The results pass
+// through the warp's rows of `tile`, which no warp reads any more.
 template <typename T, int HS, int kM, int kOut>
 __device__ void store_rows(uint8_t* tile, int first_row, const float (&sums)[kM][kOut][4], const float (&factor)[kM][2],
                            int column, T* global, int64_t stride, int rows, int head_size) {
@@ -388,12 +384,12 @@ __device__ void store_rows(uint8_t* tile, int first_row, const float (&sums)[kM]
 
 // ---- the softmax ----------------------------------------------------------------------------------------------------
 
-// One step of online softmax: replaces scores by exponentials relative to the running maximum of their row. `sum` is
-// this thread's part of the row's sum, and `rescale` the factor for the row's other sums. Returns whether the maximum
-// of any of the thread's rows has changed. `factor` converts scores to exponents of 2.
+// Online softmax: replaces scores by exponentials relative to the row's maximum so far. `sum` is this thread's part of
+// the row's sum; `rescale` is the factor for the row's other sums. Returns whether any of the thread's maxima has
+// changed. `factor` converts scores to exponents of 2.
 //
-// With kExact the maximum is subtracted first, so that the exponential of the largest score is exactly 1. Otherwise one
-// FMA computes score * factor - maximum * factor, unless maximum * factor is so large that its rounding would matter.
+// With kExact the maximum is subtracted first, so that the largest exponential is exactly 1. Otherwise one FMA computes
+// score * factor - maximum * factor, unless maximum * factor is so large that its rounding would matter.
 template <typename T, bool kExact, int kM, int kN>
 __device__ bool add_exponentials(float (&scores)[kM][kN][4], float (&maximum)[kM][2], float (&sum)[kM][2],
                                  float (&rescale)[kM][2], float factor) {
@@ -425,7 +421,6 @@ __device__ bool add_exponentials(float (&scores)[kM][kN][4], float (&maximum)[kM
 
 // ---- which columns count --------------------------------------------------------------------------------------------
 
-// Without kGeneral, the bounds contain all keys.
 template <bool kGeneral>
 struct KeyBounds {
   int begin;
@@ -439,7 +434,6 @@ struct KeyBounds {
   }
 };
 
-// Sets scores of columns outside [low, high) of their row to -inf.
 template <int kM, int kN>
 __device__ void keep_columns(float (&scores)[kM][kN][4], const int (&low)[kM][2], const int (&high)[kM][2], int first) {
   const int lane = threadIdx.x % 32;
@@ -454,8 +448,8 @@ __device__ void scale_scores(float (&scores)[kM][kN][4], float factor) {
   for_elements(scores, [&](float& score, int, int, int) { score *= factor; });
 }
 
-// The factor that converts dot products to exponents of 2, or 1 if the kernel has already multiplied by it. It has if a
-// mask is added to the scores, or if the scale is not positive: then the largest dot product need not have the largest
+// The factor that converts dot products to exponents of 2. It is 1 if the kernel has applied the factor already: if a
+// mask is added to scores, or if the scale is not positive, so that the largest dot product need not have the largest
 // score.
 template <bool kGeneral, typename T>
 __device__ float score_factor(const AttentionMask<T>& mask, double scale) {
@@ -463,7 +457,6 @@ __device__ float score_factor(const AttentionMask<T>& mask, double scale) {
   return scaled ? 1 : static_cast<float>(scale * 1.4426950408889634);
 }
 
-// The score is in units of log2.
 template <typename T>
 __device__ void add_mask_element(float& score, const AttentionMask<T>& mask, int64_t at) {
   if (mask.allowed) {
@@ -473,9 +466,8 @@ __device__ void add_mask_element(float& score, const AttentionMask<T>& mask, int
   }
 }
 
-// Calls apply(m, n, e, element) for each of the thread's scores. `mask` points to the head's first element; `row` and
-// `column` are those of the warp's first score. Scores beyond the last row or column, which are not used, get another
-// score's element. kPairs loads two neighbouring columns at once.
+// Calls apply(m, n, e, element) for each of the thread's scores. `mask` points to the head's first element. Scores
+// beyond the last row or column, which are not used, get another score's element.
 template <bool kPairs, int kM, int kN, typename M, typename Apply>
 __device__ void for_mask(const M* mask, int row, int rows, int64_t row_stride, int column, int columns,
                          int64_t column_stride, const Apply& apply) {
@@ -511,7 +503,7 @@ __device__ void for_mask(const M* mask, int row, int rows, int64_t row_stride, i
     for_mask<false, kM, kN>(mask, row, rows, row_stride, column, columns, column_stride, apply);
 }
 
-// The scores are in units of log2. `base` is the index of the head's first mask element.
+// Scores are in units of log2; `base` is the index of the head's first mask element.
 template <typename T, int kM, int kN>
 __device__ void add_mask(float (&scores)[kM][kN][4], const AttentionMask<T>& mask, int64_t base, int row, int rows,
                          int64_t row_stride, int column, int columns, int64_t column_stride) {
@@ -528,8 +520,8 @@ __device__ void add_mask(float (&scores)[kM][kN][4], const AttentionMask<T>& mas
 
 // ---- dropout --------------------------------------------------------------------------------------------------------
 
-// Calls drop(m, n, e) for each dropped score; rows are queries, columns are keys. A thread's 8 elements of two
-// neighbouring accumulator tiles are one group of philox.h.
+// Rows are queries, columns are keys. A thread's 8 elements of two neighbouring accumulator tiles are one group of
+// philox.h.
 template <int kM, int kN, typename Drop>
 __device__ void for_dropped(const DropoutDraw& dropout, int64_t head, int query, int key, const Drop& drop) {
   const int lane = threadIdx.x % 32;
@@ -545,8 +537,8 @@ __device__ void for_dropped(const DropoutDraw& dropout, int64_t head, int query,
     }
 }
 
-// As for_dropped(), with rows that are keys. Two lanes with neighbouring keys need halves of the same two groups: each
-// lane draws one group, and they exchange words.
+// Rows are keys, columns are queries. Two lanes with neighbouring keys need halves of the same two groups: each lane
+// draws one group, and the lanes exchange words.
 template <int kM, int kN, typename Drop>
 __device__ void for_dropped_transposed(const DropoutDraw& dropout, int64_t head, int key, int query, const Drop& drop) {
   const int lane = threadIdx.x % 32;
@@ -558,7 +550,7 @@ __device__ void for_dropped_transposed(const DropoutDraw& dropout, int64_t head,
       const PhiloxWords own = dropout_words(dropout.seed, dropout.offset, static_cast<uint32_t>(head),
                                             (query + 8 * n) / 2 + lane % 4 * 2 + odd, (key + 16 * m) / 4 + lane / 8);
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {  // query + 8 * (w / 2), key + 8 * (w % 2)
+      for (int w = 0; w < 4; ++w) {
         const uint32_t other = __shfl_xor_sync(~0u, own.word[w], 4);
         const uint32_t words[2] = {odd ? other : own.word[w], odd ? own.word[w] : other};
 #pragma unroll
@@ -570,7 +562,6 @@ __device__ void for_dropped_transposed(const DropoutDraw& dropout, int64_t head,
 
 // ---- the order of thread blocks -------------------------------------------------------------------------------------
 
-// `rows` is the number of keys (or queries) over which a thread block iterates.
 template <typename T>
 HeadTiles mma_order(int64_t tiles, int64_t heads, int64_t rows, int64_t head_size, bool longest_last) {
   constexpr int64_t kSectionBytes = 32 << 20;
@@ -587,7 +578,7 @@ bool suits_chunks(const HeadsView<T>& t) {
          t.token % kElements == 0;
 }
 
-// Whether the current device runs code that was compiled for sm_80 or later, and therefore has mma.sync.
+// Whether the code that this device runs was compiled for sm_80 or later, and has mma.sync.
 template <auto kKernel>
 bool built_for_mma() {
   return once_a_device([](int) {
@@ -616,15 +607,14 @@ bool mma_supports(const Params& p) {
          suits_chunks(p.query) && suits_chunks(p.key) && suits_chunks(p.value) && suits_chunks(p.out);
 }
 
-// With a positive scale, the largest dot product has the largest score.
 template <typename T, typename Params>
 bool is_plain(const Params& p) {
   return p.scale > 0 && p.dropout.probability == 0 && !p.mask.key_begin && !p.mask.key_end && !p.mask.allowed &&
          !p.mask.bias;
 }
 
-// Calls fn with the smallest compiled HS of at least head_size. Calls that are not plain need kGeneral; kernels without
-// it are compiled for 64 and 128 channels only, the usual head sizes of models.
+// Calls that are not plain need kGeneral. Kernels without kGeneral are compiled for 64 and 128 channels only, the usual
+// head sizes of models.
 template <typename T, bool kExact, typename Fn>
 Status for_mma_shape(int64_t head_size, bool plain, const Fn& fn) {
   if (head_size <= 32) return fn.template operator()<32, true, kExact>();

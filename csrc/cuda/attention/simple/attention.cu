@@ -17,7 +17,6 @@ constexpr int kThreads = 256;
 
 // ---- which keys a query sees ----------------------------------------------------------------------------------------
 
-// `bias` becomes the additive mask's value, or 0.
 template <typename T>
 __device__ bool sees(const AttentionMask<T>& mask, const AttentionSizes& sizes, const QueryHead& head, int64_t i,
                      int64_t j, accumulate_t<T>& bias) {
@@ -33,8 +32,8 @@ __device__ bool sees(const AttentionMask<T>& mask, const AttentionSizes& sizes, 
   return bias != -static_cast<A>(INFINITY);
 }
 
-// The keys that the tile of queries at `row` may see according to the causal mask and the key bounds. Other keys are
-// not read, because they may be NaN.
+// The keys that a tile of queries may see according to causality and key bounds. Other keys may be NaN, and are not
+// read.
 struct KeyRange {
   int64_t begin = 0;
   int64_t end;
@@ -54,13 +53,12 @@ struct KeyRange {
 template <typename A>
 struct TileShape {
   static constexpr int kVector = 16 / sizeof(A);
-  static constexpr int kChunk = 128 / sizeof(A);  // columns that multiply_rows() loads at a time
+  static constexpr int kChunk = 128 / sizeof(A);  // columns per iteration of multiply_rows()
   static constexpr int kChunkPitch = kChunk + kVector;
-  static constexpr int kRowsAtATime = 16;  // rows that add_weighted_rows() loads at a time
+  static constexpr int kRowsAtATime = 16;  // rows per iteration of add_weighted_rows()
   static constexpr int kWeightPitch = kTile + kVector;
 };
 
-// kTiles tiles of weights, and the rows that multiply_rows() or add_weighted_rows() has loaded.
 template <typename A, int kColumns, int kTiles>
 struct Shared {
   using Shape = TileShape<A>;
@@ -138,8 +136,8 @@ __device__ void multiply_rows(accumulate_t<T>* tile, const Rows<T>& x, const Row
       tile[(4 * ty + i) * TileShape<A>::kWeightPitch + tx + 16 * j] = static_cast<A>(sums[i][j]);
 }
 
-// sums (64, HS) += weights (64, 64) x. The kRowsAtATime rows of an iteration are summed separately, so that rounding
-// errors grow with the number of iterations, not of rows.
+// sums (64, HS) += weights (64, 64) x. Each iteration's rows are summed separately, so that rounding errors grow with
+// the number of iterations.
 template <typename T, int kColumns>
 __device__ void add_weighted_rows(accumulate_t<T> (&sums)[4][kColumns], const accumulate_t<T>* weights,
                                   const Rows<T>& x, int head_size, accumulate_t<T>* shared) {
@@ -252,11 +250,10 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Written by attention_backward_delta_kernel (delta) and by the kernel for dq (correction).
 template <typename A>
 struct RowStatistics {
   A* delta;       // sum(dout * out) - dlogsumexp
-  A* correction;  // multiplies exp(score - logsumexp)
+  A* correction;  // of exp(score - logsumexp)
 };
 
 template <typename T>
@@ -278,8 +275,8 @@ __global__ void attention_backward_delta_kernel(const __grid_constant__ Attentio
   }
 }
 
-// For query i and key j: turns `weight` from q k into the probability P times dropout's factor, and `gradient` from
-// dout v into dS. Returns P before dropout. `correction` may be null.
+// Turns `weight` from the dot product of q and k into the probability P times dropout's factor, and `gradient` from the
+// dot product of dout and v into dS. Returns P before dropout.
 template <typename T>
 __device__ accumulate_t<T> weight_and_gradient(const AttentionBackward<T>& p, const DropoutDraw& dropout,
                                                const accumulate_t<T>* delta, const accumulate_t<T>* correction,
@@ -292,8 +289,8 @@ __device__ accumulate_t<T> weight_and_gradient(const AttentionBackward<T>& p, co
     weight = gradient = 0;
     return 0;
   }
-  // Rounded as in the forward: the gradients of nearly equal keys cancel only if their probabilities equal those from
-  // which the forward computed out.
+  // The score is rounded as in the forward, because the gradients of nearly equal keys cancel only if the probabilities
+  // equal those of the forward.
   A probability = exp(fma(weight, static_cast<A>(p.scale), bias) - p.logsumexp[row]);
   if (correction) probability *= correction[row];
   const A factor = !dropout.drops()                  ? A(1)
@@ -404,7 +401,6 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-// Uses the smallest compiled kColumns with which 16 threads cover a head's columns.
 template <typename S, typename Fn>
 Status for_columns(int64_t head_size, const Fn& fn) {
   if (head_size <= 32) return fn.template operator()<S, 2>();
@@ -413,7 +409,7 @@ Status for_columns(int64_t head_size, const Fn& fn) {
   return fn.template operator()<S, 16>();
 }
 
-// Scores are summed in S. For float32 with few queries or keys, S is float64, because torch then computes a
+// S is the type of the scores' sums. For float32 with few queries or keys, S is float64, because torch then computes a
 // matrix-vector product, whose short sums are very accurate. A score's error becomes a relative error of its
 // probability.
 template <typename T, typename Fn>

@@ -1,6 +1,7 @@
 // Attention's backward for sm_90a, head sizes up to 64 (larger ones: backward_128.cu). One kernel computes dq, one dk
-// and dv; both sum in registers in a fixed order, without atomics. ' is the transpose, S = q k', g the gradient of out;
-// D = sum(g * out) - dlogsumexp and bias = -logsumexp log2(e) for each query; scale_log2 = scale log2(e).
+// and dv; both sum in registers in a fixed order. ' is the transpose, S = q k', P are the probabilities, g is the
+// gradient of out; for each query, D = sum(g * out) - dlogsumexp and bias = -logsumexp log2(e); scale_log2 = scale
+// log2(e).
 //
 //   dS = P (g v' - D)    dq = scale dS k    dk = scale dS' q    dv = P' g
 //
@@ -77,7 +78,7 @@ __device__ void load_query_tiles(const Sm90Backward<T>& p, DqueryShared& shared)
     if constexpr (Mask::kBlocks) {
       seen.for_each_from_last<1>(load_block);
     } else {
-#pragma unroll 1  // not unrolled, to save registers
+#pragma unroll 1  // saves registers
       for (int block = blocks - 1; block >= 0; --block) load_block(block);
     }
   }
@@ -129,8 +130,8 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
 #pragma unroll
     for (int i = 0; i < 32; ++i) dquery[i] = 0;
 
-    // Processes block j, whose scores are in `current`; leaves the scores of block j+1 in `next`. Returns the stage of
-    // j.
+    // Processes block j, whose scores are in `current`, and leaves the scores of block j+1 in `next`. Returns j's
+    // stage.
     const auto step = [&](float (&current)[32], float (&next)[32]) {
       const int now = ring.slot;
       multiply<T>(dp, g, shared.block[now][1]);
@@ -149,7 +150,7 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
       hide_keys<Mask>(current, p, own, tile.head, first_row, row, first_key);
       probabilities_of_rows(current, p.problem.scale_log2, bias);
       if constexpr (kDropout) for_kept<32>(dropout, tile.head, first_row + warp * 16, first_key, MarkDropped(current));
-      wgmma_wait<1>();  // for dp, and for the previous block's dq
+      wgmma_wait<1>();  // for dp and the previous dq
       pin_registers(dp);
       pin_registers(ds);
       score_gradients_of_rows<kDropout>(dp, current, delta);
@@ -161,7 +162,7 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
       return now;
     };
 
-    // Releases the previous call's stage, whose dq is complete; the next call releases `slot`.
+    // The matmul for dq still reads stage `freed`, until the next step has waited for dq.
     int freed = -1;
     const auto free_block = [&](int slot) {
       barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty[max(freed, 0)]);
@@ -214,7 +215,7 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
 #pragma unroll
     for (int i = 0; i < 32; ++i) dkey[i] = dvalue[i] = 0;
 
-    // Skips a head's first blocks if their queries see none of the warpgroup's keys.
+    // Skips the blocks at a head's start whose queries see none of the warpgroup's keys.
     int own_first = tile.first;
     if constexpr (Mask::kCausal) own_first = max(tile.first, (first_row - p.problem.query_offset) / kBlock);
     const int end = tile.first + tile.blocks;
@@ -227,8 +228,6 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
     SeenByWarpgroup<kStages, true> seen;
     seen.left = Mask::kBlocks ? tile.blocks : 0;
 
-    // Processes block j, whose scores are in `current`; leaves the scores of block j+1 in `next`. Returns the stage of
-    // j.
     const auto step = [&](float (&current)[32], float (&next)[32]) {
       const int now = ring.slot;
       const OwnBlock<1> own = seen.own;
@@ -240,13 +239,12 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       if constexpr (Mask::kBlocks) {
         --seen.left;
         seen.find(p.mask.blocks, shared, ring, first_row);
-        more = false;  // find() has waited for the block
+        more = false;  // find() has waited already
       } else if (++block == end) {
         more = ++member < p.problem.group;
         if (more) begin_head();
       }
       if (more) barrier_wait(shared.block_full[ring.slot], ring.phase);
-      // After the last block, the result is not used.
       multiply<T>(next, k, shared.block[ring.slot][0]);
 
       hide_queries<Mask>(current, p, own, head, first_row, row, first_query);
@@ -257,7 +255,7 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       complete(last);
       if constexpr (kDropout)
         for_kept_transposed<32>(dropout, head, first_row + warp * 16, first_query, MarkDropped(current));
-      wgmma_wait<1>();  // for dp, and for the previous block's dv and dk
+      wgmma_wait<1>();  // for dp and the previous dv, dk
       pin_registers(dp);
       pin_registers(weights);
       pin_registers(ds);
@@ -271,7 +269,6 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       return now;
     };
 
-    // Releases the previous call's stage, whose dv and dk are complete; the next call releases `slot`.
     int freed = -1;
     const auto free_block = [&](int slot) {
       barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty[max(freed, 0)]);

@@ -9,7 +9,7 @@
 namespace gptkernels::cuda {
 
 constexpr int kComputingWarps = 8;
-constexpr int kRowPanel = 128 * kPanelRowBytes;   // of a tile (cuda/ptx/wgmma.cuh)
+constexpr int kRowPanel = 128 * kPanelRowBytes;   // of a tile
 constexpr int kBlockPanel = 64 * kPanelRowBytes;  // of a block
 
 // A tile is 128 queries for dq, or 128 keys for dk and dv; the thread block iterates over blocks of 64 keys or queries.
@@ -21,41 +21,40 @@ struct BackwardShape {
   static constexpr int kThreads = 3 * kWarpgroup;
   static constexpr int kRowBytes = kPanels * kRowPanel;
   static constexpr int kBlockBytes = kPanels * kBlockPanel;
-  static constexpr int kStoredRows = HS == 64 ? 64 : kRows;  // rows per TMA box of dq, dk and dv
+  static constexpr int kStoredRows = HS == 64 ? 64 : kRows;  // rows per TMA box of results
 };
 
 struct alignas(16) BackwardTile {
   int row;   // -1 after the last tile
-  int head;  // query head (for dk and dv, key head), counted over all batches
+  int head;  // query head (for dk and dv: key head), counted over all batches
   int first;
   int blocks;  // of one query head, or, with a block mask, of all query heads that share the keys
 };
 
 template <typename T>
 struct Sm90Backward {
-  CUtensorMap query, key, value, out, dout;  // TMA boxes of kRows rows for a tile, of kBlock rows for a block
+  CUtensorMap query, key, value, out, dout;  // boxes of tiles or blocks
   CUtensorMap dquery, dkey, dvalue;
   const float* logsumexp;
   const float* dlogsumexp;
-  // Computed by the kernel for dq, and read by the kernel for dk and dv.
-  float* row_bias;   // -logsumexp * log2(e); shifted_bias() in a row with a shift
-  float* row_delta;  // D = sum(dout * out) - dlogsumexp; with dropout, (1 - p) D
-  int64_t pitch;     // elements per head of row_bias and of row_delta
+  // The kernel for dq computes D and the bias of each query, and the kernel for dk and dv reads them.
+  float* row_bias;   // -logsumexp * log2(e), or shifted_bias()
+  float* row_delta;  // D; with dropout, (1 - p) D
+  int64_t pitch;     // elements per head
   Sm90Problem<T> problem;
   TileOrder order;
   Sm90Mask mask;
 
 #ifdef __CUDACC__
-  // `head` is a query head, counted over all batches.
+  // `head` is counted over all batches.
   __device__ int mask_head(int head) const { return mask.blocks.mask_head(head / problem.heads, head % problem.heads); }
 #endif
 };
 
-// For head sizes of 72 to 128.
 template <typename T>
 Status attention_backward_sm90_128(const AttentionBackward<T>& p, Stream stream);
 
-// For many short heads (backward_one_pass.cu); all require attention_backward_sm90_supports().
+// For many short heads. Requires attention_backward_sm90_supports().
 template <typename T>
 bool attention_backward_sm90_head_supports(const AttentionBackward<T>& p);
 template <typename T>
@@ -71,19 +70,17 @@ Sm90Problem<T> backward_problem(const AttentionBackward<T>& p) {
   return problem;
 }
 
-// Padded to whole tiles.
 inline int64_t statistics_pitch(int64_t queries) {
   constexpr int kRows = BackwardShape<64>::kRows;
   return ceil_div(queries, kRows) * kRows;
 }
 
-// Bytes before the arrays of a mask: a counter of tiles for each kernel (TileOrder), and the statistics.
+// The size of the workspace before the arrays of a mask: TileOrder's counters and the statistics.
 inline int64_t backward_workspace(const AttentionSizes& s) {
   const int64_t statistics = 2 * s.batches * s.heads * statistics_pitch(s.queries);
   return ceil_div(256 + statistics * static_cast<int64_t>(sizeof(float)), 256) * 256;
 }
 
-// Under the causal mask, each kernel starts with the tiles that need the most iterations.
 template <typename T, typename DqueryShared, typename DkeyShared, auto kDquery, auto kDkey>
 Status launch_backward(const AttentionBackward<T>& p, Stream stream) {
   constexpr int kRows = DqueryShared::kRows, kBlock = DqueryShared::kBlock, kThreads = DqueryShared::kThreads;

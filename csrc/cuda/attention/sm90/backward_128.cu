@@ -1,14 +1,14 @@
-// The two kernels of backward.cu, whose notation applies, for head sizes of 72 to 128. The sums take 64 registers per
+// The two kernels of backward.cu, with the same notation, for head sizes of 72 to 128. The sums take 64 registers per
 // thread for dq and 128 for dk and dv, so fewer operands fit in registers:
 //
 // - The kernel for dq keeps only the queries and dS in registers. For dP = g v' it reads both operands from shared
 //   memory.
-// - The kernel for dk and dv reads keys and values from shared memory, and keeps the scores of one block. It waits for
-//   S' and dP' before the next exponentials, during which dk and the other warpgroup's MMAs run.
+// - The kernel for dk and dv reads keys and values from shared memory, and waits for S' and dP' before the next
+//   exponentials, during which dk and the other warpgroup's MMAs run.
 //
-// Results are stored through the buffers of dout (dq), keys (dk) and values (dv). There is no pause between tiles: a
-// tile's last iteration starts the MMAs of the next tile's first block (block j+1 below), while a loading thread stores
-// the results. Therefore each tile must have at least one block.
+// dq is stored through the buffer of dout, and dk and dv through those of keys and values. There is no pause between
+// tiles: a tile's last iteration starts the MMAs of the next tile's first block (block j+1 below), while a loading
+// thread stores the results. Therefore each tile must have at least one block.
 //
 //   for dq, for each block j of keys of all tiles:      for dk and dv, for each block j of queries:
 //     start dP = g v(j)'                                  P' = exp2(S' * scale_log2 + bias); wait for dk
@@ -25,19 +25,19 @@ namespace gptkernels::cuda {
 namespace {
 
 struct DqueryShared : BackwardShape<128> {
-  // A warpgroup that waits for keys holds the keys of two blocks and may have skipped one block at the start of a tile,
-  // so fewer than 4 buffers of keys could deadlock. It holds the values of at most one block.
+  // A warpgroup that waits for keys holds the keys of two blocks, and may have skipped one block at the start of a
+  // tile, so fewer than 4 buffers of keys could deadlock. It holds the values of at most one block.
   static constexpr int kKeys = 4;
   static constexpr int kValues = 2;
-  static constexpr int kDouts = 2;  // two, because dq is stored through them
+  static constexpr int kDouts = 2;  // dq is stored through dout
 
   Buffer<kRowBytes> query, out, dout[kDouts];
   Buffer<kBlockBytes> key[kKeys], value[kValues];
-  // "full": query, out and dout are loaded. tile_empty: query and out have been read. dout_empty: dq is stored.
+  // tile_full: query, out and dout are loaded. tile_empty: query and out have been read. dout_empty: dq is stored.
   Barrier tile_full, tile_empty, dout_empty[kDouts], dquery_full[kDouts];
   Barrier key_full[kKeys], key_empty[kKeys], value_full[kValues], value_empty[kValues];
-  Barrier tile_taken, tile_wanted;  // between the two loading threads
-  BackwardTile next_tile;           // its query, out and dout are in the buffers, or are being loaded
+  Barrier tile_taken, tile_wanted;  // between the loading threads
+  BackwardTile next_tile;           // tile of query, out and dout
   BackwardTile loaded_tile;         // tile whose keys and values are loaded next; at most one tile ahead
   MaskedBlock masked[kKeys];
 
@@ -71,7 +71,6 @@ constexpr int kKeys = DqueryShared::kKeys, kValues = DqueryShared::kValues, kDou
 
 // ---- dq -------------------------------------------------------------------------------------------------------------
 
-// Also determines the thread block's tiles.
 template <typename Mask, typename T>
 __device__ void load_query_tiles(const Sm90Backward<T>& p, DqueryShared& shared) {
   RingPosition<kDouts> dout;
@@ -103,7 +102,7 @@ __device__ void load_query_tiles(const Sm90Backward<T>& p, DqueryShared& shared)
 
 template <typename Mask, typename T>
 __device__ void load_key_blocks(const Sm90Backward<T>& p, DqueryShared& shared) {
-  constexpr int kAhead = 3;  // the next tile is taken when this many blocks are still to be loaded
+  constexpr int kAhead = 3;  // blocks that are still to be loaded when the next tile is taken
   RingPosition<kKeys> key;
   RingPosition<kValues> value;
   for (unsigned phase = 0;; phase ^= 1) {
@@ -132,7 +131,7 @@ __device__ void load_key_blocks(const Sm90Backward<T>& p, DqueryShared& shared) 
       seen.for_each_from_last<1>([&](int block) { load_block(block, --left); });
       if (left > 0) load_block(0, 0);
     } else {
-#pragma unroll 1  // not unrolled, to save registers
+#pragma unroll 1  // saves registers
       for (int block = tile.blocks - 1; block >= 0; --block) load_block(block, block);
     }
   }
@@ -166,14 +165,14 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
   float scores_a[32], scores_b[32], dp[32], dquery[64], bias[2], delta[2];
   uint32_t q[32], ds[16];
   RowStatistics<T, Mask> statistics;
-  RingPosition<kKeys> key;      // slot of the keys for the scores that were started last
-  RingPosition<kValues> value;  // slot of the values for the next dP = g v'
+  RingPosition<kKeys> key;      // of the latest scores
+  RingPosition<kValues> value;  // of the next dP = g v'
   RingPosition<kDouts> dout;
   unsigned phase = 0;
   int row, head, block;
-  int passed = 0;        // skipped blocks of the tile whose values are still to be released
-  int freed = -1;        // slot of the keys that the running dq reads; released when the next step has waited for dq
-  OwnBlock<1> own = {};  // mask of the block whose scores were started last
+  int passed = 0;        // skipped blocks whose values are still to be released
+  int freed = -1;        // slot of the keys that the running dq reads
+  OwnBlock<1> own = {};  // mask of the latest scores
   bool accumulate = false;
   const auto thread_row = [&](int tile_row) { return tile_row + warp_row + lane / 4; };
 
@@ -197,7 +196,7 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
     return true;
   };
 
-  // Computes D and the bias; releases query, out, and the values of the blocks that begin_tile() skipped.
+  // Also releases query, out, and the values of the blocks that begin_tile() skipped.
   const auto finish_statistics = [&] {
     delta[0] = delta[1] = 0;
 #pragma unroll
@@ -241,7 +240,7 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
     }
     start_scores(next, more);  // after the last tile, the result is not used
 
-    wgmma_wait<1>();  // for dp, and for the previous block's dq
+    wgmma_wait<1>();  // for dp and the previous dq
     pin_registers(dp);
     pin_registers(ds);
     barrier_arrive_if(lane == 0, shared.value_empty[value.slot]);
@@ -310,16 +309,16 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
   uint32_t weights[16];
   RingPosition<kStages> ring;
   RingPosition<kTiles> at;
-  // The first of the warpgroup's 64 keys; bit 6 tells the half of the tile. The warpgroups exchange the halves after
-  // every tile, because under the causal mask one half is visible to one more block of queries.
+  // Bit 6 of `row` tells the warpgroup's half of the tile. The warpgroups exchange the halves after every tile, because
+  // under the causal mask one half is visible to one more block of queries.
   int row = warpgroup * 64;
   int block, end, member = 0;
-  OwnBlock<1> own = {};  // mask of the block whose scores were started last
+  OwnBlock<1> own = {};  // mask of the latest scores
   bool accumulate = false;
-  int freed = -1;  // slot of the block that the running dk reads; released when dk is complete
+  int freed = -1;                                                 // slot of the block that the running dk reads
   const auto half = [&] { return (row & 64) * kPanelRowBytes; };  // offset in a panel
 
-  // Skips a head's first blocks if their queries see none of the warpgroup's keys.
+  // Skips the blocks at a head's start whose queries see none of the warpgroup's keys.
   const auto begin_head = [&] {
     block = shared.tiles[at.slot].first;
     if constexpr (Mask::kCausal) {
@@ -327,7 +326,6 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       for (; block < own_first; ++block) pass_over(shared.block_full, shared.block_empty, ring);
     }
   };
-  // Returns false after the last tile.
   const auto begin_tile = [&] {
     barrier_wait(shared.tile_full[at.slot], at.phase);
     const BackwardTile& tile = shared.tiles[at.slot];
@@ -345,14 +343,13 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
     multiply<T, 128>(scores, panel_descriptor(shared.tile[at.slot][0] + half()), shared.block[ring.slot][0]);
     multiply<T, 128>(dp, panel_descriptor(shared.tile[at.slot][1] + half()), shared.block[ring.slot][1]);
   };
-  // Replaces the scores by P', while dk of the previous block is computed.
   const auto start_dvalue = [&] {
     const int now = ring.slot;
     hide_queries<Mask>(scores, p, own, Mask::kAdds ? shared.tiles[at.slot].head * p.problem.group + own.member : 0, row,
                        row + warp * 16 + lane / 4, Mask::kBlocks ? own.first : block * kBlock);
     probabilities_of_columns(scores, p.problem.scale_log2, shared.bias[now]);
     complete(fmaxf(fmaxf(scores[7], scores[15]), fmaxf(scores[23], scores[31])));
-    wgmma_wait<0>();  // for the previous block's dk
+    wgmma_wait<0>();  // for the previous dk
     pin_registers(weights);
     barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty[max(freed, 0)]);
     freed = now;

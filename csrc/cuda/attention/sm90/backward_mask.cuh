@@ -24,12 +24,11 @@ using AdditiveMask = MaskPolicy<false, true, true>;
 template <typename Barriers, int kStages>
 __device__ void pass_over(const Barriers& full, const Barriers& empty, RingPosition<kStages>& ring) {
   barrier_wait(full[ring.slot], ring.phase);
-  __syncwarp();  // lane 0 arrives for all lanes
+  __syncwarp();  // lane 0 arrives for all
   barrier_arrive_if(threadIdx.x % 32 == 0, empty[ring.slot]);
   ring.advance();
 }
 
-// For the warpgroup's 64 rows from `row` on.
 template <bool kRowsAreKeys>
 __device__ OwnBlock<1> own_block(const MaskBlocks& blocks, const MaskedBlock& block, int row) {
   const int own_row = threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
@@ -57,10 +56,9 @@ template <int kStages, bool kRowsAreKeys>
 struct SeenByWarpgroup {
   static constexpr int kMostPassed = kStages - 3;
   OwnBlock<1> own;
-  int left;        // including the current block; 0 after the last block
-  int passed = 0;  // skipped between the previously computed block and the current block
+  int left;        // including the current one
+  int passed = 0;  // blocks skipped before the current one
 
-  // For the warpgroup's 64 rows from `row` on.
   template <typename Shared>
   __device__ void find(const MaskBlocks& blocks, Shared& shared, RingPosition<kStages>& ring, int row) {
     const int passed_before = passed;
@@ -77,7 +75,7 @@ struct SeenByWarpgroup {
 
 // ---- scores ---------------------------------------------------------------------------------------------------------
 
-// Row r of the thread: hides the block's columns before `limit` if kBefore, else from `limit` on.
+// Hides the columns before `limit` if kBefore, otherwise the columns from `limit` on.
 template <bool kBefore>
 __device__ void hide_columns(float (&scores)[32], int r, int limit) {
   limit -= 2 * static_cast<int>(threadIdx.x % 4);
@@ -88,8 +86,7 @@ __device__ void hide_columns(float (&scores)[32], int r, int limit) {
       if ((8 * i + c < limit) == kBefore) scores[4 * i + 2 * r + c] = -INFINITY;
 }
 
-// Rows are queries: `first_row` is the warpgroup's first, `row` the first of the thread's two. Adds the mask's values,
-// and hides keys that a query does not see.
+// Rows are queries: `first_row` is the warpgroup's first row, `row` the first of the thread's two rows.
 template <typename Mask, typename T>
 __device__ void hide_keys(float (&scores)[32], const Sm90Backward<T>& p, const OwnBlock<1>& own, int head,
                           int first_row, int row, int first_key) {

@@ -1,8 +1,7 @@
-// Attention's backward for sm_90a with one thread block per head: five matmuls, since scores are computed once, instead
-// of the seven of backward.cu. For up to 1024 queries and 64 channels, and enough heads to keep the SMs busy. S are the
-// scores, P the probabilities, g is the gradient of out, and D = sum(g out) - dlogsumexp for each query.
-//
-// For each tile of 128 keys, a thread block processes the blocks of 64 queries that see the tile. Its warpgroups:
+// Attention's backward for sm_90a with one thread block per head. Scores are computed once, so that there are five
+// matmuls instead of the seven of backward.cu (notation: there). It supports up to 1024 queries and 64 channels, and
+// needs enough heads to keep the SMs busy. For each tile of 128 keys, a thread block processes the blocks of 64 queries
+// that see the tile. Its warpgroups:
 //
 //   - one loads tiles; two of its warps compute D of the next head
 //   - two have 64 keys each: they sum dk and dv in registers, and pass dS^T in shared memory to the last warpgroup
@@ -19,22 +18,21 @@
 namespace gptkernels::cuda {
 namespace {
 
-constexpr int kRows = 128;  // keys of a tile, 64 for each of two warpgroups
+constexpr int kRows = 128;  // keys of a tile
 constexpr int kBlock = 64;
 constexpr int kMostQueries = 1024;
 constexpr int kMostBlocks = kMostQueries / kBlock;
 constexpr int kThreads = 4 * kWarpgroup;
-constexpr int kTiles = 2;    // buffers of keys and values
-constexpr int kStages = 4;   // buffers of queries and dout
-constexpr int kParts = 2;    // buffers of a warpgroup's dS^T
-constexpr int kHeads = 2;    // buffers of a head's statistics
-constexpr int kHelpers = 2;  // warps that compute statistics, each for kHelperRows queries of every block
+constexpr int kTiles = 2;    // of keys and values
+constexpr int kStages = 4;   // of queries and dout
+constexpr int kParts = 2;    // of a warpgroup's dS^T
+constexpr int kHeads = 2;    // of a head's statistics
+constexpr int kHelpers = 2;  // warps that compute statistics
 constexpr int kHelperRows = kBlock / kHelpers;
 constexpr int kSums = kBlock * 64;
 constexpr int kKeyWarps = 8;
 constexpr int kDqueryWarps = 4;
 
-// Offsets in shared memory.
 constexpr int kTileBytes = kRows * kPanelRowBytes;
 constexpr int kBlockBytes = kBlock * kPanelRowBytes;
 constexpr int kHelperBytes = kHelperRows * kPanelRowBytes;
@@ -57,7 +55,7 @@ struct HeadBackward {
   CUtensorMap dkey, dvalue;             // boxes of 16 rows
   const float* logsumexp;
   const float* dlogsumexp;
-  float* sums;  // kSums elements of dq per thread block and block of queries, in the order of the accumulators
+  float* sums;  // of dq: kSums per thread block and block of queries, in the accumulators' order
   Sm90Problem<T> problem;
   int blocks;
   int tiles;
@@ -126,7 +124,7 @@ struct Shared {
 struct BlockWalk {
   int block;
   int step;
-  int left;  // blocks left, including `block`
+  int left;  // including `block`
 
   __device__ BlockWalk(int begin, int end, int tile)
       : block(tile % 2 ? end - 1 : begin), step(tile % 2 ? -1 : 1), left(end - begin) {}
@@ -136,7 +134,6 @@ struct BlockWalk {
   }
 };
 
-// The first block with a query that sees `key` or a later key.
 template <bool kCausal, typename T>
 __device__ int first_block(const HeadBackward<T>& p, int key) {
   return kCausal ? min(max(key - p.problem.query_offset, 0) / kBlock, p.blocks) : 0;
@@ -147,13 +144,13 @@ __device__ BlockWalk walk_of_tile(const HeadBackward<T>& p, int tile) {
   return {first_block<kCausal>(p, tile * kRows), p.blocks, tile};
 }
 
-// The warpgroups exchange the halves of a tile at each tile, because under the causal mask one half of the keys is seen
-// by one block of queries more than the other half.
+// The warpgroups exchange halves at each tile, because under the causal mask one half of the keys is seen by one block
+// of queries more than the other half.
 __device__ inline int half_of(int tile, int warpgroup) {
   return (tile + warpgroup) % 2;
 }
 
-// The first block that sees any of the 64 keys from `key` on; p.blocks if these are beyond the last key.
+// Returns p.blocks for 64 keys beyond the last key.
 template <bool kCausal, typename T>
 __device__ int own_first_block(const HeadBackward<T>& p, int key) {
   return key < p.problem.keys ? first_block<kCausal>(p, key) : p.blocks;
@@ -175,7 +172,7 @@ __device__ void load_tiles(const HeadBackward<T>& p, const Shared& shared) {
       tma_load_once(shared.key(at.slot), p.key, 0, tile * kRows, head, batch, tile_full);
       tma_load_once(shared.value(at.slot), p.value, 0, tile * kRows, head, batch, tile_full);
       at.advance();
-#pragma unroll 1  // not unrolled, to save registers
+#pragma unroll 1  // saves registers
       for (BlockWalk walk = walk_of_tile<kCausal>(p, tile); walk.left > 0; walk.advance()) {
         const uint32_t full = shared.block_full(ring.slot);
         barrier_wait(shared.block_empty(ring.slot), ring.phase ^ 1);
@@ -206,7 +203,7 @@ __device__ float row_product(uint32_t out, uint32_t dout, int row) {
   return even + odd;
 }
 
-// The order of statistics in a block makes those of a thread's 16 columns adjacent.
+// The statistics of a thread's 16 columns are adjacent.
 __device__ inline int statistics_place(int query) {
   return query % 8 / 2 * 16 + query / 8 * 2 + query % 2;
 }
@@ -278,7 +275,7 @@ __device__ void stage_transposed(const float (&tile)[32], float factor, uint32_t
   }
 }
 
-// dq^T = k^T dS^T, with the keys of a tile in registers.
+// dq^T = k^T dS^T, with a tile's keys in registers.
 template <typename T, bool kCausal>
 __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
   constexpr int kBarrier = 1;
@@ -287,7 +284,7 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
   const int heads = p.problem.batches * p.problem.heads;
   float* const own_sums = p.sums + static_cast<int64_t>(blockIdx.x) * p.blocks * kSums + thread * 4;
   float dquery[32];
-  uint32_t keys[2][16];  // keys of both halves of a tile
+  uint32_t keys[2][16];  // both halves of a tile
   RingPosition<kTiles> at;
   RingPosition<kParts> part[2];
   const auto multiply_part = [&](int warpgroup, bool accumulate) {
@@ -331,7 +328,7 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
         float* const sums = own_sums + block * kSums;
         int last = p.tiles - 1;
         if (kCausal) last = min(last, (block * kBlock + kBlock - 1 + p.problem.query_offset) / kRows);
-        // In the last tile that a block sees, the matmul starts from the sums of the earlier tiles.
+        // The last tile that a block sees starts from the sums of the earlier tiles.
         const bool finish = tile == last && tile > 0;
         if (finish) {
 #pragma unroll
@@ -381,8 +378,7 @@ __device__ inline void load_statistics(float (&x)[16], uint32_t shared) {
                  : "memory");
 }
 
-// A score becomes -inf if the query does not see the key, or if the key is beyond the last key and must not contribute
-// to dq. The thread's keys are own_key and own_key + 8.
+// A key beyond the last key is hidden, too, because it must not contribute to dq.
 template <bool kCausal, typename T>
 __device__ void hide_scores(float (&scores)[32], const HeadBackward<T>& p, int own_key, int first_query) {
 #pragma unroll
@@ -413,7 +409,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
   RingPosition<kTiles> at;
   RingPosition<kStages> ring;
   RingPosition<kParts> part;
-  int held = -1;  // the tile buffer from which dv is being stored
+  int held = -1;  // buffer whose dv is stored
   const auto release = [&] {
     if (held >= 0 && lane == 0) {
       tma_store_wait_read<1>();
@@ -480,7 +476,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
           }
           complete(last);
           load_statistics(of_query, delta + block * kBlock * 4);
-          wgmma_wait<0>();  // for dp, and for the previous block's dk
+          wgmma_wait<0>();  // for dp and the previous dk
           barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty(max(freed, 0)));
           freed = slot;
           pin_registers(dp);
@@ -504,7 +500,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
           walk.advance();
           start_block(walk.left > 0);
           multiply_add<T>(dkey, ds, shared.query(slot), true);
-          wgmma_wait<2>();  // for the next block's scores
+          wgmma_wait<2>();  // for the next scores
         }
         wgmma_wait<0>();
         pin_registers(dkey);

@@ -1,4 +1,4 @@
-// The arithmetic of the backward kernels for sm_90a; notation as in backward.cu. A thread holds 16 columns of two rows,
+// The arithmetic of the backward kernels for sm_90a (notation: backward.cu). A thread holds 16 columns of two rows,
 // `row` and row + 8, of a warpgroup's 64 x 64 scores (cuda/ptx/wgmma.cuh). Rows are queries in the kernels for dq, and
 // keys in the kernels for dk and dv.
 #pragma once
@@ -19,7 +19,6 @@ __device__ inline void load_a(uint32_t* a, uint32_t panel, int row) {
                   panel + panel_offset(row + lane % 16, 2 * i + lane / 16));
 }
 
-// Stores a warpgroup's 64 rows, multiplied by `factor`, to panels in shared memory.
 template <typename T, int n>
 __device__ void stage_tile(const float (&tile)[n], float factor, uint32_t shared, uint32_t panel_bytes) {
   const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
@@ -52,7 +51,7 @@ __device__ void multiply(float (&d)[32], const uint32_t (&a)[n], uint32_t b) {
   wgmma_commit();
 }
 
-// Starts d = a b', where a and b are (64 x HS). `rows` is the descriptor of a.
+// Starts d = a b', where a and b are (64 x HS), and `rows` is the descriptor of a.
 template <typename T, int HS>
 __device__ void multiply(float (&d)[32], uint64_t rows, uint32_t b) {
   const uint64_t block = panel_descriptor(b);
@@ -117,7 +116,6 @@ struct MarkDropped {
   }
 };
 
-// Dropped elements of P become 0.
 template <bool kDropout, typename T>
 __device__ void weights_to_a(uint32_t (&a)[16], const float (&weights)[32]) {
 #pragma unroll
@@ -159,7 +157,6 @@ __device__ void score_gradients_of_columns(float (&dp)[32], const float (&weight
 
 // ---- statistics of queries ------------------------------------------------------------------------------------------
 
-// Adds the thread's terms of sum(dout * out).
 template <typename T>
 __device__ void add_products(float (&delta)[2], const uint32_t* out, const uint32_t* dout) {
 #pragma unroll
@@ -169,8 +166,8 @@ __device__ void add_products(float (&delta)[2], const uint32_t* out, const uint3
   }
 }
 
-// The bias, -logsumexp * log2(e) (shifted_bias() in a row with a shift), and D = sum(dout * out) - dlogsumexp (times 1
-// - p with dropout) of a thread's two queries. load() is called long before finish() needs the loads.
+// The bias and D (times 1 - p with dropout) of a thread's two queries; shifted_bias() in a row with a shift. load() is
+// called long before finish() needs the values.
 template <typename T, typename Mask>
 struct RowStatistics {
   float logsumexp[2], dlogsumexp[2];
@@ -188,7 +185,7 @@ struct RowStatistics {
     }
   }
 
-  // Turns `delta` from the sums of add_products() into D, and stores D and the bias for the kernel for dk and dv.
+  // On entry, `delta` holds the sums of add_products().
   template <bool kDropout>
   __device__ void finish(const Sm90Backward<T>& p, int head, int row, float (&delta)[2], float (&bias)[2]) const {
 #pragma unroll

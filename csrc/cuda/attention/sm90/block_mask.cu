@@ -14,7 +14,7 @@ template <typename E>
 struct MaskElements {
   const E* data;
   int64_t batch, head, query, key;
-  int64_t batches, heads;  // numbers of different masks; 1 if the dimension is broadcast
+  int64_t batches, heads;  // 1 if broadcast
   int queries, keys;
   bool causal;
   int query_offset;
@@ -23,7 +23,6 @@ struct MaskElements {
   __device__ const E* row(int mask_head, int at) const {
     return data + mask_head / heads * batch + mask_head % heads * head + at * query;
   }
-  // Query `at` may see the keys before end(at).
   __device__ int end(int at) const { return causal ? max(min(keys, at + query_offset + 1), 0) : keys; }
 };
 
@@ -66,7 +65,7 @@ __global__ void __launch_bounds__(32 * kWarps) attention_mask_rows_kernel(const 
   const int step = mask.in_chunks ? kChunk<T> : 1;
   for (int start = 0; start < end && !ordinary; start += 32 * step) {
     const int first = start + lane * step;
-    bool higher = false;  // whether a value is above kLowValue, or NaN
+    bool higher = false;  // than kLowValue, or NaN
     const auto take = [&](float x) {
       higher |= !(x <= kLowValue<T>);
       largest.take(x, 1);
@@ -121,7 +120,7 @@ __device__ uint2 for_accumulators(uint64_t row) {
 // Bit i is set if key i is seen.
 struct SeenRow {
   uint64_t bits = 0;
-  bool added = false;  // whether the mask changes the score of a seen key (kMaskAdded)
+  bool added = false;  // the mask changes a seen score
 
   __device__ void take(int i, bool seen, bool more) {
     bits |= static_cast<uint64_t>(seen) << i;
@@ -140,7 +139,6 @@ struct SeenRow {
       take(i, x != -INFINITY, x != shift);
     }
   }
-  // The 16 bytes at `from` are elements i, i + 1, ... of the row.
   __device__ void take_chunk(int i, const bool* from, float) {
     const uint4 words = __ldg(reinterpret_cast<const uint4*>(from));
     const uint32_t word[4] = {words.x, words.y, words.z, words.w};

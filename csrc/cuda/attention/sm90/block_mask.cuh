@@ -22,13 +22,13 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kMaskBlock = 64;  // queries, and keys, of a block
+constexpr int kMaskBlock = 64;  // queries or keys
 
 enum MaskClass : int {
-  kMaskHidden = 0,  // no query of the block sees a key of the block
+  kMaskHidden = 0,  // no key is seen
   kMaskBits = 1,    // the bits say which keys are seen
-  kMaskAdded = 2,   // the bits say which keys are seen, and the mask changes scores (masks.cuh)
-  kMaskSeen = 3,    // every query sees every key
+  kMaskAdded = 2,   // as kMaskBits, and the mask changes scores (masks.cuh)
+  kMaskSeen = 3,    // every key is seen
 };
 
 // -2^100 in bfloat16, -2^10 in float16
@@ -43,15 +43,14 @@ struct MaskRow {
   float log2_count;
 };
 
-// The classes of the blocks of a tile of 128 rows, which are two rows of blocks.
+// A tile of 128 rows has two rows of blocks.
 struct SeenBlocks {
   const uint8_t* first;
   const uint8_t* second;
-  int words;  // 64-bit words of a row; each word holds the classes of 8 blocks
+  int words;  // of 8 classes
 
 #ifdef __CUDACC__
-  // Word i holds the classes of 8 blocks. Sets bit 0 of the lowest byte of each group of kUnits blocks that are not all
-  // hidden.
+  // Sets bit 0 of the lowest byte of each group of kUnits blocks (bytes) that are not all hidden.
   template <int kUnits>
   __device__ uint64_t seen(int i) const {
     uint64_t x = reinterpret_cast<const uint64_t*>(first)[i] | reinterpret_cast<const uint64_t*>(second)[i];
@@ -74,7 +73,7 @@ struct SeenBlocks {
   // Calls apply(first block) for each group of kUnits blocks that are not all hidden.
   template <int kUnits, typename Apply>
   __device__ void for_each_from_last(const Apply& apply) const {
-#pragma unroll 1  // not unrolled, to save registers
+#pragma unroll 1  // saves registers
     for (int i = words - 1; i >= 0; --i)
 #pragma unroll 1
       for (uint64_t x = seen<kUnits>(i); x;) {
@@ -88,7 +87,7 @@ struct SeenBlocks {
 
 struct MaskBlocks {
   uint8_t* classes;      // (mask heads, query_pitch, key_pitch); blocks beyond the last query or key are hidden
-  uint8_t* key_classes;  // (mask heads, key_pitch, query_pitch): `classes` transposed, for the backward; else null
+  uint8_t* key_classes;  // `classes` transposed, for the backward; else null
   uint16_t* bits;        // (mask heads, bit_blocks, key_pitch, 64 queries, 4); written for kMaskBits and kMaskAdded
   uint16_t* key_bits;    // (mask heads, bit_blocks, key_pitch, 64 keys, 4), for the backward; else null
   MaskRow* rows;         // (mask heads, bit_blocks, 64); null for a bool mask
@@ -96,10 +95,10 @@ struct MaskBlocks {
   int heads;
   int query_blocks;
   int bit_blocks;   // query_blocks, or 1 if all queries see the same keys
-  int query_pitch;  // query_blocks, rounded up to a multiple of 8
-  int key_pitch;    // blocks of keys, rounded up to a multiple of 8
+  int query_pitch;  // a multiple of 8
+  int key_pitch;    // a multiple of 8
 
-  // Places all arrays in `memory`, unless it is null. Returns the number of bytes that the arrays need.
+  // Places the arrays in `memory`, unless it is null, and returns the number of bytes that they need.
   template <typename T>
   int64_t lay_out(const AttentionMask<T>& mask, const AttentionSizes& s, bool backward, void* memory) {
     const auto up = [](int64_t n, int64_t unit) { return ceil_div(n, unit) * unit; };

@@ -18,8 +18,8 @@ namespace gptkernels::cuda {
 
 #if GPTKERNELS_WGMMA
 
-// Makes ptxas compute x before the following code, for example before a wait for matmuls. The store is never executed,
-// because x is never -inf.
+// Makes ptxas compute x before the following code, for example a wait for matmuls. The store is never executed, because
+// x is never -inf.
 __device__ inline void complete(float x) {
   asm volatile("{\n.reg .pred never;\nsetp.eq.f32 never, %0, 0fFF800000;\n@never st.shared.f32 [%1], %0;\n}" ::"f"(x),
                "r"(0)
@@ -41,7 +41,7 @@ struct Sm90Problem {
   int keys;
   int heads;
   int batches;
-  int group;  // query heads that share a key head
+  int group;  // query heads per key head
   int query_offset;
   float scale;
   float scale_log2;  // scale * log2(e)
@@ -81,9 +81,6 @@ __device__ float keep_probability(const Sm90Problem<T>& problem) {
 
 // Random words are drawn for two groups of elements (philox.h) at a time: three would need too many registers, and one
 // makes the chain of dependent instructions too long.
-//
-// Calls apply(i, keep, keep_next) for every even i of a thread's n scores, with dropout's decisions on scores i and i +
-// 1.
 
 // Calls apply(i, keep, keep_next) for every even i of the thread's n scores, with dropout's decisions on i and i + 1.
 // Rows are queries, columns are keys. A thread's 8 elements of two neighbouring 16x8 tiles are one group
@@ -98,15 +95,15 @@ __device__ void for_kept(const DropoutDraw& dropout, uint32_t head, int query, i
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {  // query + 8 * (w / 2), key + 8 * (w % 2)
+      for (int w = 0; w < 4; ++w) {
         const uint32_t word = words[i].word[w];
         apply(8 * (j + i) + 4 * (w % 2) + 2 * (w / 2), dropout.keeps_lower(word), dropout.keeps_upper(word));
       }
   }
 }
 
-// As for_kept(), with rows that are keys. Two lanes with neighbouring keys need halves of the same two groups: each
-// draws one group, and they exchange halves.
+// Rows are keys, columns are queries. Two lanes with neighbouring keys need halves of the same two groups: each lane
+// draws one group, and the lanes exchange halves.
 template <int n, typename Apply>
 __device__ void for_kept_transposed(const DropoutDraw& dropout, uint32_t head, int key, int query, const Apply& apply) {
   const int lane = threadIdx.x % 32;
@@ -120,11 +117,11 @@ __device__ void for_kept_transposed(const DropoutDraw& dropout, uint32_t head, i
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {  // query + 8 * half: lower bits for `key`, upper bits for key + 8
+      for (int half = 0; half < 2; ++half) {  // for query + 8 * half; the upper bits are for key + 8
         const uint32_t (&word)[4] = words[i].word;
         const uint32_t own = __byte_perm(word[2 * half], word[2 * half + 1], own_halves);
         const uint32_t got = __shfl_xor_sync(~0u, __byte_perm(word[2 * half], word[2 * half + 1], other_halves), 4);
-        const uint32_t first = odd ? got : own, second = odd ? own : got;  // bits of two neighbouring queries
+        const uint32_t first = odd ? got : own, second = odd ? own : got;  // of neighbouring queries
         const int at = 8 * (j + i) + 4 * half;
         apply(at, dropout.keeps_lower(first), dropout.keeps_lower(second));
         apply(at + 2, dropout.keeps_upper(first), dropout.keeps_upper(second));
@@ -146,7 +143,7 @@ bool has_bounds(const AttentionMask<T>& mask) {
   return mask.key_begin || mask.key_end;
 }
 
-// Apart from the mask and the largest head size. Dropout must keep some elements.
+// Does not check the mask and the largest head size.
 template <typename T, auto kKernel, typename Params>
 bool sm90_supports(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;

@@ -44,7 +44,7 @@ struct ForwardTile {
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
   static constexpr int kQueryPanel = kRows * kPanelRowBytes, kQueryBytes = kPanels * kQueryPanel;
   static constexpr int kKeyPanel = kKeys * kPanelRowBytes, kKeyBytes = kPanels * kKeyPanel;
-  static constexpr int kStoredRows = kOneBuffer ? 16 : 64;  // rows of out per TMA store: a warp's or a warpgroup's
+  static constexpr int kStoredRows = kOneBuffer ? 16 : 64;  // rows of out per TMA store
 };
 
 using FourWarpgroups = ForwardTile<64, 4, 64, 8>;
@@ -52,7 +52,7 @@ using FourWarpgroups = ForwardTile<64, 4, 64, 8>;
 template <int HS, bool kDropout>
 using TwoWarpgroups = ForwardTile<HS, 2, HS == 64 && !kDropout ? 128 : 64, 4>;
 
-constexpr int64_t kCounterBytes = 256;  // of TileOrder's counter, which precedes the mask's arrays
+constexpr int64_t kCounterBytes = 256;  // for TileOrder's counter
 
 template <typename T>
 struct Sm90Forward {
@@ -63,10 +63,9 @@ struct Sm90Forward {
   Sm90Mask mask;
 };
 
-// Written by the loader for the computing warpgroups.
 struct alignas(16) QueryTile {
   Queries queries;
-  int key_tiles;  // at least one; 0 if there are no more query tiles
+  int key_tiles;  // 0: no more query tiles
 };
 
 // A "full" barrier completes when the buffer is loaded, an "empty" barrier when all computing warps have read it.
@@ -83,7 +82,7 @@ struct Shared {
     uint64_t key_full[Tile::kStages], key_empty[Tile::kStages];      // if kOneBuffer, for keys and values together
     uint64_t value_full[Tile::kStages], value_empty[Tile::kStages];  // unused if kOneBuffer
     QueryTile tile[2];
-    MaskedBlock block[Tile::kStages];  // only if the mask is a BlockMask
+    MaskedBlock block[Tile::kStages];  // only for BlockMask
   };
 
 #if GPTKERNELS_WGMMA
@@ -187,13 +186,13 @@ __device__ inline bool elected() {
   return chosen;
 }
 
-// The arrays that wgmma accesses are arguments, not members: with members, the compiler would keep the whole struct in
+// The arrays that wgmma accesses are arguments: if they were members, the compiler would keep the whole struct in
 // memory until one of its last passes, which costs registers.
 template <typename T, typename Tile, typename Mask, bool kDropout>
 struct Warpgroup {
   static constexpr int kScores = Tile::kKeys / 2, kOut = 32 * Tile::kPanels;
-  static constexpr int kSteps = 4 * Tile::kPanels;             // wgmmas over 16 channels each
-  static constexpr int kStageStep = 2 * Tile::kKeyBytes >> 4;  // in units of a descriptor's address, 16 bytes
+  static constexpr int kSteps = 4 * Tile::kPanels;             // of 16 channels
+  static constexpr int kStageStep = 2 * Tile::kKeyBytes >> 4;  // in units of 16 bytes
   // The first reference of a row is the maximum over every kReferenceStep-th group of 8 columns. Groups may be skipped
   // only without an attn_mask: then a query that sees any key of a key tile sees the tile's first key.
   static constexpr int kReferenceStep = Tile::kOneBuffer ? 4 : 1;
@@ -204,7 +203,7 @@ struct Warpgroup {
   const int lane = thread % 32;
   const int index = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);  // the shuffle tells ptxas that the index is uniform
   const int warp = __shfl_sync(~0u, thread / 32, 0);
-  const int own_row = warp * 16 + lane / 4;  // of the warpgroup's 64; the thread also has row own_row + 8
+  const int own_row = warp * 16 + lane / 4;  // of 64; also own_row + 8
   const uint32_t queries_lower = static_cast<uint32_t>(panel_descriptor(shared.query(0)));
   const uint32_t keys_lower = static_cast<uint32_t>(panel_descriptor(shared.key(0)));
 
@@ -212,7 +211,7 @@ struct Warpgroup {
   RingPosition<2> query;
   RingPosition<Tile::kStages> stage;  // of the next scores
   int key_tile;
-  int group = index;  // which 64 queries of the query tile
+  int group = index;  // which 64 queries
   Queries queries;
 
   __device__ Warpgroup(const Sm90Forward<T>& arguments, const Shared<Tile>& memory) : p(arguments), shared(memory) {}
@@ -238,10 +237,8 @@ struct Warpgroup {
     wgmma_commit();
   }
 
-  // Starts O += P v if `accumulate`, otherwise O = P v.
   __device__ void start_out(float (&out)[kOut], uint32_t (&weights)[kScores / 2], int slot, bool accumulate) const {
-    // Bits 16 to 31 of a descriptor are the distance between panels in units of 16 bytes; panel_descriptor() sets them
-    // to 1.
+    // Bits 16 to 31 are the distance between panels in units of 16 bytes; panel_descriptor() sets them to 1.
     constexpr uint32_t kPanel = Tile::kPanels > 1 ? (Tile::kKeyPanel >> 4) - 1 : 0;
     const uint32_t v = keys_lower + slot * kStageStep + (Tile::kKeyBytes >> 4) + (kPanel << 16);
     pin_registers(weights);
@@ -253,7 +250,7 @@ struct Warpgroup {
     wgmma_commit();
   }
 
-  // Uses mma.sync, because wgmma needs a whole warpgroup, but a single warp may need its scores again.
+  // Uses mma.sync, because a single warp may need its scores again, but wgmma needs a whole warpgroup.
   __device__ void compute_scores_again(float (&scores)[kScores], int query_slot, int slot) const {
     const uint32_t q = shared.query(query_slot), k = shared.key(slot);
 #pragma unroll
@@ -278,11 +275,11 @@ struct Warpgroup {
     mask.hide(scores, p.problem, p.mask, queries, own_row, lane, key_tile);
   }
 
-  // Stores the logsumexp of the thread's two rows; `inverse` becomes the factors by which their O is multiplied.
+  // Stores the logsumexp of the thread's two rows, and sets `inverse` to the factors of their O.
   __device__ void finish_rows(const Softmax<T>& softmax, float (&inverse)[2], const Queries& of) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float total = quad_sum(softmax.sum[r]);  // total is 0, at least 1, or NaN
+      const float total = quad_sum(softmax.sum[r]);  // 0, at least 1, or NaN
       inverse[r] = total == 0 ? 0 : reciprocal_approximately(total);
       if constexpr (kDropout) inverse[r] /= keep_probability(p.problem);
       const int row = of.first + own_row + 8 * r;
@@ -371,7 +368,7 @@ struct Warpgroup {
     softmax_of(softmax, scores, true, rescale);
     accumulators_to_a<T>(weights, scores);
     bool first = true;
-    int of_query, of_group;  // the buffer and group of the queries of P and O
+    int of_query, of_group;  // the queries of P and O
     while (true) {
       const bool last = key_tile == 0;
       const int slot = stage.slot;
@@ -420,8 +417,7 @@ struct Warpgroup {
 
   // ---- two warpgroups, two buffers of scores
 
-  // The warpgroups take turns, so that one's MMAs overlap with the other's exponentials. Warpgroup 0 has the first
-  // turn.
+  // The warpgroups take turns, so that the MMAs of one overlap with the exponentials of the other.
   __device__ void wait_for_turn() const {
     random_delay();
     asm volatile("bar.sync %0, 256;" ::"r"(3 + index) : "memory");
@@ -431,7 +427,7 @@ struct Warpgroup {
     asm volatile("bar.arrive %0, 256;" ::"r"(4 - index) : "memory");
   }
 
-  // Sets dropped weights to 0, after the softmax has summed them.
+  // The softmax has summed the dropped weights, too.
   __device__ void drop(float (&scores)[kScores], const DropoutDraw& dropout) const {
     if (mask.sees_none(p.problem, queries, key_tile)) return;
     float last = 0;
@@ -450,7 +446,6 @@ struct Warpgroup {
     mask.start(p.problem, queries);
   }
 
-  // Reads the mask's bits for the scores that were started last.
   __device__ void look_ahead(const Queries& of) {
     mask.look_ahead(p.mask, shared.block(stage.slot), of.first, index, own_row);
   }
@@ -465,7 +460,7 @@ struct Warpgroup {
     uint32_t weights[kScores / 2];
     Softmax<T> softmax{p.problem.scale_log2};
     const DropoutDraw dropout(kDropout ? p.problem.dropout : DropoutArguments{});
-    RingPosition<Tile::kStages> value;  // of the last O += P v that was started
+    RingPosition<Tile::kStages> value;  // of the last O += P v
     bool any_previous = false;
     bool first = true;
     Queries previous;
@@ -486,7 +481,7 @@ struct Warpgroup {
         more = next_tile.key_tiles > 0;
       }
       if (more) barrier_wait(shared.key_full(stage.slot), stage.phase);
-      start_scores(next);  // if !more, the result is not used
+      start_scores(next);  // not used if !more
       if constexpr (Mask::kBlocks)
         if (more) look_ahead(last ? queries_of(next_tile, index) : queries);
       if (!kTurnsAtExponentials && any_previous) turn_to_other();
@@ -518,7 +513,7 @@ struct Warpgroup {
       RingPosition<Tile::kStages> next_value = value;
       if (any_previous) next_value.advance();
       barrier_wait(shared.value_full(next_value.slot), next_value.phase);
-      wgmma_wait<0>();  // for `next`, and for the previous O += P v
+      wgmma_wait<0>();  // for `next` and the previous O
       pin_registers(next);
       pin_registers(out);
       pin_registers(weights);
@@ -631,7 +626,7 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
 }
 
 // Four warpgroups compute 256 queries per tile, two warpgroups 128. Two are faster if there are many keys and too few
-// tiles of 256 queries for all SMs (figures: docs/notes/attention.md).
+// tiles of 256 queries for all SMs (docs/notes/attention.md).
 bool enough_tiles(const AttentionSizes& s, bool causal) {
   constexpr int64_t kLong = 1024;
   const int64_t tiles = ceil_div(s.queries, FourWarpgroups::kRows) * s.batches * s.heads;
@@ -663,7 +658,7 @@ Status attention_forward_sm90(const AttentionForward<T>& p, Stream stream) {
       return launch<T, TwoWarpgroups<HS, false>, Mask, false>(p, stream);
     }
     if constexpr (HS == 64 || !Mask::kAdds) return launch<T, TwoWarpgroups<HS, true>, Mask, true>(p, stream);
-    return cudaErrorNotSupported;  // excluded by attention_forward_sm90_supports()
+    return cudaErrorNotSupported;  // see *_supports()
   };
   const auto of_size = [&]<typename Mask>() {
     return p.sizes.head_size <= 64 ? with.template operator()<64, Mask>() : with.template operator()<128, Mask>();

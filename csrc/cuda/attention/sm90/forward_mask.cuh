@@ -1,4 +1,4 @@
-// Mask policies of the forward: KeyTiles finds the key tiles that the loader loads for a query tile, and Scores hides
+// Mask policies of the forward. KeyTiles finds the key tiles that the loader loads for a query tile, and Scores hides
 // the scores of a warpgroup's 64 queries.
 #pragma once
 
@@ -6,27 +6,25 @@
 
 namespace gptkernels::cuda {
 
-// The 64 queries of a warpgroup, or all queries of a query tile.
 struct Queries {
   int first;
   int head;
   int batch;
 };
 
-// Query i sees key j if j is below the number of keys and, if kCausal, j <= i + query_offset.
+// Query i sees key j if j < keys and, if kCausal, j <= i + query_offset.
 template <bool kCausal>
 struct PlainMask {
   static constexpr bool kBlocks = false, kAdds = false, kLongestLast = kCausal;
 
 #if GPTKERNELS_WGMMA
 
-  // Query i sees the keys before end().
   template <typename T>
   __device__ static int end(const Sm90Problem<T>& problem, int i) {
     return kCausal ? min(problem.keys, i + problem.query_offset + 1) : problem.keys;
   }
 
-  // Of `count` queries from `first` on; 1 if they see no key.
+  // Returns 1 if the `count` queries from `first` on see no key.
   template <int kKeys, typename T>
   __device__ static int key_tiles(const Sm90Problem<T>& problem, int first, int count) {
     return max((end(problem, first + count - 1) + kKeys - 1) / kKeys, 1);
@@ -41,7 +39,7 @@ struct PlainMask {
         : count(key_tiles<kKeys>(problem, of.first, queries)) {}
     template <typename Load>
     __device__ void for_each_from_last(const Load& load) const {
-#pragma unroll 1  // not unrolled, to save registers
+#pragma unroll 1  // saves registers
       for (int tile = count - 1; tile >= 0; --tile) load(tile);
     }
   };
@@ -59,7 +57,6 @@ struct PlainMask {
     __device__ bool sees_none(const Sm90Problem<T>& problem, const Queries& queries, int tile) const {
       return kCausal && tile * kKeys >= end(problem, queries.first + 63);
     }
-    // The thread's rows are own_row and own_row + 8.
     template <typename T, int n>
     __device__ void hide(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask&, const Queries& queries,
                          int own_row, int lane, int tile) const {
@@ -79,8 +76,7 @@ struct PlainMask {
 #endif
 };
 
-// The bits of block_mask.cuh include causality and the number of keys. If kAdditive, the mask's values are added to the
-// scores.
+// The bits of block_mask.cuh include causality and the number of keys.
 template <bool kAdditive>
 struct BlockMask {
   static constexpr bool kBlocks = true, kAdds = kAdditive, kLongestLast = true;
@@ -95,7 +91,6 @@ struct BlockMask {
     int seen_count;
     int count;  // at least 1: if no key tile is seen, the first one is loaded, with all of its scores hidden
 
-    // A query tile has two rows of blocks.
     template <typename T>
     __device__ KeyTiles(const Sm90Problem<T>&, const Sm90Mask& mask, const Queries& of, int)
         : mask_head(mask.blocks.mask_head(of.batch, of.head)),
@@ -115,11 +110,10 @@ struct BlockMask {
   template <int kKeys>
   struct Scores {
     static constexpr int kUnits = kKeys / kMaskBlock;
-    OwnBlock<kUnits> own = {}, next = {};  // the key tile whose scores are masked next, and the one after it
+    OwnBlock<kUnits> own = {}, next = {};  // current and next key tile
 
     template <typename T>
     __device__ void start(const Sm90Problem<T>&, const Queries&) {}
-    // Reads the bits of the next key tile before they are needed.
     __device__ void look_ahead(const Sm90Mask& mask, const MaskedBlock& block, int first_query, int warpgroup,
                                int own_row) {
       next = OwnBlock<kUnits>::of(block, warpgroup, [&](int unit, int r) {

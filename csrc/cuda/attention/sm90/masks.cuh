@@ -13,9 +13,8 @@ namespace gptkernels::cuda {
 struct Sm90Mask {
   MaskBlocks blocks;
   float inverse_scale;
-  bool pairs;  // an aligned load of 4 bytes can read the values for two neighbouring keys
+  bool pairs;  // 4-byte loads of two keys
 
-  // The arrays of `blocks` begin at `memory`.
   template <typename T>
   static Sm90Mask of(const AttentionMask<T>& mask, const AttentionSizes& s, double scale, bool backward, void* memory) {
     Sm90Mask found = {};
@@ -32,7 +31,7 @@ bool has_mask(const AttentionMask<T>& mask) {
   return mask.allowed || mask.bias;
 }
 
-// Without a mask, or with a mask whose blocks have 32-bit indices and a scale between 1e-6 and 1e6; no key bounds.
+// Mask blocks must have 32-bit indices.
 template <typename T, typename Params>
 bool supports_mask(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
@@ -49,12 +48,12 @@ int64_t mask_workspace(const AttentionMask<T>& mask, const AttentionSizes& s, bo
   return has_mask(mask) ? MaskBlocks{}.lay_out(mask, s, backward, nullptr) : 0;
 }
 
-// Describes a stage: its first key (or query), and the classes as from SeenBlocks::classes().
+// `classes` is as returned by SeenBlocks::classes().
 struct alignas(16) MaskedBlock {
   int first;
   uint32_t classes;
   int mask_head;
-  int member;  // if the stage holds queries: the index of their head among those that share a key head
+  int member;  // for queries: the index of their head among those that share a key head
 };
 
 #if GPTKERNELS_WGMMA
@@ -65,14 +64,14 @@ struct OwnBlock {
   static constexpr uint32_t kLow = kUnits == 1 ? 0x01 : 0x0101;
   int first;
   uint32_t classes;
-  uint32_t bits[2];  // bits of this thread's two rows: 16 bits for each unit
+  uint32_t bits[2];  // 16 bits per row and unit
   int member;
 
   __device__ bool hidden() const { return classes == 0; }
   __device__ bool seen() const { return classes == 3 * kLow; }
   __device__ bool adds() const { return classes >> 1 & ~classes & kLow; }
 
-  // `half` (0 or 1) selects the warpgroup's row of blocks. read(unit, row) returns bits.
+  // `half` (0 or 1) selects the warpgroup's row of blocks.
   template <typename Read>
   __device__ static OwnBlock of(const MaskedBlock& block, int half, const Read& read) {
     OwnBlock own = {block.first, block.classes >> 16 * half & 0xFFFF, {0, 0}, block.member};
@@ -100,14 +99,14 @@ __device__ void hide(float (&scores)[n], const uint32_t (&bits)[2]) {
 }
 
 // -(logsumexp - shift) * log2(e). In bfloat16, logsumexp - shift is the log of the number of keys whose value is the
-// shift, which the much larger shift has rounded away in the stored logsumexp; MaskRow has it.
+// shift. The stored logsumexp cannot give it, because the much larger shift has rounded it away.
 template <typename T>
 __device__ float shifted_bias(float logsumexp, const MaskRow& row) {
   return std::is_same_v<T, bfloat16> ? -row.log2_count : -(logsumexp - row.shift) * kLog2E;
 }
 
-// score + (value - shift) / scale; the kernels multiply by the scale later. In a bfloat16 row with a shift, the score
-// becomes 0, because adding it to such a value (2^100 or more) would round it away.
+// Returns score + (value - shift) / scale. In a bfloat16 row with a shift, the score becomes 0, because adding it to
+// such a value (2^100 or more) would round it away.
 template <typename T>
 __device__ float add_value(float score, float value, float shift, float inverse_scale) {
   const float kept = std::is_same_v<T, bfloat16> && shift != 0 ? 0 : 1;
@@ -119,12 +118,12 @@ __device__ const T* mask_values(const AttentionMask<T>& mask, int batch, int hea
   return mask.bias + batch * mask.batch + head * mask.head;
 }
 
-// Keeps the compiler from moving the loads of later values up, for which there are not enough registers.
+// Keeps the compiler from loading later values here, for which there are not enough registers.
 __device__ inline void in_parts(int i) {
   if (i % 4 == 3) asm volatile("" ::: "memory");
 }
 
-// Adds values / scale to scores that have not been multiplied by the scale. Rows are queries: `query` and query + 8.
+// Adds values / scale, because the scores are multiplied by the scale later. Rows are queries.
 template <typename T, int n>
 __device__ void add_values(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask& masked, int batch,
                            int head, int query, int first_key) {
@@ -161,7 +160,7 @@ __device__ void add_values(float (&scores)[n], const Sm90Problem<T>& problem, co
   }
 }
 
-// As add_values(), with rows that are keys: `key` and key + 8.
+// Rows are keys.
 template <typename T, int n>
 __device__ void add_values_of_keys(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask& masked, int batch,
                                    int head, int key, int first_query) {

@@ -32,24 +32,24 @@ __device__ inline bool quad_any(bool x) {
   return __ballot_sync(~0u, x) >> (threadIdx.x % 32 & ~3u) & 0xF;
 }
 
-// A thread's part of its two rows, lane / 4 and lane / 4 + 8 of the warp's 16. Scores and references are dot products
-// plus an additive mask's values / scale; `factor`, scale * log2(e), converts them to exponents of 2.
+// A thread's part of rows lane / 4 and lane / 4 + 8 of the warp's 16. Scores and references are dot products plus an
+// additive mask's values / scale; `factor`, scale * log2(e), converts them to exponents of 2.
 template <typename T>
 struct Softmax {
   static constexpr float kLargestSum = std::is_same_v<T, bfloat16> ? 1 << 20 : 1 << 12;
 
   float factor;
-  float reference[2] = {};      // -inf if the row has no reference yet
+  float reference[2] = {};      // -inf: no reference yet
   float sum[2] = {};            // over this thread's columns
-  bool needs_reference = true;  // whether a row of the warp has no reference, or one far from 0 (is_far)
+  bool needs_reference = true;  // a row of the warp has no reference, or one far from 0 (is_far)
 
   __device__ bool is_far(int r) const {
     return fabsf(reference[r]) * factor > kFarFromZero<T> && reference[r] != -INFINITY;
   }
 
-  // Raises references to the maximum of every kEvery-th group of 8 columns, and sets `rescale` for the earlier sums.
-  // Only rows without a reference or with `too_low` change: the whole warp calls this function if any of its rows needs
-  // it, but a row's result must not depend on other rows.
+  // Raises references to the maximum of every kEvery-th group of 8 columns. Only rows without a reference or with
+  // `too_low` change: the whole warp calls this function if any of its rows needs it, but a row's result must not
+  // depend on other rows.
   template <int kEvery, int n>
   __device__ void raise_references(const float (&scores)[n], const bool (&too_low)[2], float (&rescale)[2]) {
     bool needs = false;
@@ -72,8 +72,8 @@ struct Softmax {
     needs_reference = __any_sync(~0u, needs);
   }
 
-  // `base` is what exponentials are relative to: the reference, or 0 after a reference far from 0 has been subtracted
-  // from the scores, because reference * factor would be rounded too coarsely.
+  // `base` is the reference, or 0 if a reference far from 0 has been subtracted from the scores, because reference *
+  // factor would be rounded too coarsely.
   template <int n>
   __device__ void find_base(float (&scores)[n], float (&base)[2]) const {
 #pragma unroll
@@ -111,9 +111,8 @@ struct Softmax {
     needs_reference = true;
   }
 
-  // Replaces a key tile's masked scores by exponentials and adds them to the sums. Returns whether the caller must
-  // multiply its earlier sums by `rescale`. begin() and end() are called around the exponentials; compute_again()
-  // rewrites the masked scores.
+  // Replaces a key tile's masked scores by exponentials. Returns whether the caller must multiply its earlier sums by
+  // `rescale`. begin() and end() are called around the exponentials; compute_again() rewrites the masked scores.
   template <int kEvery, int n, typename Begin, typename End, typename Again>
   __device__ bool add(float (&scores)[n], float (&rescale)[2], const Begin& begin, const End& end,
                       const Again& compute_again) {
