@@ -313,8 +313,9 @@ int64_t split_tiles(const AttentionSizes& s) {
   return s.batches * s.key_heads * ceil_div(s.heads / s.key_heads * s.queries, kSplitRows);
 }
 
-// Two thread blocks per SM are enough, or 12 if there are 4 or more tiles per SM: not all thread blocks are then
-// resident at once, and fewer, longer ones would leave SMs idle at the end. A split has at least 128 keys on average.
+// The splits suffice for two thread blocks per SM, or for 12 if there are 4 or more tiles per SM: not all thread blocks
+// are then resident at once, and fewer, longer ones would leave SMs idle at the end. A split has at least 128 keys on
+// average.
 template <typename T>
 int splits_of(const AttentionForward<T>& p) {
   constexpr int kFewestKeys = 128;

@@ -220,8 +220,8 @@ __device__ void multiply_split(float (*large)[4], float (*small)[4], const Split
   mma<float>(small[1], a.lo, b.hi[2], b.hi[3]);
 }
 
-// If an operand is infinite, its lo is NaN, and so is the sum of small terms. The sum of hi * hi is then correct
-// already.
+// If an operand is infinite, its lo is NaN, and so is the sum of small terms. The sum of hi * hi is then already
+// correct, and adding a finite number keeps it.
 __device__ inline float unless_nan(float small) {
   return fminf(small, 3.402823466e38f);
 }

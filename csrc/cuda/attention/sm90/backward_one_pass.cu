@@ -1,7 +1,7 @@
 // Attention's backward for sm_90a with one thread block per head. Scores are computed once, so that there are five
-// matmuls instead of the seven of backward.cu (notation: there). It supports up to 1024 queries and 64 channels, and
-// needs enough heads to keep the SMs busy. For each tile of 128 keys, a thread block processes the blocks of 64 queries
-// that see the tile. Its warpgroups:
+// matmuls instead of the seven of backward.cu, whose notation applies. It supports up to 1024 queries and 64 channels,
+// and needs enough heads to keep the SMs busy. For each tile of 128 keys, a thread block processes the blocks of 64
+// queries that see the tile. Its warpgroups:
 //
 //   - one loads tiles; two of its warps compute D of the next head
 //   - two have 64 keys each: they sum dk and dv in registers, and pass dS^T in shared memory to the last warpgroup

@@ -203,7 +203,7 @@ struct Warpgroup {
   const int lane = thread % 32;
   const int index = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);  // the shuffle tells ptxas that the index is uniform
   const int warp = __shfl_sync(~0u, thread / 32, 0);
-  const int own_row = warp * 16 + lane / 4;  // of 64; also own_row + 8
+  const int own_row = warp * 16 + lane / 4;  // the thread has rows own_row and own_row + 8
   const uint32_t queries_lower = static_cast<uint32_t>(panel_descriptor(shared.query(0)));
   const uint32_t keys_lower = static_cast<uint32_t>(panel_descriptor(shared.key(0)));
 

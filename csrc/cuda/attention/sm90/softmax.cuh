@@ -4,9 +4,9 @@
 //   - r_i is a score of a key that query i sees. The p of this key is 1 when rounded to 16 bits (kFarFromZero), so the
 //     sum is nearly 1 or larger, the division is safe, and a p that underflows is negligible.
 //   - Each thread's sum over its columns of a key tile is below kLargestSum = 2^20, so every p is, too. bfloat16 has
-//   the
-//     exponents of float32, so any p has a relative error of at most 2^-8, and the factor exp(-r_i) changes none. Sums
-//     of p v over a key tile are below 2^22 max|v|. For float16, whose largest number is 65504, kLargestSum is 2^12.
+//     the exponents of float32, so any p has a relative error of at most 2^-8, and the factor exp(-r_i) changes none.
+//     Sums of p v over a key tile are below 2^22 max|v|. For float16, whose largest number is 65504, kLargestSum is
+//     2^12.
 //   - If r_i is not the maximum, the largest p is not 1, and is rounded; if it is nearly the whole sum, out has its
 //     rounding error. With the maximum, p is 1 without error (docs/notes/attention.md).
 //   - If a thread's sum is not below kLargestSum, or is NaN, the warp computes the scores of the key tile again, raises
