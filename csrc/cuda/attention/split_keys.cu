@@ -314,8 +314,8 @@ int64_t split_tiles(const AttentionSizes& s) {
 }
 
 // The splits suffice for two thread blocks per SM, or for 12 if there are 4 or more tiles per SM: not all thread blocks
-// are then resident at once, and fewer, longer ones would leave SMs idle at the end. A split has at least 128 keys on
-// average.
+// are then resident at once, and fewer, longer ones would leave SMs idle at the end. Several splits have at least 128
+// keys each on average.
 template <typename T>
 int splits_of(const AttentionForward<T>& p) {
   constexpr int kFewestKeys = 128;

@@ -1,5 +1,5 @@
 // Attention's forward for sm_90a. One thread loads tiles by TMA; two or four warpgroups each compute 64 queries of a
-// query tile. (' is the transpose, factor is scale * log2(e).)
+// query tile. (' is the transpose, factor is scale * log2(e), and softmax.cuh defines the reference.)
 //
 //   for each query tile (under the causal mask, the longest first):
 //     loader:      load q
