@@ -156,12 +156,12 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
         for (int e = 0; e < 4; ++e)
           weights[m][n][e] = exp2_approximately(fmaf(weights[m][n][e], factor, -reference[m][e / 2]));
     if (kExact || has_bias) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int n = 0; n < kN; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) sum[m][e / 2] += weights[m][n][e];
+      // Each tile is summed first: the rounding errors of a long sum of equal terms would not average out.
+      for_rows<kM>([&](int m, int r) {
+        float part = 0;
+        for_columns<kN>([&](int n, int c) { part += weights[m][n][2 * r + c]; });
+        sum[m][r] += part;
+      });
     }
 
     multiply_transposed<T, HS, kExact>(gradients, dout, key_tile + Shape::kStageBytes, head_size);
