@@ -102,10 +102,17 @@ template <typename... Parts>
   throw std::runtime_error(text);
 }
 
-// Throws if a C shim of LibTorch reports an error. (torch's macro for this check is not used, because its name differs
-// between releases.)
+// Returns the message of the calling thread's last exception in LibTorch. torch 2.13 and later have this function; the
+// symbol is null in earlier releases.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+
+// Throws if a C shim of LibTorch reports an error, such as "CUDA out of memory. ...". (torch's macro for this check is
+// not used, because its name differs between releases.)
 inline void check_shim(AOTITorchError error) {
-  if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error("gptkernels: a call into LibTorch failed");
+  if (error == AOTI_TORCH_SUCCESS) return;
+  const bool has_message = torch_exception_get_what_without_backtrace != nullptr;
+  throw std::runtime_error(std::string("gptkernels: a call into LibTorch failed") +
+                           (has_message ? std::string(": ") + torch_exception_get_what_without_backtrace() : ""));
 }
 
 // ---- checks ---------------------------------------------------------------------------------------------------------
