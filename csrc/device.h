@@ -1,5 +1,5 @@
-// Selects the device that this translation unit is compiled for. An op's header declares its launchers once, in
-// namespace `gptkernels::GPTKERNELS_DEVICE`, with that device's number types, Stream and Status.
+// An op's header declares its launchers once, in namespace `gptkernels::GPTKERNELS_DEVICE`; this header selects that
+// namespace's number types, Stream and Status for the translation unit's device.
 #pragma once
 
 #ifdef GPTKERNELS_CUDA
@@ -10,7 +10,7 @@
 #define GPTKERNELS_DEVICE cpu
 #endif
 
-// Calls MACRO(T) for every floating dtype that the ops support, to instantiate a launcher.
+// Instantiates a launcher for every floating dtype that the ops support.
 #define GPTKERNELS_FOR_FLOATING(MACRO) \
   MACRO(double)                        \
   MACRO(float)                         \

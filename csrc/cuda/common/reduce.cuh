@@ -1,5 +1,4 @@
-// Sums and maxima over the lanes of a warp or the threads of a thread block. The order of the additions depends on the
-// launch shape only, so equal launches give equal bits.
+// Sums and maxima over a warp or a thread block. The order of additions depends on the launch shape only.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +14,7 @@ struct Sum {
   }
 };
 
-// The maximum of two numbers, ignoring NaNs. For float32 it takes one instruction.
+// Ignores NaNs. One instruction for float32.
 struct FiniteMax {
   template <typename A>
   __device__ A operator()(A a, A b) const {
@@ -23,7 +22,7 @@ struct FiniteMax {
   }
 };
 
-// Reduces over groups of kLanes neighbouring lanes. Every lane gets the result of its group.
+// Every group of kLanes neighbouring lanes gets its own result.
 template <typename Op, int kLanes = kWarp, typename A>
 __device__ A warp_reduce(A value, Op op = {}) {
 #pragma unroll
@@ -31,7 +30,7 @@ __device__ A warp_reduce(A value, Op op = {}) {
   return value;
 }
 
-// Returns the sum over a one-dimensional thread block to every thread. All threads must call this function.
+// The sum over a one-dimensional thread block; all of its threads must call this function.
 template <typename A>
 __device__ A block_sum(A value) {
   value = warp_reduce<Sum>(value);

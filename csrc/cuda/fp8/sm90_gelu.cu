@@ -1,8 +1,7 @@
-// Float8 matmuls for sm_90a whose epilogue computes GELU or its gradient, and quantises the result.
-// The columns of the result are divided into `strips` of 256 (128 if inner > 768). A thread block computes one strip.
-// The rows of b for this strip stay in shared memory, with the whole inner dimension. The thread block processes every
-// `parts`-th tile of 64 rows. One thread loads the operands. Two pairs of warpgroups process the tiles alternately, so
-// that the tensor cores compute one pair's matmul while the other pair runs its epilogue. Each warpgroup of a pair
+// Float8 matmuls for sm_90a whose epilogue computes GELU or its gradient, and quantises the result. A thread block
+// computes one strip of 256 columns of the result (128 if inner > 768), whose rows of b stay in shared memory, with the
+// whole inner dimension; of the tiles of 64 rows, it processes every `parts`-th. Two pairs of warpgroups process the
+// tiles alternately, so that one pair's matmul overlaps with the other pair's epilogue. Each warpgroup of a pair
 // computes half of the tile's columns.
 //
 //   loader:  load the strip's rows of b
@@ -19,13 +18,12 @@
 //                column sums += values (gradient only); amax = max(amax, |values|)
 //            store the column sums; update the amax history
 //
-// If there is no scale yet (the amax history is all zeros), the kernel writes only `product`, and fp8_quantize(), which
-// is launched afterwards, does the rest. If there is a scale, fp8_quantize() only adds the column sums.
+// Without a scale (the amax history is all zeros), the kernel writes only `product`, and fp8_quantize(), launched
+// afterwards, does the rest; otherwise fp8_quantize() only adds the column sums.
 //
 // TMA permutes the rows of a and b on their way to shared memory (rows_map, columns_map), so that in every 32 columns a
-// thread's accumulators are 8 neighbouring columns of 2 neighbouring rows. Thus a thread stores 16 bytes of T or 8
-// bytes of float8 at once. For the transposed copy, stmatrix combines the threads' pairs of bytes (two rows of a
-// column) to 16 rows of a column.
+// thread's accumulators are 8 neighbouring columns of 2 neighbouring rows: it stores 16 bytes of T or 8 bytes of float8
+// at once. For the transposed copy, stmatrix combines pairs of bytes (two rows of a column) to 16 rows of a column.
 #include <cuda_fp8.h>
 
 #include <algorithm>
@@ -52,15 +50,15 @@ constexpr int kRows = 64;                   // rows of a tile
 constexpr int kStepBytes = kPanelRowBytes;  // terms of a step; each is a byte
 constexpr int kStages = 3;
 constexpr int kPieceColumns = 32;
-constexpr int kPairs = 2;               // pairs of warpgroups that compute tiles
-constexpr int kConsumers = 2 * kPairs;  // two warpgroups per tile, because 16 warps hide more latency than 8
+constexpr int kPairs = 2;
+constexpr int kConsumers = 2 * kPairs;  // two per tile, because 16 warps hide more latency than 8
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kAStep = kRows * kStepBytes;
 constexpr int kTransposedBytes = kPieceColumns * kRows;
 constexpr int kBBytes = 256 * 768;
 
-// Returns the number of columns of a strip: 256, or 128 if 256 rows of b do not fit in shared memory.
+// 128 if 256 rows of b do not fit in shared memory.
 constexpr int strip_columns(int64_t inner) {
   return inner <= 768 ? 256 : 128;
 }
@@ -72,7 +70,7 @@ template <typename T>
 struct GeluProduct {
   CUtensorMap a, b;
   Fp8Quantize<T> pass;
-  T* product;     // (rows, columns): always written for GELU; written for its gradient only if there is no scale
+  T* product;     // (rows, columns): for GELU always written; for its gradient only if there is no scale
   const T* bias;  // or null
   const float* scale_a;
   const float* scale_b;
@@ -86,29 +84,27 @@ struct GeluProduct {
   int parts;   // thread blocks per strip
 };
 
-// Shared memory. A stage's barrier "full" completes when the stage is loaded, its barrier "empty" when a pair's warps
-// have read it. A pair's barrier "turn" completes when the other pair has started the last MMAs of its tile.
+// A stage's barrier "full" completes when the stage is loaded, its barrier "empty" when a pair's warps have read it. A
+// pair's barrier "turn" completes when the other pair has started the last MMAs of its tile.
 struct SharedLayout {
-  uint8_t b[kBBytes];                                // the strip's rows: 256 of up to 768 terms, or 128 of up to 1536
+  uint8_t b[kBBytes];                                // 256 rows of up to 768 terms, or 128 of up to 1536
   uint8_t a[kStages][kAStep];                        // the ring
-  uint8_t transposed[kConsumers][kTransposedBytes];  // each warpgroup's piece of the transposed copy
+  uint8_t transposed[kConsumers][kTransposedBytes];  // of each warpgroup
   uint16_t bias[256];
-  float largest[kConsumerWarps];  // each warp's largest magnitude
+  float largest[kConsumerWarps];  // of each warp
   uint64_t full[kStages], empty[kStages], b_full, turn[kPairs];
 };
 static_assert(sizeof(SharedLayout) <= 232448, "a thread block of sm_90 has at most this much shared memory");
 
 #if GPTKERNELS_WGMMA
 
-// Addresses in shared memory.
 struct Shared {
   uint32_t first;
 
   __device__ uint32_t at(size_t offset, int i, int bytes) const {
     return first + static_cast<uint32_t>(offset) + i * bytes;
   }
-  // Returns the address of the row of b for a column of the strip, in the part of b for a step. The strip has `columns`
-  // columns.
+  // The row of b for a column of the strip, which has `columns` columns.
   __device__ uint32_t b(int step, int columns, int column) const {
     return first + (step * columns + column) * kStepBytes;
   }
@@ -134,7 +130,7 @@ struct Shared {
 
 // ---- warpgroup 0 ----------------------------------------------------------------------------------------------------
 
-// Loads the strip's rows of b, then the rows of a, tile by tile, into the ring. One thread calls this function.
+// One thread loads the strip's rows of b, then the rows of a, tile by tile, into the ring.
 template <int kColumns, typename T>
 __device__ void load_operands(const GeluProduct<T>& p, const Shared& shared, int strip, int part) {
   mbarrier_expect(shared.b_full(), p.steps * (kColumns * kStepBytes));
@@ -152,7 +148,6 @@ __device__ void load_operands(const GeluProduct<T>& p, const Shared& shared, int
 
 // ---- the other warpgroups: the matmul -------------------------------------------------------------------------------
 
-// Starts the MMAs of one step.
 template <bool kE4M3, int n>
 __device__ __forceinline__ void start_step(float (&sums)[n], const Shared& shared, int warpgroup, int step, int slot) {
   constexpr int kWarpgroupColumns = 2 * n;
@@ -167,8 +162,7 @@ __device__ __forceinline__ void start_step(float (&sums)[n], const Shared& share
   wgmma_commit();
 }
 
-// Computes the sums of a tile for half of its columns. `position` is the index of the next step in the thread block's
-// sequence of steps.
+// Computes half of a tile's columns. `position` is the index of the next step in the thread block's sequence of steps.
 template <bool kE4M3, int n>
 __device__ __forceinline__ void multiply_tile(float (&sums)[n], const Shared& shared, int warpgroup, int steps,
                                               int& position) {
@@ -202,7 +196,6 @@ __device__ inline uint4 load_shared(uint32_t shared) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// Multiplies the sums of a piece by the scales, adds the bias, and rounds to T.
 template <typename T, bool kBias, int n>
 __device__ __forceinline__ void round_piece(Pair& product, const float (&sums)[n], int piece, float factor,
                                             const uint4& bias) {
@@ -217,7 +210,7 @@ __device__ __forceinline__ void round_piece(Pair& product, const float (&sums)[n
     }
 }
 
-// Stores a piece of the product. `at` is the index in the matrix of the thread's first element of the tile.
+// `at` is the index in the matrix of the thread's first element of the tile.
 template <typename T>
 __device__ __forceinline__ void store_product(const GeluProduct<T>& p, int64_t at, int piece, const Pair& product) {
 #pragma unroll
@@ -226,7 +219,7 @@ __device__ __forceinline__ void store_product(const GeluProduct<T>& p, int64_t a
            {product[h][0], product[h][1], product[h][2], product[h][3]});
 }
 
-// Computes GELU(product), or the product times GELU's derivative at u, rounded to T.
+// GELU(product), or product * GELU'(u), rounded to T.
 template <Function kFunction, typename T>
 __device__ __forceinline__ void apply_function(Pair& values, const Pair& product, const uint4 (&u)[2]) {
 #pragma unroll
@@ -243,9 +236,8 @@ __device__ __forceinline__ void apply_function(Pair& values, const Pair& product
     }
 }
 
-// Performs one step of a reduce-scatter between two lanes whose indices differ in `bit`. The lane with the bit set
-// keeps the upper half of its values, and the other lane keeps the lower half. Each adds its partner's values of the
-// same half.
+// One step of a reduce-scatter between lanes whose indices differ in `bit`. The lane with the bit set keeps the upper
+// half of its values, the other the lower half; each adds its partner's values of that half.
 template <int n>
 __device__ __forceinline__ void exchange_half(float (&half)[n], const float (&values)[2 * n], int lane, int bit) {
   const bool high = lane & bit;
@@ -257,7 +249,7 @@ __device__ __forceinline__ void exchange_half(float (&half)[n], const float (&va
 }
 
 // Sums a piece's columns over the warp's 16 rows by a reduce-scatter over the 8 lanes with the same lane % 4. A lane
-// gets the sum of its column sum_column(lane), which is lane / 4 with its three bits reversed.
+// gets the sum of column sum_column(lane), which is lane / 4 with its three bits reversed.
 template <typename T>
 __device__ __forceinline__ float sum_over_rows(const Pair& values, int lane) {
   float eight[8], four[4], two[2];
@@ -280,7 +272,7 @@ __device__ inline int sum_column(int lane) {
 template <typename T>
 using PackedPair = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
 
-// Replaces infinities by NaN in both numbers; larger_magnitudes ignores NaN.
+// For larger_magnitudes, which ignores NaN.
 template <typename T>
 __device__ uint32_t finite_or_nan(uint32_t pair) {
   const PackedPair<T> x = reinterpret_cast<const PackedPair<T>&>(pair), zero = {};
@@ -295,8 +287,7 @@ __device__ uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(found);
 }
 
-// Rounds a piece to float8, and tracks its largest magnitude. Word i of `words` has columns 2i and 2i + 1, each as two
-// bytes for its two rows.
+// Word i of `words` has columns 2i and 2i + 1, each as two bytes for its two rows.
 template <bool kE4M3, typename T>
 __device__ __forceinline__ void to_float8(uint32_t (&words)[4], const Pair& values, float multiplier,
                                           uint32_t& amax_pair) {
@@ -317,7 +308,6 @@ __device__ __forceinline__ void to_float8(uint32_t (&words)[4], const Pair& valu
   }
 }
 
-// Stores two rows of float8, `stride` elements apart.
 __device__ __forceinline__ void store_float8(uint8_t* to, int stride, const uint32_t (&words)[4]) {
   __stwb(reinterpret_cast<uint2*>(to),
          {__byte_perm(words[0], words[1], 0x6420), __byte_perm(words[2], words[3], 0x6420)});
@@ -325,16 +315,13 @@ __device__ __forceinline__ void store_float8(uint8_t* to, int stride, const uint
          {__byte_perm(words[0], words[1], 0x7531), __byte_perm(words[2], words[3], 0x7531)});
 }
 
-// The places at which a thread writes to and reads from the warpgroup's piece of the transposed copy in shared memory.
-// The piece has 64 bytes per column. 16-byte chunk i of a column is at index i ^ (column / 8), which avoids bank
-// conflicts.
+// Where a thread writes to and reads from the warpgroup's piece of the transposed copy in shared memory, which has 64
+// bytes per column. 16-byte chunk i of a column is at index i ^ (column / 8), which avoids bank conflicts.
 struct TransposedPiece {
   uint32_t put_at, get_at;  // addresses
   int get_row, get_column;  // the thread reads 16 rows of a column
 };
 
-// Stores a piece of the transposed copy, which the warpgroup assembles in shared memory. `first_row` is the tile's
-// first row, `first_column` the piece's first column.
 template <typename T>
 __device__ __forceinline__ void store_transposed(const GeluProduct<T>& p, const TransposedPiece& own, int warpgroup,
                                                  int first_row, int first_column, const uint32_t (&words)[4]) {
@@ -347,7 +334,6 @@ __device__ __forceinline__ void store_transposed(const GeluProduct<T>& p, const 
   __stwb(reinterpret_cast<uint4*>(p.pass.out_transposed + column * p.rows + row), load_shared(own.get_at));
 }
 
-// Loads u of a piece: the points at which GELU's derivative is taken.
 template <typename T>
 __device__ __forceinline__ void load_u(uint4 (&u)[2], const GeluProduct<T>& p, int64_t at, int piece, bool inside,
                                        int pieces) {
@@ -358,7 +344,7 @@ __device__ __forceinline__ void load_u(uint4 (&u)[2], const GeluProduct<T>& p, i
                : uint4{};
 }
 
-// Updates the amax history with the thread block's largest magnitude. `amax_pair` has two magnitudes of the thread.
+// `amax_pair` has two magnitudes of the thread.
 template <typename T>
 __device__ __forceinline__ void update_amax(const GeluProduct<T>& p, float* largest, int warpgroup, int warp, int lane,
                                             uint32_t amax_pair) {
@@ -372,7 +358,6 @@ __device__ __forceinline__ void update_amax(const GeluProduct<T>& p, float* larg
   update_history(p.pass.history, __float_as_int(amax));
 }
 
-// Computes the tiles of a pair of warpgroups.
 template <Function kFunction, int kColumns, typename T>
 __device__ __forceinline__ void compute_tiles(const GeluProduct<T>& p, SharedLayout* layout, const Shared& shared,
                                               int strip, int part) {
@@ -383,7 +368,7 @@ __device__ __forceinline__ void compute_tiles(const GeluProduct<T>& p, SharedLay
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
   const int warp = __shfl_sync(~0u, thread / 32, 0);
   const int pair = warpgroup / 2;
-  const int row_in_tile = warp * 16 + lane / 4 * 2;  // first of the thread's two rows
+  const int row_in_tile = warp * 16 + lane / 4 * 2;
   const int first_column = strip * kColumns + warpgroup % 2 * kWarpgroupColumns;
   const int own_column = first_column + lane % 4 * 8;
   const int pieces = min(kPieces, (p.columns - first_column) / kPieceColumns);
@@ -417,10 +402,10 @@ __device__ __forceinline__ void compute_tiles(const GeluProduct<T>& p, SharedLay
     const int row = tile * kRows + row_in_tile;
     const bool inside = row < p.rows;  // uniform in a warp: rows is a multiple of 16
     const int64_t at = int64_t(row) * p.columns + own_column;
-    uint4 next_u[2] = {};  // of the next piece
+    uint4 next_u[2] = {};
     if constexpr (!kGelu) load_u(next_u, p, at, 0, inside, pieces);
-    // The pairs alternate, so that they consume the stages of the ring in order. A pair must not wait on a stage more
-    // than one phase ahead, because mbarrier waits distinguish only the current and the previous phase.
+    // The pairs alternate, so that they consume the stages of the ring in order: mbarrier waits distinguish only the
+    // current and the previous phase, so no pair may wait on a stage more than one phase ahead.
     barrier_wait(shared.turn(pair), turn);
     turn ^= 1;
     multiply_tile<kGelu>(sums, shared, warpgroup, p.steps, position);
@@ -493,9 +478,8 @@ __global__ void __launch_bounds__(kStubThreads) fp8_gelu_wgmma_kernel(const __gr
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// Returns a tensor map of a dense matrix of bytes whose row index is split into kRank dimensions: `sizes`, `strides`
-// (in rows) and `boxes` describe these dimensions, the fastest first. The innermost dimension of the map has the
-// columns, 128 per box.
+// A tensor map of a dense matrix of bytes whose row index is split into kRank dimensions, described by `sizes`,
+// `strides` (in rows) and `boxes`, the fastest first. The map's innermost dimension is the columns, 128 per box.
 template <int kRank>
 CUtensorMap block_map(const void* data, int64_t columns, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank],
                       const int (&boxes)[kRank]) {
@@ -514,8 +498,8 @@ CUtensorMap block_map(const void* data, int64_t columns, const int64_t (&sizes)[
   return map;
 }
 
-// Returns the map of a. Of every 16 rows it loads the even rows first, so that rows g and g + 8 of a warp's
-// accumulators are rows 2g and 2g + 1 of a.
+// Of every 16 rows of a, the even rows are loaded first, so that rows g and g + 8 of a warp's accumulators are rows 2g
+// and 2g + 1 of a.
 CUtensorMap rows_map(const void* data, int64_t rows, int64_t columns) {
   return block_map<3>(data, columns, {8, 2, rows / 16}, {2, 1, 16}, {8, 2, kRows / 16});
 }
@@ -537,7 +521,7 @@ int parts_of(const Fp8Matmul<T>& p) {
   return std::max(multiprocessors() / strips_of(p), 1);
 }
 
-// The workspace: the flag `done`, the column sums of each warp, then the workspace of fp8_quantize.
+// The flag `done`, each warp's column sums, then the workspace of fp8_quantize.
 constexpr int64_t kFlagBytes = 16;
 
 template <typename T>
@@ -585,7 +569,6 @@ cudaError_t launch(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass, Stream str
                                        : launch<T, kFunction, 128>(p, pass, stream);
 }
 
-// Returns whether the kernel supports the operation, formats, sizes and alignment.
 template <typename T>
 bool supports(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
   constexpr int64_t kLargest = int64_t{1} << 30;  // indices in the kernel have 32 bits
@@ -601,7 +584,7 @@ bool supports(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
          built_for_wgmma<fp8_gelu_wgmma_kernel<T, Function::kGelu, 256>>();
 }
 
-// Returns whether at least 85 % of the SMs are busy, and each has enough tiles (4) to make up for loading b.
+// At least 85 % of the SMs are busy, and each has enough tiles (4) to make up for loading b.
 template <typename T>
 bool is_faster(const Fp8Matmul<T>& p) {
   constexpr double kBusy = 0.85;
