@@ -10,7 +10,7 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// A strided (B, heads, T, HS) tensor: element (b, h, t, i) is at data[b * batch + h * head + t * token + i].
+// Element (b, h, t, i) is at data[b * batch + h * head + t * token + i].
 template <typename T>
 struct HeadsView {
   T* data;
@@ -21,12 +21,11 @@ struct HeadsView {
   constexpr T* at(int64_t b, int64_t h, int64_t t) const { return data + b * batch + h * head + t * token; }
 };
 
-// A query sees the keys that satisfy all of the conditions below. If it sees no key, its out is 0 and its logsumexp is
-// -inf.
+// A query sees the keys that satisfy all conditions. If it sees no key, its out is 0 and its logsumexp is -inf.
 template <typename T>
 struct AttentionMask {
-  bool causal = false;                 // query i sees the keys j <= i + query_offset
-  int64_t query_offset = 0;            // position of query 0 among the keys
+  bool causal = false;  // query i sees the keys j <= i + query_offset
+  int64_t query_offset = 0;
   const int32_t* key_begin = nullptr;  // (B) or null: sequence b's keys are key_begin[b] <= j < key_end[b]
   const int32_t* key_end = nullptr;    // (B) or null
   // At most one of the two (B, NH, Tq, Tk) masks is given, with the strides below (0 for broadcast dimensions).
@@ -47,7 +46,7 @@ struct AttentionSizes {
   int64_t head_size;  // HS
 };
 
-// Query head number `index` of all B * NH query heads, and the key head that it reads.
+// A query head and the key head that it reads.
 struct QueryHead {
   int64_t index;  // batch * NH + head
   int64_t batch;
@@ -68,14 +67,14 @@ struct AttentionForward {
   AttentionSizes sizes;
   double scale;
   AttentionMask<T> mask;
-  DropoutArguments dropout;   // applied to the probabilities
-  bool tf32 = false;          // allows TF32 for float32 matmuls (CUDA)
-  void* workspace = nullptr;  // attention_forward_workspace bytes
+  DropoutArguments dropout;
+  bool tf32 = false;  // allows TF32 for float32 matmuls (CUDA)
+  void* workspace = nullptr;
 };
 
 template <typename T>
 struct AttentionBackward {
-  HeadsView<T> dquery;  // dquery, dkey and dvalue have the shapes of query, key and value
+  HeadsView<T> dquery;
   HeadsView<T> dkey;
   HeadsView<T> dvalue;
   HeadsView<const T> dout;            // (B, NH, Tq, HS)
@@ -90,17 +89,17 @@ struct AttentionBackward {
   AttentionMask<T> mask;
   DropoutArguments dropout;
   bool tf32 = false;
-  void* workspace = nullptr;  // attention_backward_workspace bytes
+  void* workspace = nullptr;
 };
 
-// Returns the factor that multiplies dquery and dkey: p.scale, or 0 if there is a single key and no dlogsumexp. The
-// softmax of a single key is constant, so the exact gradient is then 0.
+// The factor of dquery and dkey. The softmax of a single key is constant, so without dlogsumexp their exact gradient is
+// 0.
 template <typename T>
 constexpr double gradient_scale(const AttentionBackward<T>& p) {
   return p.sizes.keys == 1 && !p.dlogsumexp ? 0 : p.scale;
 }
 
-// Return the size of the workspace in bytes. The workspace must have an allocator's alignment (256 bytes on CUDA).
+// In bytes. The workspace must have an allocator's alignment (256 bytes on CUDA).
 template <typename T>
 int64_t attention_forward_workspace(const AttentionForward<T>& p);
 template <typename T>
@@ -111,7 +110,7 @@ Status attention_forward(const AttentionForward<T>& p, Stream stream);
 template <typename T>
 Status attention_backward(const AttentionBackward<T>& p, Stream stream);
 
-// Writes the dense (B, NH, Tq, Tk) dropout mask, for tests and debugging: true if the probability is kept.
+// For tests and debugging: the dense (B, NH, Tq, Tk) mask, true if the probability is kept.
 Status attention_dropout_mask(bool* mask, const AttentionSizes& sizes, const DropoutArguments& dropout, Stream stream);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -1,5 +1,5 @@
-// Causal softmax of scaled attention scores: for each (T, T) matrix, row t is the softmax of columns 0..t. Values above
-// the diagonal are ignored in the input and exactly 0 in the output.
+// For each (T, T) matrix of attention scores, row t of out is the softmax of columns 0..t. Values above the diagonal
+// are ignored in the input and exactly 0 in the output.
 #pragma once
 
 #include "device.h"

@@ -1,5 +1,5 @@
-// Computes the float8 scale of a tensor from its largest magnitude, in integer arithmetic, so that the scale has the
-// same bits on every device.
+// A tensor's float8 scale from its largest magnitude, in integer arithmetic, so that it has the same bits on every
+// device.
 #pragma once
 
 #include <cstdint>
@@ -12,15 +12,15 @@
 
 namespace gptkernels {
 
-// 2^exponent and 2^-exponent as the bits of float32.
+// The bits of float32 powers of two.
 struct Fp8Scale {
   uint32_t multiplier;  // 2^exponent: float8 number = round(value * multiplier)
   uint32_t scale;       // 2^-exponent: value = float8 number * scale
 };
 
-// Returns the scale for a largest magnitude. `amax` contains the bits of a finite, non-negative float32. The multiplier
-// is the largest power of two for which amax * multiplier does not exceed 1.75 * 2^largest_exponent, the format's
-// maximum: 448 for exponent 8 (e4m3), 57344 for 15 (e5m2). The multiplier is 1 if amax is 0.
+// `amax` is the bits of a finite, non-negative float32. The multiplier is the largest power of two for which amax *
+// multiplier does not exceed 1.75 * 2^largest_exponent, the format's maximum: 448 for exponent 8 (e4m3), 57344 for 15
+// (e5m2). It is 1 if amax is 0.
 GPTKERNELS_SCALE_DEVICE inline Fp8Scale fp8_scale(uint32_t amax, int largest_exponent) {
   constexpr uint32_t kSignificand = 0x7FFFFFu;
   constexpr uint32_t kThreeQuarters = 0x600000u;  // the significand of 1.75

@@ -1,19 +1,16 @@
-// The mean reduction of a chunked cross-entropy. The reduction runs on the device, because the host does not know how
-// many targets are ignored.
-//
-// mean_scale() and loss_sum() each sum N values, in an order that depends on N only.
+// The mean reduction of a chunked cross-entropy, on the device, because the host does not know how many targets are
+// ignored. Sums have an order that depends on N only.
 #pragma once
 
 #include "device.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// scale = dloss / (number of targets that are not ignore_index): the gradient of each row's loss under mean reduction.
-// scale is infinite if all targets are ignored.
+// scale = dloss / (number of targets that are not ignore_index); infinite if all targets are ignored.
 template <typename A>
 struct MeanScale {
   A* scale;             // scalar
-  A* finite;            // scalar or null: scale, or 0 if all targets are ignored
+  A* finite;            // scale, or 0 if all targets are ignored; or null
   const A* dloss;       // scalar; null means 1
   const void* targets;  // (N) int64 or int32
   bool targets_are_int64;

@@ -1,6 +1,6 @@
 // A warp's matmuls by mma.sync, for steps 3 and 4. A thread block has 64 queries, 16 for each warp, and iterates over
-// tiles of 64 keys. Tiles are 64 rows of 128 bytes in shared memory. ldmatrix reads 16 bytes of 8 rows at once. Chunk c
-// of row r is stored at chunk c ^ (r % 8), so that these bytes are in different banks.
+// tiles of 64 keys. A tile is 64 rows of 128 bytes in shared memory. Chunk c of row r is at chunk c ^ (r % 8), so that
+// the 16 bytes of 8 rows that ldmatrix reads at once are in different banks.
 #pragma once
 
 #include "cuda/ptx/sm80.cuh"
@@ -10,7 +10,6 @@ constexpr int kTile = 64;  // queries or keys
 constexpr int kTileBytes = kTile * kChannels * sizeof(bfloat16);
 constexpr int kThreads = kTile / 16 * 32;
 
-// Returns the address of 16-byte chunk `chunk` of row `row`.
 __device__ inline uint32_t chunk_at(uint32_t tile, int row, int chunk) {
   return tile + row * 128 + ((chunk ^ row % 8) << 4);
 }
@@ -26,8 +25,7 @@ struct WarpAttention {
       gptkernels::cuda::load_matrices(queries[i], chunk_at(tile, warp * 16 + lane % 16, 2 * i + lane / 16));
   }
 
-  // Adds the 64 keys and values of a tile. If `diagonal`, the tile's keys are of the same tokens as the thread block's
-  // queries.
+  // In the `diagonal` tile, keys and queries are of the same tokens.
   __device__ void add(uint32_t keys, uint32_t values, bool diagonal) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float scores[kAccumulators] = {}, rescale[2];

@@ -1,15 +1,14 @@
-// Step 2: online softmax, a warp per query. The scores are not written to memory: a warp computes the scores of 32
-// keys, one in each lane, and adds the values of these keys to sums relative to the largest score so far. When a larger
-// score is found, the sums are rescaled. The warps of a thread block have neighbouring queries of one head, and share
-// the keys and values in shared memory.
+// Step 2: online softmax, a warp per query. No scores are written to memory: each lane computes the score of one of 32
+// keys, whose values the warp adds to sums relative to the largest score so far. A larger score rescales the sums. The
+// warps of a thread block have neighbouring queries of one head, and share keys and values in shared memory.
 #include "problem.h"
 
 const char* const kStep = "2 online softmax, a warp";
 
 constexpr int kWarps = 16;
-constexpr int kKeys = 32;              // keys of a tile
-constexpr int kPairs = kChannels / 2;  // pairs of channels of a row
-constexpr int kRowPairs = kPairs + 1;  // an odd number, so that the lanes read 32 rows from 32 banks
+constexpr int kKeys = 32;  // keys of a tile
+constexpr int kPairs = kChannels / 2;
+constexpr int kRowPairs = kPairs + 1;  // odd, so that the lanes read 32 rows from 32 banks
 using Pair = __nv_bfloat162;
 
 __device__ float warp_max(float x) {
@@ -32,9 +31,9 @@ __global__ void __launch_bounds__(kWarps * 32) attention_warp_kernel(Attention p
   queries[warp][lane] = __bfloat1622float2(pairs(kQuery, query)[lane]);
 
   float max = -INFINITY, sum = 0;
-  float2 out = {0, 0};  // channels 2 * lane and 2 * lane + 1
+  float2 out = {0, 0};
   for (int tile = 0; tile < first + kWarps; tile += kKeys) {
-    __syncthreads();  // before this barrier, other warps may read the previous tile
+    __syncthreads();  // other warps may read the previous tile before this barrier
     for (int row = warp; row < kKeys; row += kWarps) {
       keys[row][lane] = pairs(kKey, tile + row)[lane];
       values[row][lane] = pairs(kValue, tile + row)[lane];

@@ -17,5 +17,4 @@ struct Classifier {
 constexpr int kWidth = 50304;  // GPT-2's vocabulary, padded to a multiple of 128
 constexpr int kVocab = 50257;
 
-// Each step defines this function.
 void classifier(const Classifier& p);

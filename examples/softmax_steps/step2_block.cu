@@ -1,16 +1,15 @@
-// Step 2: a thread block per row. Neighbouring threads read neighbouring elements (coalesced accesses); their maxima
-// and sums are combined in shared memory.
+// Step 2: a thread block per row. Neighbouring threads read neighbouring elements (coalesced accesses), and combine
+// maxima and sums in shared memory.
 #include "problem.h"
 
 const char* const kStep = "2 a thread block per row";
 
 constexpr int kThreads = 1024;
 
-// Combines the values of all threads of the thread block, and returns the result in every thread.
 template <typename Combine>
 __device__ float block_combine(float value, Combine combine) {
   __shared__ float values[kThreads];
-  __syncthreads();  // before this barrier, threads may still read the previous result
+  __syncthreads();  // threads may read the previous result before this barrier
   values[threadIdx.x] = value;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();
