@@ -18,7 +18,7 @@ struct AdamwOptions {
   double lr;
   double beta1;
   double beta2;
-  double log_beta1;  // beta^t is computed from the logarithm
+  double log_beta1;
   double log_beta2;
   double eps;
   double weight_decay;
@@ -29,25 +29,24 @@ struct AdamwOptions {
   uint64_t rounding_seed;
 };
 
-// Each array has its own random bits.
 enum AdamwArray : uint32_t { kParamArray, kExpAvgArray, kExpAvgSqArray };
 
-// Optional scalars in the tensors' device memory, or null. A kernel reads them when it runs, so a CUDA graph can be
-// replayed with new values.
+// Optional scalars in the tensors' device memory. A kernel reads them when it runs, so a CUDA graph can be replayed
+// with new values.
 struct AdamwNumbers {
-  const float* lr;          // if null, wide_lr is used
-  const double* wide_lr;    // if null, options.lr is used
+  const float* lr;  // if null, wide_lr is used
+  const double* wide_lr;
   const float* grad_scale;  // divisor of the gradients
-  const float* grad_norm;   // norm of gradients / grad_scale; if given, the gradients are clipped to max_grad_norm
+  const float* grad_norm;   // of gradients / grad_scale, clipped to max_grad_norm
   const float* found_inf;   // if not 0, the step is a no-op
 };
 
-// T is the parameters' dtype; Gradient and State are T or float. The pointer arrays are in host memory.
+// Gradient and State are T or float. The pointer arrays are in host memory.
 template <typename T, typename Gradient, typename State>
 struct Adamw {
   T* const* params;
   // Float32 master weights, or null. The step updates them, and stores them rounded to T in params. If a master does
-  // not round to its parameter, other code has changed the parameter, and the step starts from the parameter.
+  // not round to its parameter, other code has changed the parameter, from which the step then starts.
   float* const* masters;
   const Gradient* const* grads;
   State* const* exp_avgs;
@@ -78,14 +77,14 @@ struct AdamwFactors {
   A eps;
 };
 
-// torch's clip_grad_norm_ by the same operations, so that the factor has the same bits. A NaN norm gives NaN.
+// The same operations and bits as torch's clip_grad_norm_. A NaN norm gives NaN.
 GPTKERNELS_STEP float clip_coefficient(float norm, float max_norm) {
   const float coefficient = 1 / (norm + 1e-6f) * max_norm;
   return coefficient > 1 ? 1 : coefficient;
 }
 
-// From log(beta), which is faster than pow(). As in torch, beta^t is rounded before the subtraction; for small t the
-// results would otherwise differ from torch's.
+// log(beta) makes this faster than pow(). As in torch, beta^t is rounded before the subtraction; for small t the
+// results would otherwise differ.
 GPTKERNELS_STEP double one_minus_power(double log_beta, double t) {
   const double power = 1 + std::expm1(t * log_beta);
   return 1 - power;
@@ -107,7 +106,6 @@ GPTKERNELS_STEP AdamwFactors<A> adamw_factors(const AdamwOptions& o, const Adamw
           .eps = A(o.eps)};
 }
 
-// The master if it rounds to the parameter, else the parameter.
 template <typename T>
 GPTKERNELS_STEP float current_value(float master, T param) {
   const float value = static_cast<float>(param);

@@ -10,7 +10,6 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// Element (b, h, t, i) is at data[b * batch + h * head + t * token + i].
 template <typename T>
 struct HeadsView {
   T* data;
@@ -26,11 +25,11 @@ template <typename T>
 struct AttentionMask {
   bool causal = false;  // query i sees the keys j <= i + query_offset
   int64_t query_offset = 0;
-  const int32_t* key_begin = nullptr;  // (B) or null: sequence b's keys are key_begin[b] <= j < key_end[b]
+  const int32_t* key_begin = nullptr;  // (B) or null: keys key_begin[b] <= j < key_end[b]
   const int32_t* key_end = nullptr;    // (B) or null
   // At most one of the two (B, NH, Tq, Tk) masks is given, with the strides below (0 for broadcast dimensions).
   const bool* allowed = nullptr;  // false hides the key
-  const T* bias = nullptr;        // added to scale * q k^T; -inf hides the key
+  const T* bias = nullptr;        // added to scale * q k^T; -inf hides
   int64_t batch = 0;
   int64_t head = 0;
   int64_t query = 0;
@@ -46,7 +45,6 @@ struct AttentionSizes {
   int64_t head_size;  // HS
 };
 
-// A query head and the key head that it reads.
 struct QueryHead {
   int64_t index;  // batch * NH + head
   int64_t batch;
@@ -60,7 +58,7 @@ struct QueryHead {
 template <typename T>
 struct AttentionForward {
   HeadsView<T> out;            // (B, NH, Tq, HS)
-  accumulate_t<T>* logsumexp;  // (B, NH, Tq), dense: log sum exp of the scaled and masked scores
+  accumulate_t<T>* logsumexp;  // (B, NH, Tq), dense
   HeadsView<const T> query;    // (B, NH, Tq, HS)
   HeadsView<const T> key;      // (B, KH, Tk, HS)
   HeadsView<const T> value;    // (B, KH, Tk, HS)
@@ -68,7 +66,7 @@ struct AttentionForward {
   double scale;
   AttentionMask<T> mask;
   DropoutArguments dropout;
-  bool tf32 = false;  // allows TF32 for float32 matmuls (CUDA)
+  bool tf32 = false;  // for float32 (CUDA)
   void* workspace = nullptr;
 };
 
@@ -78,7 +76,7 @@ struct AttentionBackward {
   HeadsView<T> dkey;
   HeadsView<T> dvalue;
   HeadsView<const T> dout;            // (B, NH, Tq, HS)
-  const accumulate_t<T>* dlogsumexp;  // (B, NH, Tq), dense, or null: the gradient of logsumexp
+  const accumulate_t<T>* dlogsumexp;  // (B, NH, Tq), dense, or null
   HeadsView<const T> out;
   const accumulate_t<T>* logsumexp;
   HeadsView<const T> query;
@@ -92,8 +90,7 @@ struct AttentionBackward {
   void* workspace = nullptr;
 };
 
-// The factor of dquery and dkey. The softmax of a single key is constant, so without dlogsumexp their exact gradient is
-// 0.
+// The softmax of a single key is constant, so without dlogsumexp the gradients of query and key are exactly 0.
 template <typename T>
 constexpr double gradient_scale(const AttentionBackward<T>& p) {
   return p.sizes.keys == 1 && !p.dlogsumexp ? 0 : p.scale;

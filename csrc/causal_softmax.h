@@ -1,5 +1,5 @@
-// For each (T, T) matrix of attention scores, row t of out is the softmax of columns 0..t. Values above the diagonal
-// are ignored in the input and exactly 0 in the output.
+// Row t of out is the softmax of columns 0..t of a (T, T) matrix of attention scores. Values above the diagonal are
+// ignored in the input and exactly 0 in the output.
 #pragma once
 
 #include "device.h"
@@ -8,7 +8,7 @@ namespace gptkernels::GPTKERNELS_DEVICE {
 
 template <typename T>
 struct CausalSoftmaxForward {
-  T* out;           // (matrices, T, T); may be scores
+  T* out;           // may be scores
   const T* scores;  // (matrices, T, T)
   int64_t matrices;
   int64_t tokens;  // T
@@ -17,7 +17,7 @@ struct CausalSoftmaxForward {
 
 template <typename T>
 struct CausalSoftmaxBackward {
-  T* dscores;     // (matrices, T, T); may be dout
+  T* dscores;     // may be dout
   const T* dout;  // (matrices, T, T)
   const T* out;   // (matrices, T, T)
   int64_t matrices;

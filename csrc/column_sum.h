@@ -1,4 +1,3 @@
-// Sums the rows of a matrix, for example to the gradient of a bias.
 #pragma once
 
 #include "device.h"
@@ -14,7 +13,6 @@ struct ColumnSum {
   int64_t width;  // C
 };
 
-// In bytes, for partial sums over groups of rows.
 template <typename T>
 int64_t column_sum_workspace(int64_t rows, int64_t width);
 

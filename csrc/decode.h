@@ -29,12 +29,12 @@ struct DecodeLayer {
 
 template <typename T>
 struct Decode {
-  T* logits;       // (B, Vp)
-  T* keys_values;  // (L, 2, B, NH, capacity, HS): the cache, to which the last token's keys and values are added
-  const int64_t* sequences;  // (B, length): tokens in 0..V-1; the -1 that sample_ writes if it cannot draw is read as 0
-  const int64_t* lengths;    // (B): number of tokens, at least 1; all but the last are in the cache
-  const T* wte;              // (V or more, C)
-  const T* wpe;              // (capacity or more, C)
+  T* logits;                     // (B, Vp)
+  T* keys_values;                // (L, 2, B, NH, capacity, HS); the last token is added
+  const int64_t* sequences;      // (B, length); the -1 that sample_ writes if it cannot draw is read as 0
+  const int64_t* lengths;        // (B), at least 1; all tokens but the last are in the cache
+  const T* wte;                  // (V or more, C)
+  const T* wpe;                  // (capacity or more, C)
   const DecodeLayer<T>* layers;  // (L), in host memory
   const T* norm_weight;          // (C)
   const T* norm_bias;            // (C) or null
@@ -44,7 +44,7 @@ struct Decode {
   int64_t layer_count;           // L
   int64_t width;                 // C
   int64_t heads;                 // NH
-  int64_t capacity;              // tokens per sequence that fit in the cache
+  int64_t capacity;              // tokens per sequence
   int64_t vocabulary;            // V
   int64_t lm_head_rows;          // Vp
   double eps;
@@ -55,7 +55,7 @@ struct Decode {
 constexpr int64_t kDecodeMaxBatch = 8;
 constexpr int64_t kDecodeMaxHeadSize = 256;
 
-// In bytes, for activations in float32, or in float64 if T is double.
+// In bytes.
 template <typename T>
 int64_t decode_workspace(const Decode<T>& p) {
   return static_cast<int64_t>(sizeof(accumulate_t<T>)) * p.batch * p.width * 8;

@@ -1,5 +1,5 @@
-// An op's header declares its launchers once, in namespace `gptkernels::GPTKERNELS_DEVICE`; this header selects that
-// namespace's number types, Stream and Status for the translation unit's device.
+// Selects the namespace `gptkernels::GPTKERNELS_DEVICE` and its number types, Stream and Status, in which an op's
+// header declares its launchers once for both devices.
 #pragma once
 
 #ifdef GPTKERNELS_CUDA
@@ -10,7 +10,6 @@
 #define GPTKERNELS_DEVICE cpu
 #endif
 
-// Instantiates a launcher for every floating dtype that the ops support.
 #define GPTKERNELS_FOR_FLOATING(MACRO) \
   MACRO(double)                        \
   MACRO(float)                         \

@@ -1,5 +1,5 @@
-// out = x / (1 - probability) if the mask keeps the element, else 0 * x. The mask is not stored: the backward computes
-// it again from the seed.
+// out = x / (1 - probability) if the mask keeps the element, else 0 * x. The backward computes the mask again from the
+// seed.
 #pragma once
 
 #include "device.h"
@@ -14,7 +14,7 @@ struct DropoutArguments {
   const int64_t* offset = nullptr;
 };
 
-// For dense data of any shape. The backward is the same function, applied to the gradient. `out` may be `x`.
+// The backward is the same function, applied to the gradient. `out` may be `x`.
 template <typename T>
 struct DropoutForward {
   T* out;

@@ -13,7 +13,7 @@ struct EncoderForward {
   T* out;               // (B, T, C)
   const Token* tokens;  // (B, T)
   const T* wte;         // (Vp, C), Vp >= V
-  const T* wpe;         // (P, C), P >= T; null for no position embedding
+  const T* wpe;         // (P, C), P >= T, or null
   int64_t batch;        // B
   int64_t length;       // T
   int64_t vocabulary;   // V: tokens must be below V
@@ -23,23 +23,23 @@ struct EncoderForward {
 template <typename T, typename Token>
 struct EncoderBackward {
   T* dwte;              // (V, C)
-  T* dwpe;              // (P, C), P >= T; null if not wanted
+  T* dwpe;              // (P, C), P >= T, or null
   const T* dout;        // (B, T, C)
   const Token* tokens;  // (B, T)
   void* workspace;
   int64_t batch;       // B
   int64_t length;      // T
-  int64_t vocabulary;  // V: rows of dwte, including padding
+  int64_t vocabulary;  // V, including padding
   int64_t positions;   // P
   int64_t width;       // C
-  bool accumulate;     // add to dwte in place; rows of tokens that do not occur are then not accessed
+  bool accumulate;     // adds to dwte; skips rows of tokens that do not occur
 };
 
 template <typename T, typename Token>
 Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream);
 
-// The backward's limits. The CUDA kernels index rows and columns with 32 bits, and each warp of the sort keeps sqrt(V)
-// counters in shared memory.
+// The CUDA backward indexes rows and columns with 32 bits, and each warp of its sort keeps sqrt(V) counters in shared
+// memory.
 #ifdef GPTKERNELS_CUDA
 constexpr int64_t kEncoderMaxRows = int64_t(1) << 30;  // of B * T and of P
 constexpr int64_t kEncoderMaxVocabulary = int64_t(1) << 24;
@@ -50,7 +50,7 @@ constexpr int64_t kEncoderMaxVocabulary = INT64_MAX;
 constexpr int64_t kEncoderMaxColumns = INT64_MAX;
 #endif
 
-// In bytes, for the positions sorted by token and, on CUDA, partial sums of rows.
+// In bytes.
 template <typename T, typename Token>
 int64_t encoder_backward_workspace(int64_t batch, int64_t length, int64_t vocabulary, int64_t width);
 

@@ -1,5 +1,5 @@
-// Quantisation to float8: writes a matrix as float8, optionally also transposed, and records the largest magnitude
-// (amax) for the scale of later calls.
+// Writes a matrix as float8, optionally also transposed, and records the largest magnitude (amax) for the scale of
+// later calls.
 #pragma once
 
 #include <cstdint>
@@ -14,14 +14,14 @@ enum class Fp8Format { kE4M3, kE5M2 };
 // x, GELU(x) rounded to T, or x * GELU'(u) rounded to T.
 enum class Fp8Source { kValues, kGelu, kGeluGradient };
 
-// A tensor's amax history: the largest finite magnitudes of the last kFp8Calls calls, the newest last, then two working
-// cells, which are 0 between calls: the largest magnitude so far in the current call, and the number of thread blocks
-// that have finished. Magnitudes are float32 bits in int32, because `module.to(dtype)` converts floating-point buffers.
+// An amax history holds the largest finite magnitudes of the last kFp8Calls calls, the newest last, and two working
+// cells, which are 0 between calls: the largest magnitude so far, and the number of finished thread blocks. Magnitudes
+// are float32 bits in int32, because `module.to(dtype)` converts floating-point buffers.
 constexpr int kFp8Calls = 16;
 constexpr int kFp8History = kFp8Calls + 2;
 
-// Transposed rows are padded with zeros, because a float8 matmul's inner dimension must be a multiple of 16 on tensor
-// cores.
+// The inner dimension of a float8 matmul must be a multiple of 16 on tensor cores, so transposed rows are padded with
+// zeros.
 constexpr int64_t kFp8Alignment = 16;
 
 constexpr int64_t fp8_padded(int64_t rows) {
@@ -30,8 +30,8 @@ constexpr int64_t fp8_padded(int64_t rows) {
 
 // On CUDA, a preceding matmul may already have quantised the tensor in its epilogue, if the tensor's scale is known.
 struct Fp8Fused {
-  const int32_t* done = nullptr;  // in device memory; not 0 if the tensor is quantised and only sums must be added
-  void* partials = nullptr;       // (partial_rows, C) of sum_t<T>: the matmul's partial column sums
+  const int32_t* done = nullptr;  // not 0: quantised, and only sums must be added
+  void* partials = nullptr;       // (partial_rows, C) of sum_t<T>
   int64_t partial_rows = 0;
 };
 
@@ -43,7 +43,7 @@ struct Fp8Quantize {
   uint8_t* out;             // (N, C), or null
   uint8_t* out_transposed;  // (C, fp8_padded(N)), or null
   float* scale;             // value = float8 number * scale
-  T* column_sums;           // (C): sums over the rows, before quantisation; or null
+  T* column_sums;           // (C), before quantisation, or null
   const T* x;               // (N, C)
   const T* u;
   int32_t* history;  // (kFp8History), or null
@@ -51,7 +51,7 @@ struct Fp8Quantize {
   int64_t rows;   // N
   int64_t width;  // C
   Fp8Format format;
-  Fp8Source source;  // the CPU supports only kValues, and no column_sums
+  Fp8Source source;  // CPU: only kValues, no column_sums
   Fp8Fused fused = {};
 };
 
@@ -68,7 +68,7 @@ struct Fp8Transpose {
   const uint8_t* x;    // (N, C)
   int64_t rows;        // N
   int64_t width;       // C
-  int64_t out_stride;  // between rows of out, a multiple of kFp8Alignment
+  int64_t out_stride;  // a multiple of kFp8Alignment
 };
 
 Status fp8_transpose(const Fp8Transpose& p, Stream stream);

@@ -1,5 +1,4 @@
-// A tensor's float8 scale from its largest magnitude, in integer arithmetic, so that it has the same bits on every
-// device.
+// Integer arithmetic gives the scale the same bits on every device.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +13,8 @@ namespace gptkernels {
 
 // The bits of float32 powers of two.
 struct Fp8Scale {
-  uint32_t multiplier;  // 2^exponent: float8 number = round(value * multiplier)
-  uint32_t scale;       // 2^-exponent: value = float8 number * scale
+  uint32_t multiplier;  // float8 number = round(value * multiplier)
+  uint32_t scale;       // value = float8 number * scale
 };
 
 // `amax` is the bits of a finite, non-negative float32. The multiplier is the largest power of two for which amax *
@@ -24,10 +23,9 @@ struct Fp8Scale {
 GPTKERNELS_SCALE_DEVICE inline Fp8Scale fp8_scale(uint32_t amax, int largest_exponent) {
   constexpr uint32_t kSignificand = 0x7FFFFFu;
   constexpr uint32_t kThreeQuarters = 0x600000u;  // the significand of 1.75
-  constexpr int kMaxExponent = 126;               // both powers of two are then normal numbers
+  constexpr int kMaxExponent = 126;               // both powers of two are normal numbers
   if (amax == 0) return {127u << 23, 127u << 23};
-  const int amax_exponent =
-      static_cast<int>(amax >> 23) - 127;  // -127 for a denormal; kMaxExponent then limits the result
+  const int amax_exponent = static_cast<int>(amax >> 23) - 127;  // -127 for a denormal, then limited by kMaxExponent
   int exponent = largest_exponent - amax_exponent - ((amax & kSignificand) > kThreeQuarters ? 1 : 0);
   if (exponent > kMaxExponent) exponent = kMaxExponent;
   if (exponent < -kMaxExponent) exponent = -kMaxExponent;

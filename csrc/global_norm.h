@@ -1,6 +1,6 @@
 // sqrt(sum of x^2) over a list of tensors: one partial sum per chunk of a tensor, then their sum in a fixed order.
-// Squares and sums are float64, so the squares of float32 values cannot overflow, and the float32 result is accurate to
-// its last digit. The square of a float64 element above 1e154 is infinite.
+// Squares and sums are float64, so the squares of float32 values cannot overflow. The square of a float64 element above
+// 1e154 is infinite.
 #pragma once
 
 #include "device.h"
@@ -9,7 +9,7 @@ namespace gptkernels::GPTKERNELS_DEVICE {
 
 template <typename T>
 struct GlobalNormSquares {
-  double* partials;         // concatenated over the tensors, global_norm_partials(size) each
+  double* partials;         // global_norm_partials(size) for each tensor in turn
   const T* const* tensors;  // host array of `count` pointers
   const int64_t* sizes;     // host array
   int64_t count;

@@ -19,10 +19,10 @@ struct LayernormForward {
   X* out;                 // (N, C)
   accumulate_t<T>* mean;  // (N)
   accumulate_t<T>* rstd;  // (N)
-  T* sum;                 // (N, C); written if there is a residual
+  T* sum;                 // (N, C), with a residual
   const X* x;             // (N, C)
   const T* residual;      // (N, C) or null; required if X is not T
-  const T* x_bias;        // (C), or null for zeros; only with a residual
+  const T* x_bias;        // (C) or null; only with a residual
   const T* weight;        // (C), or null for ones
   const T* bias;          // (C), or null for zeros
   int64_t rows;           // N
@@ -32,20 +32,20 @@ struct LayernormForward {
 
 template <typename T, typename X = T>
 struct LayernormBackward {
-  X* dx;                        // (N, C); null outputs are not computed
+  X* dx;                        // null outputs are not computed
   T* dweight;                   // (C) or null
   T* dbias;                     // (C) or null
   T* dx_bias;                   // (C) or null; requires dx
-  T* dresidual;                 // (N, C) or null: dx before it is multiplied by the dropout mask and rounded to X
+  T* dresidual;                 // (N, C) or null: dx before dropout and rounding to X
   const X* dout;                // (N, C)
-  const T* dsum;                // (N, C) or null: gradient of the sum from its other uses, added to dx
-  const T* x;                   // (N, C): the input of the normalisation; if there is a residual, the forward's sum
+  const T* dsum;                // (N, C) or null: gradient of the sum from its other uses
+  const T* x;                   // (N, C): the input, or the forward's sum
   const T* weight;              // (C), or null for ones
   const accumulate_t<T>* mean;  // (N)
   const accumulate_t<T>* rstd;  // (N)
-  void* workspace;  // layernorm_backward_workspace<T>(rows, width) bytes; unused without dweight, dbias, dx_bias
-  int64_t rows;     // N
-  int64_t width;    // C
+  void* workspace;              // only for dweight, dbias, dx_bias
+  int64_t rows;                 // N
+  int64_t width;                // C
 };
 
 // Element (n, c) has index n * C + c in the dropout mask of x + x_bias. With probability 0, seed and offset are not
@@ -53,7 +53,7 @@ struct LayernormBackward {
 template <typename T, typename X>
 Status layernorm_forward(const LayernormForward<T, X>& p, const DropoutArguments& dropout, Stream stream);
 
-// In bytes, for partial sums over groups of rows.
+// In bytes.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width);
 

@@ -1,5 +1,5 @@
-// The mean reduction of a chunked cross-entropy, on the device, because the host does not know how many targets are
-// ignored. Sums have an order that depends on N only.
+// The mean is computed on the device, because the host does not know how many targets are ignored. The order of a sum
+// depends on N only.
 #pragma once
 
 #include "device.h"
@@ -10,7 +10,7 @@ namespace gptkernels::GPTKERNELS_DEVICE {
 template <typename A>
 struct MeanScale {
   A* scale;             // scalar
-  A* finite;            // scale, or 0 if all targets are ignored; or null
+  A* finite;            // 0 if all targets are ignored; or null
   const A* dloss;       // scalar; null means 1
   const void* targets;  // (N) int64 or int32
   bool targets_are_int64;
@@ -18,7 +18,6 @@ struct MeanScale {
   int64_t ignore_index;
 };
 
-// loss = scale * sum(losses), summed in float64.
 template <typename A>
 struct LossSum {
   A* loss;          // scalar

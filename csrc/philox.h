@@ -1,5 +1,5 @@
-// Philox4x32-7 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011), and the assignment of its bits to
-// the elements of dropout masks. A mask depends only on seed, offset and coordinates, not on tiles or threads.
+// Philox4x32-7 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011), whose bits depend only on seed,
+// offset and an element's coordinates in a dropout mask, not on tiles or threads.
 #pragma once
 
 #include <cstdint>
@@ -44,7 +44,7 @@ GPTKERNELS_HOST_DEVICE void philox_key_step(uint32_t& k0, uint32_t& k1) {
   k1 += 0xBB67AE85u;
 }
 
-// Replaces counters by random bits. The inner loop is over the counters, whose operations in a round are independent.
+// The inner loop is over the counters, whose operations in a round are independent.
 template <int kCounters>
 GPTKERNELS_HOST_DEVICE void philox(uint64_t key, PhiloxWords (&counters)[kCounters]) {
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
@@ -115,9 +115,8 @@ GPTKERNELS_HOST_DEVICE PhiloxWords dropout_words(int64_t seed, int64_t offset, u
 
 // ---- dense data -----------------------------------------------------------------------------------------------------
 
-// One Philox result provides the bits of 8 neighbouring elements: flat index i has group i / 8 and slot i % 8. In place
-// of attention's head, the counter has kDenseHead, which no head has, so the two kinds of masks use different bits for
-// the same seed and offset.
+// One Philox result provides the bits of 8 neighbouring elements: flat index i has group i / 8 and slot i % 8.
+// kDenseHead is no head's number, so dense masks and attention's masks use different bits for the same seed and offset.
 constexpr int kDenseGroup = 8;
 constexpr uint32_t kDenseHead = 0xFFFFFFFFu;
 
@@ -132,7 +131,6 @@ GPTKERNELS_HOST_DEVICE PhiloxWords dense_dropout_words(int64_t seed, int64_t off
 
 // ---- both kinds of masks --------------------------------------------------------------------------------------------
 
-// An element is kept if its 16 bits are not below the threshold.
 GPTKERNELS_HOST_DEVICE uint32_t dropout_threshold(double probability) {
   return static_cast<uint32_t>(probability * 65536 + 0.5);
 }

@@ -1,5 +1,5 @@
-// Stochastic rounding from float32 to bfloat16: the expected result is the exact value, so updates smaller than the
-// last bit of a bfloat16 are not lost.
+// The expected value of a stochastically rounded float32 is exact, so updates smaller than the last bit of a bfloat16
+// are not lost.
 #pragma once
 
 #include "philox.h"
@@ -8,7 +8,6 @@ namespace gptkernels {
 
 constexpr int kRoundingGroup = 8;
 
-// 16 random bits for each element of a group.
 struct RoundingBits {
   PhiloxWords words;
 
@@ -22,16 +21,15 @@ struct RoundingBits {
   }
 };
 
-// Independent of threads: the bits depend on the seed, the step, the tensor's index in its list, the array (0..3) and
-// the group.
+// `tensor` is an index in the list of tensors, `array` is 0..3.
 GPTKERNELS_HOST_DEVICE RoundingBits rounding_bits(uint64_t seed, uint32_t step, uint32_t tensor, uint32_t array,
                                                   int64_t group) {
   const uint32_t high = static_cast<uint32_t>(static_cast<uint64_t>(group) >> 32) | array << 30;
   return {philox(seed, {{static_cast<uint32_t>(group), high, tensor, step}})};
 }
 
-// Float32 bits to bfloat16 bits. The probability of rounding away from 0 is the fraction that is cut off (the lower 16
-// bits times 2^-16). Infinity and NaN are preserved.
+// Float32 bits to bfloat16 bits. The probability of rounding away from 0 is the fraction that is cut off. Infinity and
+// NaN are preserved.
 GPTKERNELS_HOST_DEVICE uint16_t round_stochastically(uint32_t value, uint32_t random) {
   const uint32_t magnitude = value & 0x7FFFFFFFu;
   if (magnitude > 0x7F800000u) return static_cast<uint16_t>(value >> 16 | 0x40u);

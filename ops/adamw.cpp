@@ -47,7 +47,7 @@ struct Facts {
     check_shim(aoti_torch_get_strides(handle_, &found));
     return found;
   }
-  // Whether equal indices have equal offsets in the memory of both tensors, which have the same shape.
+  // The tensors have the same shape.
   bool has_layout_of(const Facts& other) const {
     if (contiguous && other.contiguous) return true;
     const int64_t *mine = strides(), *others = other.strides();
@@ -166,7 +166,6 @@ struct Lists {
   const std::optional<Tensors>& masters;
 };
 
-// Parameters that one launch updates, which all have the same dtypes.
 struct Group {
   std::array<int32_t, 3> dtypes;  // parameters, gradients, moments
   std::vector<size_t> members;    // indices in the lists
@@ -182,7 +181,7 @@ Tensor copy_in_layout(const Tensor& grad, const Facts& param) {
   return copy;
 }
 
-// Copies each gradient whose layout differs from its parameter's.
+// Gradients whose layout differs from their parameter's are copied.
 std::vector<Group> checked_groups(const Lists& lists, Tensors& grads) {
   std::vector<Group> groups;
   const Tensor& first = lists.params[0];

@@ -1,4 +1,3 @@
-// Attention without stored (T, T) matrices, for packed qkv and for separate query, key and value.
 #include "../csrc/attention.h"
 
 #include <algorithm>
@@ -14,7 +13,7 @@ namespace {
 
 constexpr int64_t kMaxHeadSize = 256;
 
-// A (part of a) tensor viewed as (B, heads, T, HS), with a contiguous last dimension and any other strides.
+// The last dimension is contiguous, and the others may have any strides.
 struct Heads {
   Tensor tensor;
   int64_t offset;
@@ -43,12 +42,11 @@ Heads unpacked(const Tensor& t, int64_t head_size) {
   return {t, 0, t.size(1) * t.size(2), head_size, t.size(2)};
 }
 
-// All arguments but the differentiated tensors.
 struct Options {
   std::optional<double> scale = {};
   bool causal = false;
   int64_t query_offset = 0;
-  OptionalTensor mask = {};  // (B, NH, Tq, Tk), or broadcastable to it
+  OptionalTensor mask = {};  // broadcastable to (B, NH, Tq, Tk)
   OptionalTensor key_begin = {};
   OptionalTensor key_end = {};
   double dropout_p = 0;
@@ -150,8 +148,8 @@ Tensor with_dense_rows(const Tensor& t) {
   return t.size(3) == 1 || t.stride(3) == 1 ? t : torch::stable::contiguous(t);
 }
 
-// Copies a gradient that the fastest 16-bit kernels cannot load by TMA, which requires strides that are positive
-// multiples of 16 bytes. The gradient of a sum, for example, is expanded, with strides of 0.
+// The fastest 16-bit kernels load the gradient by TMA, which requires strides that are positive multiples of 16 bytes.
+// The gradient of a sum, for example, is expanded, with strides of 0.
 Tensor with_tma_strides(const Tensor& t) {
   bool supported = true;
   for (int64_t i = 0; i < 3; ++i)
@@ -159,7 +157,7 @@ Tensor with_tma_strides(const Tensor& t) {
   return supported || t.element_size() > 2 ? with_dense_rows(t) : torch::stable::contiguous(t);
 }
 
-// A dense (B, heads, T, HS) tensor. `order` is the order of the first three dimensions in memory.
+// `order` is the order of the first three dimensions in memory.
 Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const Tensor& like) {
   Shape strides(4, 1);
   int64_t stride = std::max<int64_t>(shape[3], 1);
@@ -170,7 +168,7 @@ Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const
   return allocate_strided(shape, strides, like.scalar_type(), like);
 }
 
-// In memory (B, T, heads, HS), so that a model's reshape to (B, T, C) copies nothing.
+// (B, T, heads, HS) in memory, so that a model's reshape to (B, T, C) copies nothing.
 Tensor allocate_out(const AttentionSizes& s, const Tensor& like) {
   return allocate_heads(query_shape(s), {0, 2, 1}, like);
 }

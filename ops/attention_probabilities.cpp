@@ -61,16 +61,14 @@ Heads parts_of_out(const Tensor& out, const Sizes& s) {
           s.head};
 }
 
-// (T, T), contiguous, one for each batch and head.
 Heads squares(const Tensor& probabilities, const Sizes& s) {
   return {{.tensor = probabilities, .rows = s.tokens, .columns = s.tokens, .row_stride = s.tokens, .column_stride = 1},
           s.heads * s.tokens * s.tokens,
           s.tokens * s.tokens};
 }
 
-// out = alpha * a @ b for every batch and head. A batched BLAS call supports one stride between matrices, but batches
-// and heads have two, so each call computes all matrices of the larger of these dimensions, and q, k, v and out need
-// not be permuted.
+// A batched BLAS call supports one stride between matrices, but batches and heads have two, so each call computes all
+// matrices of the larger of these dimensions. q, k, v and out need not be permuted.
 void matmul_heads(const Launcher& launcher, const Sizes& s, const Heads& out, const Heads& a, const Heads& b,
                   double alpha = 1) {
   const bool loop_over_batches = s.batches < s.heads;

@@ -17,7 +17,6 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward_op(const Tensor& dout, const 
 Tensor gelu_op(const Tensor& x, const std::string& approximate);
 Tensor gelu_backward_op(const Tensor& dout, const Tensor& x, const std::string& approximate);
 
-// post_gelu is absent if it was not kept.
 inline Tensor saved_or_recomputed(const Tensor& post_gelu, const Tensor& pre_gelu, const std::string& approximate) {
   return is_absent(post_gelu) ? gelu_op(pre_gelu, approximate) : post_gelu;
 }

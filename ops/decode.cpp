@@ -6,7 +6,7 @@ namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
 constexpr const char* op = "decode";
-constexpr size_t kMatrices = 6;  // weights of a layer; as many biases
+constexpr size_t kMatrices = 6;  // weights of a layer
 
 GeluForm form_of(const std::string& approximate) {
   if (approximate == "tanh") return GeluForm::kTanh;
@@ -18,7 +18,7 @@ void check_dense(const char* name, const Tensor& t) {
   if (!t.is_contiguous()) fail(op, name, " must be contiguous");
 }
 
-// Contiguous, because a copy at each decoding step would be slow.
+// Not copied, because a copy at each decoding step would be slow.
 void check_weight(const std::string& name, const Tensor& t, const Tensor& wte, const Shape& shape) {
   check_like(op, name.c_str(), t, "wte", wte);
   check_shape(op, name.c_str(), t, shape);

@@ -64,8 +64,7 @@ Fp8Matmul<T> product_of(const Matrix& out, const Fp8Operand& a, const Fp8Operand
           .alpha = options.alpha};
 }
 
-// Times the algorithms for a matmul. A matmul that accumulates is timed with another output, so that out does not
-// change.
+// A matmul that accumulates is timed with another output, so that out does not change.
 template <typename T>
 Fp8Plan autotuned_plan(const Launcher& launcher, const Tensor& like, Fp8Matmul<T> p, const Fp8Plan& plan,
                        cublasHandle_t handle) {

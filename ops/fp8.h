@@ -1,4 +1,3 @@
-// Quantisation to float8, and float8 matmuls. See docs/fp8.md.
 #pragma once
 
 #include "../csrc/fp8.h"
@@ -16,10 +15,10 @@ struct Quantized {
 
 struct QuantizeOptions {
   bool transposed = false;
-  bool values = true;  // CUDA: if false, only the transposed copy is written
+  bool values = true;  // CUDA only
   bool gelu = false;
-  OptionalTensor dgelu_at = {};     // quantise x times GELU's derivative at this tensor
-  OptionalTensor column_sums = {};  // (C), of x's dtype: sums of the unquantised values over all rows
+  OptionalTensor dgelu_at = {};     // x times GELU's derivative at this
+  OptionalTensor column_sums = {};  // (C), of x's dtype, before quantisation
 };
 
 void check_quantizable(const char* op, const char* name, const Tensor& t);
@@ -27,7 +26,6 @@ void check_fp8(const char* op, const char* name, const Tensor& t);
 void check_history(const char* op, const char* name, const OptionalTensor& history, const char* like_name,
                    const Tensor& like);
 
-// A multiple of 16, as the tensor cores require.
 void check_features(const char* op, const char* name, int64_t features);
 
 Quantized allocate_quantized(const Tensor& x, ScalarType dtype, bool transposed, bool values = true);
@@ -39,7 +37,6 @@ inline Fp8Format format_of(ScalarType dtype) {
   return dtype == ScalarType::Float8_e4m3fn ? Fp8Format::kE4M3 : Fp8Format::kE5M2;
 }
 
-// The caller has checked the dtype.
 template <typename Fn>
 void dispatch_fp8(const Tensor& t, const Fn& fn) {
   switch (t.scalar_type()) {
@@ -67,12 +64,11 @@ Fp8Quantize<T> quantize_arguments(const Quantized& out, const Tensor& x, const O
           .source = source};
 }
 
-// A dense tensor's rows are along its last dimension.
 inline Matrix flat(const Tensor& t) {
   return {t, rows_of(t), width_of(t), width_of(t), 1};
 }
 
-// (rows, inner) float8 numbers with contiguous rows, which the optional scale multiplies.
+// (rows, inner) with contiguous rows; the optional scale multiplies the numbers.
 struct Fp8Operand {
   Matrix values;
   OptionalTensor scale;
@@ -83,8 +79,8 @@ struct Fp8Operand {
 
 struct Fp8ProductOptions {
   OptionalTensor bias = {};
-  bool fast_accumulation = false;  // the tensor cores accumulate with 14 bits of significand, which is faster
-  bool accumulate = false;         // add alpha * a @ b^T to out, which is float32; excludes bias
+  bool fast_accumulation = false;  // 14 bits of significand
+  bool accumulate = false;         // excludes bias; out is float32
   float alpha = 1;
 };
 
@@ -92,8 +88,7 @@ struct Fp8ProductOptions {
 void fp8_product(const Launcher& launcher, const Matrix& out, const Fp8Operand& a, const Fp8Operand& b,
                  const Fp8ProductOptions& options);
 
-// fp8_product and quantisation, in one kernel if one supports the arguments. With dgelu_at, this kernel may leave `out`
-// unwritten.
+// One kernel computes both if it supports the arguments. With dgelu_at, this kernel may leave `out` unwritten.
 Quantized quantize_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,
                            const Fp8ProductOptions& product, const OptionalTensor& history, ScalarType dtype,
                            const QuantizeOptions& options);

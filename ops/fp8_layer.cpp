@@ -37,8 +37,7 @@ Saved check_saved(const char* op, const std::vector<Tensor>& tensors) {
   return name(std::make_index_sequence<kCount>());
 }
 
-// The order of the amax histories, in the forward of the matmuls' inputs, in the backward of the gradients of their
-// outputs.
+// Amax histories of the matmuls' inputs (forward), or of their outputs' gradients (backward).
 enum Layers { kQkv, kAttnProj, kFc, kMlpProj, kLayers };
 
 void check_histories(const char* op, const char* name, const std::vector<Tensor>& histories, const char* like_name,
@@ -71,7 +70,7 @@ auto fp8_layer_op(const Tensor& stream, const OptionalTensor& values, const Opti
   check_histories(op, "dout_histories", dout_histories, x_name, x);
 
   const Launcher launcher(op, x);
-  const Tensor none;  // assigned to tensors that no later kernel reads, so that their memory is freed
+  const Tensor none;  // assigned to tensors that no later kernel reads, to free their memory
   Fp8Layernorm first = values ? run_fp8_layernorm(op, *values, stream, norm_1_weight, norm_1_bias, eps_1, values_bias,
                                                   {values_dropout_p, values_seed, values_offset}, histories[kQkv], true)
                               : run_fp8_layernorm(op, stream, std::nullopt, norm_1_weight, norm_1_bias, eps_1,

@@ -3,8 +3,8 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-constexpr ScalarType kForward = ScalarType::Float8_e4m3fn;  // x and weights: e4m3 has more significand bits
-constexpr ScalarType kGradient = ScalarType::Float8_e5m2;   // gradients of outputs: e5m2 has a wider range
+constexpr ScalarType kForward = ScalarType::Float8_e4m3fn;  // e4m3 has more significand bits
+constexpr ScalarType kGradient = ScalarType::Float8_e5m2;   // e5m2 has a wider range
 
 Shape with_width(const Tensor& x, int64_t width) {
   Shape shape = shape_of(x);
@@ -17,7 +17,7 @@ void check_input(const char* op, const Tensor& x) {
   check_quantizable(op, "x", x);
 }
 
-// A saved transposed operand (features, padded rows) has no elements if it is not needed.
+// (features, padded rows); no elements if not needed.
 void check_saved(const char* op, const char* name, const Tensor& saved, bool needed, const Shape& shape,
                  const Tensor& dout) {
   check_dtype(op, name, saved, kForward);
@@ -51,7 +51,7 @@ Tensor weight_gradient(const Launcher& launcher, const Tensor& like, const Quant
 
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// `save` says whether dx and dweight will be needed. The op returns the operands of the matmuls for these gradients.
+// `save` says whether dx and dweight will be needed.
 Forward fp8_linear_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& history,
                       const OptionalTensor& dout_history, const std::vector<bool>& save) {
   constexpr const char* op = "fp8_linear";

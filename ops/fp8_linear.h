@@ -1,11 +1,9 @@
-// Float8 linear layers and MLPs, callable from C++ (fp8_layer.cpp). library.cpp describes their arguments and results.
 #pragma once
 
 #include "fp8.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// The weight is (out_features, inner); weight and bias must have x's dtype and device.
 void check_fp8_layer(const char* op, const char* x_name, const Tensor& x, int64_t inner, const char* name,
                      const Tensor& weight, const char* bias_name, const OptionalTensor& bias);
 

@@ -1,6 +1,5 @@
-// linear_cross_entropy with float8 matmuls in its gradients and, with fp8_logits, for the logits (docs/fp8.md). Without
-// fp8_logits, logits and loss are those of linear_cross_entropy. The host reads no tensor's values, so a CUDA graph can
-// replay the op.
+// linear_cross_entropy with float8 matmuls in its gradients and, with fp8_logits, for the logits (docs/fp8.md). The
+// host reads no tensor's values, so a CUDA graph can replay the op.
 
 #include "../csrc/linear_cross_entropy.h"
 #include "fp8.h"
@@ -33,16 +32,15 @@ Tensor gradient_if(bool wanted, const Tensor& t) {
   return allocate(wanted ? shape_of(t) : Shape{0}, dtype, t);
 }
 
-// Tensors for a gradient that is not needed have no elements.
 struct Gradients {
   bool want_x, want_weight;
-  bool logits;                      // whether the float8 operands give the logits
-  OptionalTensor scale;             // of dlogits, without Fp8Dlogit's multiplier
+  bool logits;                      // from the float8 operands
+  OptionalTensor scale;             // of dlogits, without kMultiplier
   Tensor dx;                        // of x's shape
   Tensor dweight;                   // (Vp, C)
-  Tensor sum;                       // dweight, or a float32 sum if there are several chunks
-  std::optional<Quantized> weight;  // (Vp, C) for the logits, (C, Vp) for dx
-  std::optional<Quantized> x;       // (N, C) for the logits, (C, N rounded up to 16) for dweight
+  Tensor sum;                       // dweight, or its float32 sum over chunks
+  std::optional<Quantized> weight;  // (Vp, C) and (C, Vp)
+  std::optional<Quantized> x;       // (N, C) and (C, N rounded up to 16)
   Tensor dlogits;
   Tensor dlogits_t;  // (Vp, rows of a chunk rounded up to 16)
 
@@ -63,7 +61,7 @@ struct Gradients {
         dlogits_t(allocate(want_weight ? Shape{weight.size(0), fp8_padded(chunk)} : Shape{0}, kGradient, x)) {}
 };
 
-// Logits from the float8 operands. Sums have C terms, few enough for fast accumulation.
+// Sums have C terms, few enough for fast accumulation.
 void rounded_logits(const Launcher& launcher, const Gradients& g, const Matrix& logits, int64_t begin, int64_t count) {
   fp8_product(launcher, logits, {part(flat(g.x->values), begin, count), g.x->scale},
               {g.weight->values, g.weight->scale}, {.fast_accumulation = true});
@@ -82,13 +80,12 @@ void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& los
   });
 }
 
-// dx = dlogits @ weight. Fast accumulation would lose many small terms next to a few large terms.
+// Fast accumulation would lose many small terms next to a few large terms.
 void add_dx(const Launcher& launcher, const Gradients& g, int64_t begin, int64_t count) {
   fp8_product(launcher, part(flat(g.dx), begin, count), {part(flat(g.dlogits), 0, count), g.scale},
               {g.weight->transposed, g.weight->scale}, {.alpha = 1 / Fp8Dlogit::kMultiplier});
 }
 
-// dweight += dlogits^T @ x, over rows [begin, begin + count).
 void add_dweight(const Launcher& launcher, const CrossEntropy& p, const Gradients& g, int64_t begin, int64_t count) {
   const int64_t padded = fp8_padded(count);
   launcher.check(fp8_transpose({.out = pointer<uint8_t>(g.dlogits_t),
@@ -104,11 +101,11 @@ void add_dweight(const Launcher& launcher, const CrossEntropy& p, const Gradient
               {.accumulate = begin > 0, .alpha = 1 / Fp8Dlogit::kMultiplier});
 }
 
-// Every chunk begins at a multiple of 16 rows, because cuBLASLt requires this alignment of a chunk's columns of x^T.
+// cuBLASLt requires that a chunk's columns of x^T begin at a multiple of 16.
 void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Gradients& g, int64_t chunk) {
   const Tensor logits = allocate({chunk, p.columns()}, p.x.tensor);
   int64_t begin = 0;
-  do {  // runs once even without rows, so that the sum is 0
+  do {  // also without rows, so that the sum is 0
     const int64_t count = std::min(chunk, p.rows() - begin);
     classify(launcher, p, losses, part(flat(logits), 0, count), g, begin, count);
     if (g.want_x) add_dx(launcher, g, begin, count);

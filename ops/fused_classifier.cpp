@@ -26,7 +26,7 @@ int64_t check(const char* op, const Tensor& logits, const Tensor& targets, int64
   return vocab_size == -1 ? width : vocab_size;
 }
 
-// Writes dlogits, which may be the logits themselves, and returns the losses.
+// dlogits may be the logits themselves.
 Tensor forward(const char* op, const Tensor& dlogits, const Tensor& logits, const Tensor& targets, int64_t vocab_size,
                int64_t ignore_index, const OptionalTensor& dlosses) {
   const Launcher launcher(op, logits);
@@ -59,7 +59,6 @@ std::tuple<Tensor, Tensor> fused_classifier_op(const Tensor& logits, const Tenso
   return {losses, dlogits};
 }
 
-// Copies logits that are not contiguous, and copies the gradient back.
 Tensor fused_classifier_inplace_op(Tensor logits, const Tensor& targets, int64_t vocab_size, int64_t ignore_index,
                                    const OptionalTensor& dlosses) {
   constexpr const char* op = "fused_classifier_";
@@ -79,7 +78,6 @@ void check_backward(const char* op, const Tensor& dlosses, const Tensor& dlogits
   if (dlosses.dim() != 0) check_shape(op, "dlosses", dlosses, leading_shape(dlogits));
 }
 
-// scaled and dlogits are dense, and may be the same tensor.
 void backward(const char* op, const Tensor& scaled, const Tensor& dlosses, const Tensor& dlogits) {
   const Launcher launcher(op, dlogits);
   const Tensor dlosses_dense = dense(dlosses);

@@ -6,7 +6,6 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// In the order of the results and of the mask.
 enum LayerGradient {
   kStream,
   kValues,
@@ -33,7 +32,6 @@ inline void check_values(const char* op, const OptionalTensor& values, const Opt
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// An addition to the residual stream, and the norm that follows it.
 struct AddAndNorm {
   const Tensor& sum;
   const Tensor& mean;
@@ -41,11 +39,10 @@ struct AddAndNorm {
   const OptionalTensor& weight;
   LayernormDropout dropout;  // of the addend
 
-  // Whether the addend's gradient differs from the residual stream's, because of dtypes or dropout.
+  // Whether the addend's gradient differs from the residual stream's.
   bool has_separate_gradient(const Tensor& dout) const { return is_mixed(dout, sum) || dropout.p > 0; }
 
-  // Without a separate gradient, .dx is the gradient of the addend and of the residual stream, and .dresidual is
-  // undefined.
+  // Without a separate gradient, .dx is the gradient of both, and .dresidual is undefined.
   LayernormGradients backward(const char* op, const Tensor& dout, const OptionalTensor& dsum, bool need_dx,
                               bool need_weight, bool need_bias, bool need_x_bias, bool need_dresidual) const {
     std::vector<bool> mask = {need_dx, need_weight, need_bias, need_x_bias, need_dresidual};
@@ -92,7 +89,7 @@ auto layer_backward(const char* op, const LayerBackward& p, const MlpBackward& m
   const auto& [dout, dresidual_2, norm_1, attention, norm_2, adds_past, mask] = p;
   const bool inputs = mask[kStream] || mask[kValues] || mask[kValuesBias];
   const bool through_norm_1 = inputs || mask[kNorm1Weight] || mask[kNorm1Bias];
-  const Tensor none;  // assigned to tensors that no later kernel reads, so that their memory is freed
+  const Tensor none;  // assigned to tensors that no later kernel reads, to free their memory
 
   auto [dnorm_2, dfc_weight, dfc_bias, dmlp_proj_weight] = mlp_backward();
   const LayernormGradients second =

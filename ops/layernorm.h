@@ -12,7 +12,6 @@ struct LayernormOutputs {
   Tensor rstd;
 };
 
-// Of x + x_bias, before the addition to the residual.
 struct LayernormDropout {
   double p = 0;
   OptionalTensor seed = {};
@@ -30,7 +29,6 @@ inline bool is_mixed(const Tensor& x, const Tensor& stream) {
   return stream.scalar_type() == ScalarType::Float && (narrow == ScalarType::BFloat16 || narrow == ScalarType::Half);
 }
 
-// The caller has checked the dtypes of the residual stream and of x.
 template <typename Fn>
 void dispatch_layernorm(const Tensor& stream, const Tensor& x, const Fn& fn) {
   if (!is_mixed(x, stream)) return dispatch_floating(stream, [&]<typename T>() { fn.template operator()<T, T>(); });
@@ -47,7 +45,6 @@ struct LayernormInputs {
   OptionalTensor x_bias;
   double eps;
 
-  // Has the dtype of the residual stream and of the parameters.
   const Tensor& stream() const { return residual ? *residual : x; }
 };
 
@@ -108,7 +105,6 @@ inline LayernormOutputs run_layernorm(const Launcher& launcher, const LayernormI
   return outputs;
 }
 
-// Of x or, with a residual, of dropout(x + x_bias) + residual.
 inline LayernormOutputs run_layernorm(const char* op, const Tensor& x, const OptionalTensor& residual,
                                       const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                                       const OptionalTensor& x_bias = std::nullopt,

@@ -83,8 +83,7 @@ void chunk_logits(const Launcher& launcher, const CrossEntropy& p, const Matrix&
 
 namespace {
 
-// Logits, losses, and dlogits multiplied by dlosses, of rows [begin, begin + count). dlosses is (N) or 0-dim; absent
-// means 1. dlogits may be the same memory as logits.
+// dlogits, which may be the same memory as logits, is multiplied by dlosses: (N), 0-dim, or absent for 1.
 void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
               const Matrix& dlogits, const OptionalTensor& dlosses, int64_t begin, int64_t count) {
   chunk_logits(launcher, p, logits, begin, count);
@@ -100,7 +99,6 @@ void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& los
 
 // ---- all chunks -----------------------------------------------------------------------------------------------------
 
-// A gradient that is not wanted has no elements.
 struct Gradients {
   bool want_x;
   bool want_weight;
@@ -146,7 +144,7 @@ std::optional<Matrix> exponentials(const Launcher& launcher, const CrossEntropy&
   launcher.check(exp_classifier(classifier, pointer<void>(scratch), launcher.stream()));
   if (gradients.want_x) {
     const Matrix dx = part(matrix(gradients.dx), begin, count);
-    // float32, so that dx is rounded only once, after the factors are applied
+    // In float32, dx is rounded only once, after the factors are applied.
     const Tensor product = allocate({dx.rows, dx.columns}, ScalarType::Float, dx.tensor);
     matmul(launcher, matrix(product), dlogits, p.weight);
     launcher.check(exp_classifier_dx(pointer<bfloat16>(dx.tensor) + dx.offset, pointer<float>(product),
@@ -164,9 +162,9 @@ std::optional<Matrix> exponentials(const Launcher&, const CrossEntropy&, const T
 
 #endif
 
-// dweight is the sum of dlogits^T @ x over the chunks. With several chunks, the matmuls add to a float32 sum (float64
-// if x is float64), which is rounded to dweight's dtype at the end; on the CPU, each chunk's 16-bit term is also
-// rounded before it is added (matmul.h). If `logits` (N, Vp) is given, the logits are kept there.
+// With several chunks, the matmuls add to a float32 sum of dlogits^T @ x (float64 if x is float64), which is rounded to
+// dweight's dtype at the end; on the CPU, each chunk's 16-bit term is also rounded before it is added (matmul.h). If
+// `logits` (N, Vp) is given, the logits are kept there.
 void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const OptionalTensor& dlosses,
          const Gradients& gradients, const OptionalTensor& logits = std::nullopt) {
   const int64_t most = std::min(p.chunk, p.rows());
@@ -175,7 +173,7 @@ void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, 
                          ? allocate(shape_of(gradients.dweight), p.accumulate(), p.x.tensor)
                          : gradients.dweight;
   int64_t begin = 0;
-  do {  // runs once even without rows, so that the sum is 0
+  do {  // also without rows, so that the sum is 0
     const int64_t count = std::min(most, p.rows() - begin);
     const Matrix here = part(chunk, 0, count);
     std::optional<Matrix> x;
@@ -260,8 +258,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_with_gradients_op(
   return {total(launcher, p, losses, scale), gradients.dx, gradients.dweight};
 }
 
-// The sum of the losses times scale, its gradients, and the logits. dweight has the dtype of the loss (float32, or
-// float64 if x is float64), so that it is not rounded.
+// dweight has the dtype of the loss (float32, or float64 if x is float64), so that it is not rounded.
 std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_with_logits_op(
     const Tensor& x, const Tensor& weight, const Tensor& targets, const OptionalTensor& scale, int64_t vocab_size,
     int64_t ignore_index, int64_t chunk_size, const std::vector<bool>& output_mask) {
@@ -284,7 +281,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_with_logits_op(
   return {logits, total(launcher, p, losses, factor), gradients.dx, gradients.dweight};
 }
 
-// Computes the logits a second time, because dloss was not known in the forward.
+// The logits are computed a second time, because dloss was not known in the forward.
 std::tuple<Tensor, Tensor> linear_cross_entropy_backward_op(const Tensor& dloss, const Tensor& x, const Tensor& weight,
                                                             const Tensor& targets, int64_t vocab_size,
                                                             int64_t ignore_index, StringHandle reduction_name,

@@ -1,4 +1,3 @@
-// Shared by linear_cross_entropy and fp8_linear_cross_entropy.
 #pragma once
 
 #include <string>
@@ -12,8 +11,8 @@ enum class Reduction { kMean, kSum, kNone };
 
 Reduction reduction_of(const char* op, const std::string& name);
 
-// 'mean' or 'sum': the backward then only multiplies the gradients by one number, the gradient of the loss, so the
-// forward can already compute them.
+// 'mean' or 'sum': the backward then only multiplies the gradients by one number, so the forward can already compute
+// them.
 Reduction reduction_to_number(const char* op, const std::string& name);
 
 struct CrossEntropy {
@@ -35,10 +34,8 @@ CrossEntropy checked_cross_entropy(const char* op, const Tensor& x, const Tensor
 
 Tensor cross_entropy_loss(const CrossEntropy& p, Reduction reduction);
 
-// Rows [begin, begin + count).
 Matrix part(Matrix m, int64_t begin, int64_t count);
 
-// x @ weight^T for rows [begin, begin + count).
 void chunk_logits(const Launcher& launcher, const CrossEntropy& p, const Matrix& logits, int64_t begin, int64_t count);
 
 template <typename T>
@@ -46,7 +43,7 @@ T* advance(T* p, int64_t offset) {
   return p ? p + offset : nullptr;
 }
 
-// For rows [begin, begin + count), without dlogits and dlosses.
+// Without dlogits and dlosses.
 template <typename T, typename Out = T>
 FusedClassifierForward<T, Out> chunk_classifier(const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
                                                 int64_t begin, int64_t count) {

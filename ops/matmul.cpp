@@ -18,17 +18,17 @@ namespace {
 
 #ifdef GPTKERNELS_CUDA
 
-// torch's handle for the current device and stream, with a workspace and the math mode of torch.backends.cuda.matmul,
-// which says whether float32 matmuls may use TF32 and which the stable ABI shows in no other way. torch sets all of
-// these at each call, which takes host time.
+// torch's handle has a workspace, and the math mode of torch.backends.cuda.matmul, which says whether float32 matmuls
+// may use TF32 and which the stable ABI shows in no other way. torch sets both, and the stream, at each call, which
+// takes host time.
 cublasHandle_t cublas() {
   void* handle;
   check_shim(torch_get_current_cuda_blas_handle(&handle));
   return static_cast<cublasHandle_t>(handle);
 }
 
-// For matmuls of cuBLASLt, which receives stream and workspace with each matmul and reads no math mode, so the handle
-// need not be set up at each call. torch has one handle for each thread and device, and never destroys it.
+// cuBLASLt receives stream and workspace with each matmul and reads no math mode, so torch need not set up the handle
+// at each call. torch has one handle for each thread and device, and never destroys it.
 cublasHandle_t cublas_lt(const Tensor& like) {
   constexpr size_t kMaxDevices = 64;
   thread_local std::array<cublasHandle_t, kMaxDevices> known = {};
@@ -45,8 +45,8 @@ T* start(const Matrix& m) {
   return base ? base + m.offset : nullptr;
 }
 
-// BLAS reads a matrix whose rows are contiguous and `ld` elements apart, or its transpose. For a single row, whose
-// stride is arbitrary, BLAS still requires an `ld` of at least the row's length.
+// BLAS reads a matrix whose rows are contiguous and `ld` elements apart, or its transpose. A single row may have any
+// stride, but BLAS requires an `ld` of at least the row's length.
 bool is_transposed(const Matrix& m) {
   return m.column_stride != 1;
 }
@@ -81,9 +81,8 @@ Tensor first_operand(const Matrix& a) {
   return rows;
 }
 
-// out = alpha * a @ b + beta * out by torch's own BLAS, below the dispatcher, so that the caller's autocast and
-// autograd do not apply. If beta is 0, out is not read. For an alpha of 0, oneDNN, which torch calls for 16-bit
-// matrices, would leave out unwritten.
+// torch's own BLAS, below the dispatcher, so that the caller's autocast and autograd do not apply. If beta is 0, out is
+// not read. For an alpha of 0, oneDNN, which torch calls for 16-bit matrices, would leave out unwritten.
 AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, double alpha, double beta) {
   const Tensor o = strided(out), x = first_operand(a), y = strided(b);
   if (alpha == 0 && beta == 0) return aoti_torch_zero_(o.get());
@@ -95,7 +94,7 @@ AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, doub
   return aoti_torch_cpu_baddbmm_out(o.get(), o.get(), x.get(), y.get(), beta, alpha);
 }
 
-// A float32 output from 16-bit operands: a @ b is rounded to the operands' dtype, and then written or added to `out`.
+// a @ b of 16-bit operands is rounded to their dtype, and then written or added to the float32 `out`.
 void wide_product(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, double alpha,
                   bool accumulate) {
   const Matrix narrow = matrix(allocate({out.rows, out.columns}, a.tensor));
@@ -173,7 +172,7 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
                          .wide_out = wide ? start<accumulate_t<T>>(out) : nullptr,
                          .accumulate = epilogue.accumulate,
                          .column_sums = pointer<T>(epilogue.column_sums)};
-    constexpr bool k16Bits = sizeof(T) == 2;  // 16-bit matmuls do not depend on the math mode
+    constexpr bool k16Bits = sizeof(T) == 2;  // which do not depend on the math mode
     cublasHandle_t handle = k16Bits ? cublas_lt(out.tensor) : cublas();
     const MatmulPlan plan = matmul_plan(p, handle);
     if (k16Bits && plan.needs_cublas()) handle = cublas();
@@ -192,7 +191,6 @@ bool tf32_allowed() {
   return false;
 }
 
-// Without out and an epilogue.
 Matmul own_product(const Matrix& a, const Matrix& b) {
   const auto strided = [](const Matrix& m) {
     return Strided{pointer<float>(m.tensor) + m.offset, m.row_stride, m.column_stride};

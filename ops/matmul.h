@@ -8,8 +8,8 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// `batches` matrices in a tensor's memory. Element (i, j) of the first is at offset + i * row_stride + j *
-// column_stride, and one of the two strides is 1. A transposed matrix has the strides exchanged.
+// Element (i, j) of the first of `batches` matrices is at offset + i * row_stride + j * column_stride, and one of the
+// two strides is 1.
 struct Matrix {
   Tensor tensor;
   int64_t rows;
@@ -47,19 +47,18 @@ inline Tensor allocate_gradient_if(bool wanted, const Tensor& weight) {
 
 // dgelu_at excludes bias and pre_gelu. All tensors are dense.
 struct Epilogue {
-  double alpha = 1;  // must be 1 if a tensor below is given
+  double alpha = 1;  // 1 with any of the tensors
   OptionalTensor bias = {};
-  OptionalTensor pre_gelu = {};     // (rows, columns): receives a @ b + bias; out is then its GELU (tanh)
-  OptionalTensor dgelu_at = {};     // (rows, columns): a @ b is multiplied by GELU's derivative at these values
-  OptionalTensor column_sums = {};  // (columns), with dgelu_at: sums over out's rows
-  bool accumulate = false;          // add alpha * a @ b to out; excludes the tensors above
+  OptionalTensor pre_gelu = {};     // (rows, columns): a @ b + bias; out is its GELU (tanh)
+  OptionalTensor dgelu_at = {};     // (rows, columns): a @ b is multiplied by GELU' of this
+  OptionalTensor column_sums = {};  // (columns), with dgelu_at
+  bool accumulate = false;          // adds to out; excludes the tensors above
 };
 
-// For an output that only other matmuls read; its rows may be padded. The matmul that writes it must not have bias or
-// pre_gelu in its epilogue.
+// For an output that only other matmuls read, whose rows may be padded. The matmul must not have bias or pre_gelu in
+// its epilogue.
 Matrix allocate_intermediate(const Matrix& a, const Matrix& b);
 
-// Whether float32 matmuls may use TF32 (torch.backends.cuda.matmul).
 bool tf32_allowed();
 
 // out = alpha * a @ b and the epilogue, for which out's rows must be contiguous. For bfloat16 and float16 operands, a
@@ -68,7 +67,6 @@ bool tf32_allowed();
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b,
             const Epilogue& epilogue = {});
 
-// out (M) = the sums of the dense x (N, M) over its rows.
 void column_sums(const Launcher& launcher, const Tensor& out, const Matrix& x);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

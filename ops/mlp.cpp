@@ -55,8 +55,7 @@ std::tuple<Tensor, Tensor, Tensor> mlp_op(const Tensor& x, const Tensor& fc_weig
 }
 
 // Let u = pre_gelu. Then du = (dout @ proj_weight) * GELU'(u), dx = du @ fc_weight, dfc_weight = du^T @ x and
-// dproj_weight = dout^T @ GELU(u); the bias gradients are the sums of du and dout over the rows. With a mask of four
-// entries dproj_bias is undefined.
+// dproj_weight = dout^T @ GELU(u). With a mask of four entries dproj_bias is undefined.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward_op(const Tensor& dout, const Tensor& x,
                                                                    const Tensor& fc_weight, const Tensor& proj_weight,
                                                                    const Tensor& pre_gelu, const Tensor& post_gelu,

@@ -41,8 +41,8 @@ using Shape = std::vector<int64_t>;
 
 // ---- error messages -------------------------------------------------------------------------------------------------
 
-// No C++ streams: a stream uses the process's locale, which a libstdc++ that is linked statically into this library
-// cannot access.
+// A C++ stream would use the process's locale, which a libstdc++ that is linked statically into this library cannot
+// access.
 inline void append(std::string& text, const std::string& part) {
   text += part;
 }
@@ -169,7 +169,7 @@ inline void check_dim_at_least(const char* op, const char* name, const Tensor& t
          describe(shape_of(t)));
 }
 
-// seed and offset are 0-dim int64, and required if the probability is not 0.
+// seed and offset are required if the probability is not 0.
 inline void check_dropout(const char* op, const char* name, double probability, const OptionalTensor& seed,
                           const OptionalTensor& offset, const char* like_name, const Tensor& like) {
   if (!(probability >= 0 && probability <= 1)) fail(op, name, " must be from 0 to 1, got ", probability);
@@ -266,7 +266,6 @@ T* pointer(const OptionalTensor& t) {
   return t ? pointer<T>(*t) : nullptr;
 }
 
-// Of statistics and per-row losses.
 inline ScalarType accumulate_dtype(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
@@ -290,7 +289,6 @@ inline Shape leading_shape(const Tensor& t) {
 
 // ---- dispatch and launch --------------------------------------------------------------------------------------------
 
-// The caller has checked the dtype.
 template <typename Fn>
 void dispatch_floating(const Tensor& t, const Fn& fn) {
   switch (t.scalar_type()) {
@@ -309,7 +307,6 @@ void dispatch_index(const Tensor& t, const Fn& fn) {
 
 #ifdef GPTKERNELS_CUDA
 
-// The tensor's device is current during the Launcher's lifetime.
 class Launcher {
  public:
   Launcher(const char* op, const Tensor& t) : op_(op) {
@@ -328,13 +325,12 @@ class Launcher {
 
  private:
   const char* op_;
-  std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // set only if another device was current
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // only if another device was current
   Stream stream_;
 };
 
 #else
 
-// Kernels run on the threads of torch's pool.
 class Launcher {
  public:
   Launcher(const char* op, const Tensor&) : op_(op) {}

@@ -25,7 +25,6 @@ struct Exact {
   }
 };
 
-// load(i) returns parameter i or its master, and store_param(i, p) stores its new value.
 template <typename A, typename Gradient, typename State, typename Load, typename Store>
 void update_range(const AdamwFactors<A>& factors, const Gradient* grad, State* exp_avg, State* exp_avg_sq,
                   int64_t begin, int64_t end, const Load& load, const Store& store_param) {

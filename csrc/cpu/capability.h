@@ -1,4 +1,3 @@
-// The instruction sets that the kernels are compiled for (simd.h), and the choice among them.
 #pragma once
 
 #include <cstdlib>
@@ -10,7 +9,7 @@
 
 namespace gptkernels::cpu {
 
-// In ascending order: a processor with a capability has all before it. kDefault is the compiler's default target.
+// A processor with a capability has all before it. kDefault is the compiler's default target.
 enum class Capability { kDefault, kAvx2, kAvx512 };
 
 inline const char* name(Capability capability) {
@@ -38,8 +37,8 @@ struct CapabilityChoice {
   std::string error;  // why the requested capability cannot be used
 };
 
-// `requested` is the environment variable GPTKERNELS_CPU_CAPABILITY (default, avx2 or avx512); if it is not set, the
-// result is `most`, the processor's highest capability.
+// `requested` is the environment variable GPTKERNELS_CPU_CAPABILITY, `most` the processor's highest capability and the
+// default.
 inline CapabilityChoice choose_capability(const char* requested, Capability most) {
   if (requested == nullptr || *requested == '\0') return {most, {}};
   for (const Capability capability : {Capability::kDefault, Capability::kAvx2, Capability::kAvx512}) {

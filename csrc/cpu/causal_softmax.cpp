@@ -1,4 +1,3 @@
-// softmax_row() on columns 0..t of each row t, and zeros to their right.
 #include "../causal_softmax.h"
 
 #include "softmax.h"
@@ -6,8 +5,8 @@
 namespace gptkernels::cpu {
 namespace {
 
-// Calls fn(offset, t + 1) for every row t. A thread processes rows t and T - 1 - t together, so that all pairs have
-// equally many columns.
+// fn(offset, t + 1) for every row t. A thread processes rows t and T - 1 - t together, so that all pairs have equally
+// many columns.
 template <typename Fn>
 void for_each_row(int64_t matrices, int64_t tokens, Stream stream, const Fn& fn) {
   const int64_t pairs = (tokens + 1) / 2;

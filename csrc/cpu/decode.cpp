@@ -1,4 +1,3 @@
-// A decoding step, layer by layer. Each matmul is one parallel loop over the rows of the weight.
 #include "../decode.h"
 
 #include <algorithm>
@@ -30,7 +29,7 @@ void normalise(A* out, const A* x, const T* weight, const T* bias, int64_t width
   });
 }
 
-// Calls result(b, row, dot(x[b], weight[row]) + bias[row]), and reads each row of the weight once for all of x.
+// Calls result(b, row, dot(x[b], weight[row]) + bias[row]), and reads each row of the weight once.
 template <typename T, typename A, typename Result>
 void product(Stream stream, const A* x, int64_t batch, const T* weight, const T* bias, int64_t rows, int64_t inner,
              const Result& result) {
@@ -47,8 +46,7 @@ void product(Stream stream, const A* x, int64_t batch, const T* weight, const T*
   });
 }
 
-// softmax(q k^T / sqrt(HS)) v over `count` keys. `total` and `out` are relative to the exponential of the largest score
-// so far.
+// `total` and `out` are relative to the exponential of the largest score so far.
 template <typename T, typename A>
 void attend(A* out, const A* query, const T* keys, const T* values, int64_t count, int64_t head_size) {
   const A scale = A(1) / std::sqrt(A(head_size));
@@ -74,7 +72,6 @@ void attend(A* out, const A* query, const T* keys, const T* values, int64_t coun
   for (int64_t i = 0; i < head_size; ++i) out[i] /= total;
 }
 
-// The newest token of sequence b.
 template <typename T>
 int64_t token(const Decode<T>& p, int64_t b) {
   return p.sequences[b * p.sequence_length + p.lengths[b] - 1];
@@ -138,8 +135,7 @@ class Step {
     product(stream_, hidden_, B, w.mlp_proj_weight, w.mlp_proj_bias, C, 4 * C, add);
   }
 
-  // The offset, in the layer's cache of keys (or values), of element i of sequence b's newest key (or value), where 0
-  // <= i < C counts the elements of all heads.
+  // The offset of element 0 <= i < C of sequence b's newest key (or value) in the layer's cache.
   int64_t place(int64_t b, int64_t i) const {
     return ((b * p_.heads + i / head_size_) * p_.capacity + p_.lengths[b] - 1) * head_size_ + i % head_size_;
   }

@@ -1,4 +1,3 @@
-// The types in the signatures of CPU launchers.
 #pragma once
 
 #include <bit>
@@ -22,7 +21,7 @@ struct bfloat16 {
   }
 };
 
-// IEEE binary16, converted without branches, so that every compiler vectorizes loops of conversions.
+// Without branches, so that every compiler vectorizes loops of conversions.
 struct float16 {
   uint16_t bits;
 
@@ -40,7 +39,7 @@ struct float16 {
   static uint16_t round(float value) {
     const uint32_t u = std::bit_cast<uint32_t>(value);
     const uint32_t magnitude = u & 0x7FFFFFFFu;
-    // Change the exponent's bias from 127 to 15, and round away the low 13 bits of the significand.
+    // Changes the exponent's bias from 127 to 15, and rounds away the low 13 bits of the significand.
     const uint32_t normal = (magnitude - (112u << 23) + 0x0FFFu + ((magnitude >> 13) & 1u)) >> 13;
     // For denormal results: the last bit of 0.5 in float32 is 2^-24, as is that of a float16 denormal, so adding 0.5
     // rounds to a multiple of 2^-24.
@@ -67,7 +66,6 @@ inline void store(float16& to, float value) {
   to.bits = float16::round(value);
 }
 
-// The type of sums and statistics.
 template <typename T>
 struct accumulate {
   using type = float;
@@ -79,7 +77,7 @@ struct accumulate<double> {
 template <typename T>
 using accumulate_t = typename accumulate<T>::type;
 
-// An empty error is success; otherwise it is a message for the user.
+// An empty error is success.
 struct Status {
   std::string error;
   bool ok() const { return error.empty(); }
@@ -92,14 +90,13 @@ struct Stream {
   void (*parallel_for)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);
 };
 
-// For programs without a thread pool: everything runs on the calling thread.
 inline Stream serial_stream() {
   return {[](int64_t begin, int64_t end, int64_t, Stream::Body body, void* context) {
     if (begin < end) body(begin, end, context);
   }};
 }
 
-// `cost`, the approximate number of elements read per index, determines the grain.
+// `cost` is the approximate number of elements read per index.
 template <typename Fn>
 void parallel_for(Stream stream, int64_t n, int64_t cost, const Fn& fn) {
   constexpr int64_t kMinElementsPerThread = 16384;

@@ -1,7 +1,7 @@
-// Compiles vector.h and the file GPTKERNELS_KERNELS once for each instruction set, in the namespaces NAME_avx512,
-// NAME_avx2 and NAME_baseline, where NAME is GPTKERNELS_NAME. GPTKERNELS_WIDEST(function(...)) calls the copy for the
-// chosen instruction set (capability.h). Include once per source file, outside namespaces, after all headers that the
-// kernels need. For kernels written with Vector<A>; plain loops use vectorised() (simd.h).
+// Compiles vector.h and the file GPTKERNELS_KERNELS, written with Vector<A>, in a namespace GPTKERNELS_NAME_<isa> for
+// each instruction set. GPTKERNELS_WIDEST(function(...)) calls the copy for the chosen one (capability.h). Include this
+// file once per source file, outside namespaces, after all headers that the kernels need. Plain loops use vectorised()
+// (simd.h).
 
 #include "capability.h"
 

@@ -1,5 +1,3 @@
-// Token and position embeddings. The backward sorts the positions by token, so that one thread sums each row of dwte in
-// a fixed order.
 #include "../encoder.h"
 
 #include <algorithm>
@@ -18,8 +16,8 @@ bool outside(Token token, int64_t vocabulary) {
   return token < 0 || token >= vocabulary;
 }
 
-// Names the first token outside the vocabulary. One thread reads the tokens, which are few bytes compared with the
-// embeddings, so the error does not depend on the number of threads.
+// One thread reads the tokens, which are few bytes compared with the embeddings, so the error, which names the first
+// bad token, does not depend on the number of threads.
 template <typename P>
 Status check_tokens(const P& p, bool has_positions) {
   const int64_t n = p.batch * p.length;
@@ -55,8 +53,8 @@ void forward_row(const EncoderForward<T, Token>& p, int64_t row) {
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// With `accumulate`, adds to out. The sums of runs of kRun rows are added in float64 if T is float32, so that the
-// rounding error grows with the length of a run, not with the number of rows.
+// For float32, runs of kRun rows are summed in float32, and their sums in float64, so that the rounding error grows
+// with the length of a run, not with the number of rows.
 template <typename T, typename Row>
 void sum_rows(T* out, int64_t count, int64_t width, const Row& row, bool accumulate = false) {
   using A = accumulate_t<T>;
@@ -92,9 +90,10 @@ void sum_rows(T* out, int64_t count, int64_t width, const Row& row, bool accumul
   }
 }
 
-// The positions sorted by token: token v occurs at order[starts[v]], ..., order[starts[v + 1] - 1], in ascending order.
+// Token v occurs at order[starts[v]], ..., order[starts[v + 1] - 1], in ascending order, so that one thread sums each
+// row of dwte in a fixed order.
 struct Sorted {
-  int64_t* starts;  // (V + 2); the last element is scratch
+  int64_t* starts;  // (V + 2); the last is scratch
   int64_t* order;   // (B * T)
 };
 
@@ -107,7 +106,7 @@ Sorted sort_positions(const EncoderBackward<T, Token>& p) {
   std::fill_n(starts, p.vocabulary + 2, int64_t(0));
   for (int64_t i = 0; i < n; ++i) ++starts[p.tokens[i] + 2];
   for (int64_t v = 0; v < p.vocabulary; ++v) starts[v + 2] += starts[v + 1];
-  // starts[v + 1] is where token v's next position is stored; after the loop, it is where token v + 1 starts.
+  // After the loop, token v + 1 starts at starts[v + 1].
   for (int64_t i = 0; i < n; ++i) order[starts[p.tokens[i] + 1]++] = i;
   return {starts, order};
 }

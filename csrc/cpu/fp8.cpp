@@ -1,4 +1,3 @@
-// Quantisation to float8: one pass over x finds the amax, a second pass rounds x.
 #include "../fp8.h"
 
 #include <algorithm>
@@ -12,13 +11,12 @@ namespace {
 
 constexpr int64_t kChunks = 64;
 
-// The bits of |x|, or 0 for NaN and infinities.
+// 0 for NaN and infinities.
 inline int32_t finite_magnitude(float x) {
   const int32_t bits = std::bit_cast<int32_t>(x) & 0x7FFFFFFF;
   return bits < 0x7F800000 ? bits : 0;
 }
 
-// The bits of the largest finite magnitude of x.
 template <typename T>
 int32_t largest(const Fp8Quantize<T>& p, Stream stream) {
   auto* found = static_cast<int32_t*>(p.workspace);

@@ -9,16 +9,16 @@
 
 namespace gptkernels::cpu {
 
-// Rounds to nearest even. Values beyond the format's range saturate, and NaN stays NaN. kSignificand: bits of the
-// significand; kBias: the exponent's bias; kLargest: bits of the largest number.
+// To nearest even, with saturation; NaN stays NaN. kSignificand is the bits of the significand, kBias the exponent's
+// bias, kLargest the bits of the largest number.
 template <int kSignificand, int kBias, uint32_t kLargest>
 struct Fp8Rounding {
   static uint8_t round(float value) {
     constexpr int kDropped = 23 - kSignificand;
     constexpr uint32_t kRebias = uint32_t(127 - kBias) << 23;
     constexpr uint32_t kLeastNormal = kRebias + (1u << 23);
-    // For denormal results: the last float32 bit of kMagic is the format's smallest denormal, so adding kMagic to a
-    // value rounds it to a multiple of that denormal.
+    // For denormal results: the last float32 bit of kMagic is the format's smallest denormal, so adding kMagic rounds
+    // to a multiple of it.
     constexpr float kMagic = std::bit_cast<float>(uint32_t(127 + 23 + 1 - kBias - kSignificand) << 23);
     const uint32_t u = std::bit_cast<uint32_t>(value);
     const uint32_t magnitude = u & 0x7FFFFFFFu;

@@ -1,5 +1,5 @@
-// GELU and its derivative at a scalar x, for loops that the compiler vectorizes. The small tail is computed directly,
-// because in x / 2 * (1 + tanh(u)) and x / 2 * (1 + erf(u)) the sum cancels for negative x.
+// GELU and its derivative, for loops that the compiler vectorizes. The small tail is computed directly, because in x /
+// 2 * (1 + tanh(u)) and x / 2 * (1 + erf(u)) the sum cancels for negative x.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,7 @@
 
 namespace gptkernels::cpu {
 
-// Let v = 2 sqrt(2/pi) (x + 0.044715 x^3); then (1 + tanh(v / 2)) / 2 is the logistic function s(v) = 1 / (1 + e^-v).
+// Let v = 2 sqrt(2/pi) (x + 0.044715 x^3). Then (1 + tanh(v / 2)) / 2 is the logistic function s(v) = 1 / (1 + e^-v).
 struct GeluTanh {
   static constexpr double kLinear = 1.5957691216057308;  // 2 sqrt(2/pi)
   static constexpr double kCubic = 0.044715 * kLinear;

@@ -1,5 +1,4 @@
-// The forward divides the rows among the threads, the backward groups of rows. Each group yields partial sums of
-// dweight, dbias and dx_bias, which a second loop adds up.
+// The backward's groups of rows yield partial sums of dweight, dbias and dx_bias, which a second loop adds up.
 #include "../layernorm.h"
 
 #include <algorithm>
@@ -13,13 +12,13 @@
 namespace gptkernels::cpu {
 namespace {
 
-// Replaces a null weight or bias, so that the loops need no version without it; empty if `row` is given.
+// Replaces a null weight or bias; empty if `row` is given.
 template <typename T>
 std::vector<T> replacement_row(const T* row, int64_t width, accumulate_t<T> value) {
   return std::vector<T>(row ? 0 : static_cast<size_t>(width), T(value));
 }
 
-// The row to normalise: x or, with a residual, dropout(x + x_bias) + residual, which is also written to p.sum.
+// x or, with a residual, dropout(x + x_bias) + residual, which is also written to p.sum.
 template <typename T, typename X>
 const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
@@ -42,9 +41,9 @@ const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int6
   return sum;
 }
 
-// Three passes, of which the later two read the row from the L1 cache. The mean has a rounding error of up to |mean| *
-// 2^-24. The second pass computes the variance about the mean, and that error (`rest`) as the mean of x - mean. The
-// third pass subtracts both, so that a large offset in x costs no accuracy.
+// The later two of three passes read the row from the L1 cache. The mean has a rounding error of up to |mean| * 2^-24.
+// The second pass computes the variance about the mean, and that error (`rest`) as the mean of x - mean. The third pass
+// subtracts both, so that a large offset in x costs no accuracy.
 template <typename T, typename X>
 void forward_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
@@ -68,8 +67,8 @@ void forward_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_
   for (int64_t i = 0; i < p.width; ++i) store(out[i], (A(x[i]) - mean - rest) * rstd * A(p.weight[i]) + A(p.bias[i]));
 }
 
-// The number of groups of rows depends on the number of rows only, and the groups' sums are added in order, so the bits
-// do not depend on the number of threads.
+// The groups depend on the number of rows only, and their sums are added in order, so the bits do not depend on the
+// number of threads.
 constexpr int64_t kMaxGroups = 64;
 constexpr int64_t kMinGroupRows = 16;
 
@@ -121,7 +120,6 @@ Means<accumulate_t<T>> gradient_means(const LayernormBackward<T, X>& p, int64_t 
   return {sum_g / A(p.width), sum_gc / A(p.width)};
 }
 
-// The second pass over a row.
 template <typename T, typename X>
 void write_dx(const LayernormBackward<T, X>& p, const Dropout& dropout, int64_t row, Means<accumulate_t<T>> means,
               accumulate_t<T>* dx_bias) {

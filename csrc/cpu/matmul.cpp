@@ -1,4 +1,3 @@
-// Float32 matmuls: dispatch between this package's kernels (matmul_tiles.h) and torch's BLAS.
 #include "matmul.h"
 
 #include <algorithm>
@@ -36,7 +35,6 @@ namespace {
 
 enum class GemmBackend { kFastest, kBlas, kOwn };
 
-// The environment variable GPTKERNELS_MATMUL: blas or own.
 GemmBackend gemm_backend() {
   const char* name = std::getenv("GPTKERNELS_MATMUL");
   if (!name) return GemmBackend::kFastest;
@@ -45,13 +43,13 @@ GemmBackend gemm_backend() {
                                      : GemmBackend::kFastest;
 }
 
-// Whether this package's kernels should be faster than torch's BLAS. MKL does not use AVX-512 on AMD, so they are for
-// small matmuls on AMD processors with AVX-512, measured on Zen 4 only (docs/notes/linear.md). MKL is faster for large
-// matmuls, which need blocking for the caches.
+// MKL, torch's BLAS, does not use AVX-512 on AMD, so this package's kernels are for small matmuls on AMD processors
+// with AVX-512, measured on Zen 4 only (docs/notes/linear.md). MKL is faster for large matmuls, which need blocking for
+// the caches.
 bool is_faster(const Matmul& p) {
 #ifdef GPTKERNELS_X86
   static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
-  const int64_t rows = p.b.column == 1 ? 32 : 96;  // with fewer rows, packing b costs more time than it saves
+  const int64_t rows = p.b.column == 1 ? 32 : 96;  // with fewer rows, packing b costs more than it saves
   const int64_t elements = p.rows * p.inner + p.inner * p.columns + p.rows * p.columns;
   const bool near = p.a.column == 1 || (p.a.column <= 1024 && p.a.column % kConflictStride != 0);
   return amd && capability_choice().capability == Capability::kAvx512 && p.rows >= rows && p.columns >= 48 && near &&
@@ -61,7 +59,6 @@ bool is_faster(const Matmul& p) {
 #endif
 }
 
-// In the order of the tiles.
 void add_column_sums(const Matmul& p, Stream stream) {
   double* sums = static_cast<double*>(p.workspace);
   const int64_t tiles = tiles_of(p.rows);

@@ -1,5 +1,5 @@
 // Float32 matmuls. b's columns are divided into panels as wide as the block of accumulators of product() (vector.h). A
-// panel is packed (copied to contiguous memory) if its rows are not contiguous or far apart, or if it is incomplete. No
+// panel is packed (copied to contiguous memory) if its rows are not contiguous, are far apart, or are too short. No
 // include guard: each_instruction_set.h includes the file once for each instruction set.
 //
 //   for each panel of columns, for each 512 inner elements:       (in parallel over the (panel, tile) pairs)
@@ -10,7 +10,6 @@ namespace gptkernels::cpu::GPTKERNELS_ISA {
 
 constexpr int64_t kPanel = Vector<float>::kColumns * Vector<float>::kLanes;  // columns
 
-// rows <= kTileRows, columns <= kPanel.
 struct Tile {
   int64_t row;
   int64_t rows;
@@ -18,8 +17,8 @@ struct Tile {
   int64_t columns;
 };
 
-// to[k][j] = b(first + k, column + j) for `terms` rows of a panel. `columns` is an int64_t, or an integral_constant so
-// that the compiler knows the length of the loops.
+// to[k][j] = b(first + k, column + j). `columns` is an int64_t, or an integral_constant so that the compiler knows the
+// length of the loops.
 template <typename Columns>
 [[gnu::always_inline]] inline void pack_columns(float* to, const Strided& b, int64_t first, int64_t terms,
                                                 int64_t column, Columns columns) {
@@ -39,7 +38,6 @@ template <typename Columns>
     for (int64_t j = 0; j < columns; ++j) to[k * kPanel + j] = from[k + j * b.column];
 }
 
-// Fills columns from `columns` to kPanel - 1 with zeros.
 [[gnu::noinline]] inline void pack(float* to, const Strided& b, int64_t first, int64_t terms, int64_t column,
                                    int64_t columns) {
   if (columns == kPanel) return pack_columns(to, b, first, terms, column, std::integral_constant<int64_t, kPanel>());
@@ -56,7 +54,7 @@ inline void multiply(float* out, int64_t ld, Left<float> rows, Panel panel, cons
   constexpr int64_t kLanes = Vector<float>::kLanes;
   if (tile.columns % kLanes == 0)
     return product(tile.rows, tile.columns, terms, rows, panel.data, panel.ld, out, ld, add, kPartTerms);
-  // The last panel may not be whole vectors, so a temporary tile of whole vectors is computed.
+  // The last panel may not be whole vectors.
   alignas(64) float whole[kTileRows * kPanel];
   const int64_t columns = (tile.columns + kLanes - 1) / kLanes * kLanes;
   for (int64_t r = 0; r < tile.rows; ++r) {
@@ -67,7 +65,6 @@ inline void multiply(float* out, int64_t ld, Left<float> rows, Panel panel, cons
   for (int64_t r = 0; r < tile.rows; ++r) std::copy_n(whole + r * kPanel, tile.columns, out + r * ld);
 }
 
-// `columns` is as in pack_columns().
 template <typename Columns>
 [[gnu::always_inline]] inline void finish_columns(const Matmul& p, const Tile& tile, Columns columns) {
   for (int64_t r = tile.row; r < tile.row + tile.rows; ++r) {
@@ -139,7 +136,7 @@ template <typename T>
   }
 }
 
-// Tiles in panel-major order, so that a panel is packed once for all its tiles in the range.
+// In panel-major order, so that a panel is packed once for all its tiles in the range.
 inline void matmul_range(const Matmul& p, int64_t begin, int64_t end) {
   const int64_t tiles = tiles_of(p.rows);
   while (begin < end) {

@@ -1,4 +1,4 @@
-// One parallel loop over a list of tensors, most of which are too small for a loop each.
+// One parallel loop, because most tensors of a model are too small for a loop each.
 #pragma once
 
 #include <algorithm>
@@ -8,15 +8,13 @@
 
 namespace gptkernels::cpu {
 
-// Elements of a chunk, independent of the number of threads.
 constexpr int64_t kListChunk = 32768;
 
 inline int64_t list_chunks(int64_t size) {
   return (size + kListChunk - 1) / kListChunk;
 }
 
-// Calls fn(chunk, tensor, begin, end), where `chunk` is the index in the whole list, and [begin, end) a range of the
-// tensor.
+// fn(chunk, tensor, begin, end): `chunk` is an index in the whole list, [begin, end) a range of the tensor.
 template <typename Fn>
 void parallel_for_chunks(Stream stream, int64_t count, const int64_t* sizes, const Fn& fn) {
   int64_t chunks = 0;

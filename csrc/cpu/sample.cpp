@@ -1,4 +1,3 @@
-// Draws the next tokens. top_k is applied with std::nth_element, and top_p by sorting.
 #include "../sample.h"
 
 #include <algorithm>
@@ -23,7 +22,6 @@ float largest_of(const std::vector<float>& x) {
   return largest;
 }
 
-// The smallest x that top_k and top_p keep.
 template <typename T>
 float threshold_of(const Sample<T>& p, const std::vector<float>& x, float largest) {
   float threshold = -std::numeric_limits<float>::infinity();

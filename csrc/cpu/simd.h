@@ -1,6 +1,6 @@
-// vectorised(body) runs the copy of `body` that is compiled for the chosen instruction set (capability.h). The compiler
-// inlines the body into each copy (flatten) and vectorizes it there. `#pragma omp simd reduction(...)` marks the sums
-// that it may split over lanes.
+// vectorised(body) runs the copy of `body` for the chosen instruction set (capability.h). The compiler inlines the body
+// into each copy (flatten) and vectorizes it there. `#pragma omp simd reduction(...)` marks the sums that it may split
+// over lanes.
 #pragma once
 
 #include <algorithm>
@@ -51,12 +51,10 @@ void vectorised(const Body& body) {
 
 #endif
 
-// Reductions keep kLanes partial results: element i is added to lane i % kLanes. 32 lanes are four AVX2 vectors of
-// float, whose additions overlap. The order of the additions depends on n only, so every instruction set gives the same
-// bits.
+// Reductions add element i to partial result i % kLanes. 32 lanes are four AVX2 vectors of float, whose additions
+// overlap. The order of the additions depends on n only, so every instruction set gives the same bits.
 constexpr int kLanes = 32;
 
-// Calls step(lane, i), with lane = (i - begin) % kLanes.
 template <typename Step>
 inline void for_each_lane(int64_t begin, int64_t end, const Step& step) {
   for (; begin + kLanes <= end; begin += kLanes) {
@@ -75,8 +73,7 @@ inline A add_lanes(A (&lanes)[kLanes]) {
   return lanes[0];
 }
 
-// Long ranges are summed in blocks, so that the rounding error grows with the length of a block plus the number of
-// blocks, not with n.
+// Blocks of a long sum make its rounding error grow with the length of a block plus the number of blocks, not with n.
 constexpr int64_t kSumBlock = 4096;
 
 template <typename A, typename Fn>
@@ -95,7 +92,6 @@ struct Sums {
   A first, second;
 };
 
-// fn(i, a, b) adds to a and to b.
 template <typename A, typename Fn>
 inline Sums<A> sum_two(int64_t n, const Fn& fn) {
   Sums<A> total{0, 0};
@@ -119,7 +115,7 @@ inline A maximum(int64_t n, const Fn& fn) {
   return *std::max_element(lanes, lanes + kLanes);
 }
 
-// An address past the end of a tensor is harmless, so kernels prefetch the next row while they process a row.
+// Kernels prefetch the next row, which may be past the end of a tensor; that is harmless.
 template <typename T>
 inline void prefetch(const T* p, int64_t n) {
   constexpr int64_t kLine = 64 / sizeof(T);

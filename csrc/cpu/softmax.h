@@ -8,8 +8,8 @@
 
 namespace gptkernels::cpu {
 
-// out may be x. If T is the accumulation type, the pass that sums the exponentials also stores them in out. A 16-bit T
-// would round them, so the last pass computes them again.
+// out may be x. If T is the accumulation type, out stores the exponentials between two passes. 16 bits would round
+// them, so the last pass computes them again.
 template <typename T>
 inline void softmax_row(T* out, const T* x, int64_t n, accumulate_t<T> scale) {
   using A = accumulate_t<T>;

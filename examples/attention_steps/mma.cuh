@@ -17,7 +17,7 @@ __device__ inline uint32_t chunk_at(uint32_t tile, int row, int chunk) {
 struct WarpAttention {
   OnlineSoftmax softmax;
   float out[kAccumulators] = {};
-  uint32_t queries[4][4];  // 16 queries x 64 channels, as operands of 16 x 16
+  uint32_t queries[4][4];  // as operands of 16 x 16
 
   __device__ explicit WarpAttention(uint32_t tile) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
@@ -39,7 +39,7 @@ struct WarpAttention {
     if (diagonal) mask_diagonal(scores, warp * 16);
     softmax.add(scores, rescale);
     for (int i = 0; i < kAccumulators; ++i) out[i] *= rescale[i / 2 % 2];
-    for (int i = 0; i < 4; ++i) {  // 16 keys; their weights are rounded and packed to an operand of mma.sync
+    for (int i = 0; i < 4; ++i) {  // 16 keys, whose weights become an operand
       uint32_t weights[4];
       for (int k = 0; k < 4; ++k) {
         const __nv_bfloat162 pair = __floats2bfloat162_rn(scores[8 * i + 2 * k], scores[8 * i + 2 * k + 1]);
@@ -53,7 +53,6 @@ struct WarpAttention {
   }
 
  private:
-  // d (16 x 16) += a (16 x 16) * b (16 x 16).
   __device__ static void product(float* d, const uint32_t (&a)[4], const uint32_t (&b)[4]) {
     gptkernels::cuda::mma<bfloat16>(reinterpret_cast<float (&)[4]>(d[0]), a, b[0], b[1]);
     gptkernels::cuda::mma<bfloat16>(reinterpret_cast<float (&)[4]>(d[4]), a, b[2], b[3]);

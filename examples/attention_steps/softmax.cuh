@@ -9,8 +9,8 @@
 constexpr int kAccumulators = 32;
 
 struct OnlineSoftmax {
-  float max[2] = {-INFINITY, -INFINITY};  // of the two rows' scores over the keys so far
-  float sum[2] = {0, 0};                  // this thread's part of the sums of exp(kScale * (score - max))
+  float max[2] = {-INFINITY, -INFINITY};  // of the two rows so far
+  float sum[2] = {0, 0};                  // of exp(kScale * (score - max)) in this thread
 
   // Replaces scores by exp(kScale * (score - max)), with one multiply-add and one power of 2 each. The caller must then
   // multiply its earlier sums by `rescale`. In the first tile each row must see a key.
@@ -46,7 +46,7 @@ struct OnlineSoftmax {
   }
 };
 
-// For a tile on the diagonal. `row` is the row of the warp's first query in the tile.
+// `row` is the row of the warp's first query in the diagonal tile.
 __device__ inline void mask_diagonal(float (&scores)[kAccumulators], int row) {
   const int lane = threadIdx.x % 32;
   for (int i = 0; i < kAccumulators; ++i)

@@ -8,7 +8,7 @@ const char* const kStep = "2 online softmax, a warp";
 constexpr int kWarps = 16;
 constexpr int kKeys = 32;  // keys of a tile
 constexpr int kPairs = kChannels / 2;
-constexpr int kRowPairs = kPairs + 1;  // odd, so that the lanes read 32 rows from 32 banks
+constexpr int kRowPairs = kPairs + 1;  // odd: the lanes use 32 banks
 using Pair = __nv_bfloat162;
 
 __device__ float warp_max(float x) {
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kWarps * 32) attention_warp_kernel(Attention p
   float max = -INFINITY, sum = 0;
   float2 out = {0, 0};
   for (int tile = 0; tile < first + kWarps; tile += kKeys) {
-    __syncthreads();  // other warps may read the previous tile before this barrier
+    __syncthreads();  // the previous tile was read
     for (int row = warp; row < kKeys; row += kWarps) {
       keys[row][lane] = pairs(kKey, tile + row)[lane];
       values[row][lane] = pairs(kValue, tile + row)[lane];
@@ -46,7 +46,7 @@ __global__ void __launch_bounds__(kWarps * 32) attention_warp_kernel(Attention p
       score += q.x * k.x + q.y * k.y;
     }
     score = tile + lane <= query ? score * kScale : -INFINITY;
-    const float larger = fmaxf(max, warp_max(score));  // finite: every query sees key 0, which is in the first tile
+    const float larger = fmaxf(max, warp_max(score));  // finite: every query sees key 0
     const float rescale = __expf(max - larger), weight = __expf(score - larger);
     max = larger;
     sum = sum * rescale + warp_sum(weight);

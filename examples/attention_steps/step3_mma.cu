@@ -13,12 +13,12 @@ __device__ void load_tile(uint8_t* tile, const Attention& p, Part part, int head
 __global__ void __launch_bounds__(kThreads) attention_mma_kernel(Attention p) {
   __shared__ __align__(128) uint8_t queries[kTileBytes], keys[kTileBytes], values[kTileBytes];
   const int head = blockIdx.y;
-  const int last = gridDim.x - 1 - blockIdx.x;  // the thread blocks with the most tiles start first
+  const int last = gridDim.x - 1 - blockIdx.x;  // the most tiles start first
   load_tile(queries, p, kQuery, head, last * kTile);
   __syncthreads();
   WarpAttention warp(gptkernels::cuda::shared_window(queries));
   for (int tile = 0; tile <= last; ++tile) {
-    __syncthreads();  // other warps may read the previous tile before this barrier
+    __syncthreads();  // the previous tile was read
     load_tile(keys, p, kKey, head, tile * kTile);
     load_tile(values, p, kValue, head, tile * kTile);
     __syncthreads();

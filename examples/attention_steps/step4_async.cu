@@ -30,14 +30,14 @@ __global__ void __launch_bounds__(kThreads, 4) attention_async_kernel(Attention 
   copy_async_commit();
   start(0);
   copy_async_wait<1>();
-  __syncthreads();  // for the queries that other threads have copied
+  __syncthreads();  // for the other threads' copies
   WarpAttention warp(queries);
   for (int tile = 0; tile <= last; ++tile) {
     start(tile + 1);
     copy_async_wait<1>();  // waits for this tile
     __syncthreads();
     warp.add(keys_of(tile), values_of(tile), tile == last);
-    __syncthreads();  // all warps have read the buffer before it is written again
+    __syncthreads();  // the buffer was read
   }
   warp.softmax.store(p, head, last * kTile + threadIdx.x / 32 * 16, warp.out);
 }

@@ -1,6 +1,6 @@
 // Step 5: wgmma, TMA and a loading warp. Four warpgroups compute, each with 64 queries: a wgmma multiplies tiles of 64
-// x 64 in shared memory asynchronously. One thread loads: one TMA instruction copies a tile, and an mbarrier counts its
-// bytes.
+// x 64 in shared memory asynchronously. One thread loads each tile with one TMA instruction, whose bytes an mbarrier
+// counts.
 //
 // The stages of keys and values form a ring. A phase of `full` completes when a stage's bytes have arrived, and a phase
 // of `empty` when all warps that compute have released the stage.
@@ -24,7 +24,7 @@ constexpr int kStages = 4;
 // stage.
 static_assert(kStages >= kWarpgroups);
 
-using Tile = bfloat16[kTile][kChannels];  // a panel, which TMA swizzles (ptx/wgmma.cuh)
+using Tile = bfloat16[kTile][kChannels];  // a panel, swizzled by TMA
 
 struct Shared {
   Tile queries[kWarpgroups];

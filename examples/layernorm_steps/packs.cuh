@@ -1,4 +1,4 @@
-// The kernel of steps 4 and 5: a warp per row, packs of 16 bytes.
+// For steps 4 and 5: a warp per row, packs of 16 bytes.
 #pragma once
 
 #include "problem.h"

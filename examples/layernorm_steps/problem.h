@@ -15,6 +15,6 @@ struct Layernorm {
   float eps;
 };
 
-constexpr int kWidth = 768;  // the steps that keep a row in registers are compiled for this width
+constexpr int kWidth = 768;  // for steps that keep a row in registers
 
 void layernorm(const Layernorm& p);

@@ -26,7 +26,7 @@ __device__ inline MaxSum warp_merge(MaxSum m) {
   return m;
 }
 
-// With one barrier. A kernel may call this function only once.
+// A kernel may call this function only once: it has one barrier.
 __device__ inline MaxSum block_merge(MaxSum m) {
   __shared__ MaxSum warps[32];
   const int lane = threadIdx.x % 32;
@@ -45,8 +45,7 @@ struct alignas(16) Pack {
   bfloat16 v[kVec];
 };
 
-// -inf in the padded columns. Only packs at the end of a row have such columns, so the others have one comparison
-// instead of eight.
+// Only packs at the end of a row have padded columns, so the others need one comparison instead of eight.
 __device__ inline void hide_padding(Pack& pack, int column) {
   if (column + kVec <= kVocab) return;
   for (int k = 0; k < kVec; ++k)

@@ -1,6 +1,6 @@
-// Checks and times a step of the classifier. The rate counts the logits' read and the gradients' write once each, as
-// docs/benchmarks.md does. The error is the largest relative error of a loss or a gradient against the formula in
-// double; it must be below 1.01 * 2^-8, bfloat16's rounding error and a hundredth of it for the float32 arithmetic.
+// The rate counts the logits' read and the gradients' write once each, as docs/benchmarks.md does. The error is the
+// largest relative error of a loss or a gradient against the formula in double; it must be below 1.01 * 2^-8,
+// bfloat16's rounding error and a hundredth of it for the float32 arithmetic.
 #include "problem.h"
 
 namespace {

@@ -7,7 +7,7 @@
 // The columns V..Vp-1 are padding: their values are ignored, and their gradient is 0.
 struct Classifier {
   float* losses;       // (N)
-  bfloat16* logits;    // (N, Vp); overwritten by their gradient
+  bfloat16* logits;    // (N, Vp); become dlogits
   const int* targets;  // (N), below V
   int rows;            // N
   int width;           // Vp

@@ -9,7 +9,7 @@ constexpr int kThreads = 1024;
 template <typename Combine>
 __device__ float block_combine(float value, Combine combine) {
   __shared__ float values[kThreads];
-  __syncthreads();  // threads may read the previous result before this barrier
+  __syncthreads();  // the previous result was read
   values[threadIdx.x] = value;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();
@@ -23,7 +23,7 @@ __global__ void classifier_block_kernel(Classifier p) {
   const int row = blockIdx.x;
   bfloat16* x = p.logits + int64_t(row) * p.width;
   const int target = p.targets[row];
-  const float logit = x[target];  // read by all threads before the first barrier, and overwritten after it
+  const float logit = x[target];  // read before the first barrier, overwritten after it
   float max = -INFINITY, sum = 0;
   for (int i = threadIdx.x; i < p.vocab; i += kThreads) max = fmaxf(max, float(x[i]));
   max = block_combine(max, [](float a, float b) { return fmaxf(a, b); });

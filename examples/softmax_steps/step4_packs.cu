@@ -1,4 +1,4 @@
-// Step 4: packs of 8 bfloat16, 16 bytes, per load and store. The sum is rescaled once per pack.
+// Step 4: one instruction loads or stores a pack of 8 bfloat16 (16 bytes). The sum is rescaled once per pack.
 #include "max_sum.cuh"
 
 const char* const kStep = "4 packs of 16 bytes";

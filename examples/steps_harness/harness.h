@@ -1,5 +1,5 @@
-// Shared by *_steps: data, timing and the rows of the table. A folder's problem.h declares the function that each step
-// defines, and its problem.cu has a main() that checks the result against a formula in double.
+// A folder's problem.h declares the function that each step defines, and its problem.cu has a main() that checks the
+// result against a formula in double. This file has the code for data, timing and the rows of the table.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -15,7 +15,6 @@ using bfloat16 = __nv_bfloat16;
 
 extern const char* const kStep;
 
-// Ends the program with a message after a failed call of the CUDA runtime.
 void check(cudaError_t status);
 
 // All bytes are 0xFF, so floating-point elements are NaN.
@@ -27,7 +26,6 @@ T* allocate(size_t size) {
   return device;
 }
 
-// About uniform in -range..range, and the same in every run.
 bfloat16* random_numbers(size_t size, uint32_t seed, float range = 1);
 
 template <typename T>
@@ -37,7 +35,6 @@ std::vector<T> host_copy(const T* device, size_t size) {
   return host;
 }
 
-// Infinity if the difference is not finite.
 inline double larger_error(double error, double difference) {
   return std::isfinite(difference) ? std::max(error, std::abs(difference)) : INFINITY;
 }
@@ -45,6 +42,6 @@ inline double larger_error(double error, double difference) {
 // Each run has a cold L2 cache.
 double median_seconds(const std::function<void()>& launch);
 
-// Prints the step's line: its name, microseconds, `work` (bytes or flops) per second divided by `unit`, and error.
-// Returns the exit status of the program: 0 if the error is below `bound`.
+// Prints the step's name, microseconds, `work` (bytes or flops) per second divided by `unit`, and error. Returns the
+// exit status of the program: 0 if the error is below `bound`.
 int report(double seconds, double work, double unit, double error, double bound);

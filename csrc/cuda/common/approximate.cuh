@@ -1,6 +1,5 @@
-// Exponentials and reciprocals as accurate as a result of dtype T requires. A kernel on bfloat16 can issue about 30
-// instructions per element before instructions take longer than memory accesses, so results of 16 bits use the
-// hardware's approximate instructions, whose errors vanish in the final rounding.
+// A kernel on bfloat16 can issue about 30 instructions per element before instructions take longer than memory
+// accesses. Results of 16 bits therefore use approximate instructions, whose errors vanish in the final rounding.
 #pragma once
 
 #include "cuda/device.h"
@@ -13,20 +12,20 @@ constexpr bool kSixteenBits = sizeof(T) == 2;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A number that an FMA subtracts from the exponent of a power of 2 is far from 0 if its magnitude is above this limit.
-// Rounding the number to float32 may then change the power by more than a quarter of a rounding error of T, or of TF32
-// if T is float. A power that should be 1 would no longer be 1 when it is rounded to T.
+// An FMA that subtracts a larger number from the exponent of a power of 2 rounds the number first, which may change the
+// power by more than a quarter of a rounding error of T (of TF32 if T is float). A power that should be 1 would then
+// not be rounded to 1.
 template <typename T>
 constexpr float kFarFromZero = std::is_same_v<T, bfloat16> ? 0x1p14f : 0x1p11f;
 
-// 2^x, with a relative error of up to 2^-22. Results below 2^-126 are flushed to 0.
+// Relative error up to 2^-22. Results below 2^-126 are flushed to 0.
 __device__ inline float exp2_approximately(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 
-// 1 / x for x >= 1, with a relative error of up to 2^-23.
+// For x >= 1, with a relative error up to 2^-23.
 __device__ inline float reciprocal_approximately(float x) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));

@@ -1,9 +1,8 @@
-// Assertions about data that only the device reads. They are part of an op's contract, so NDEBUG does not remove them.
+// Assertions about data that only the device reads are part of an op's contract, so NDEBUG does not remove them.
 #pragma once
 
 #include <cstdio>
 
-// <cassert> does not declare the function that assert() calls in release builds.
 extern "C" __host__ __device__ void __assert_fail(const char* assertion, const char* file, unsigned line,
                                                   const char* function) noexcept;
 

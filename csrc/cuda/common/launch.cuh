@@ -1,4 +1,3 @@
-// Grid sizes, device limits, launch attributes, and programmatic dependent launch.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +14,8 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-// Calls ask(device) once per device and caches the answer, which must not be 0. Every call site has its own cache,
-// because every lambda has its own type.
+// Caches ask(device), which must not be 0, per device. Every lambda has its own type, so every call site has its own
+// cache.
 template <typename Ask>
 int once_a_device(const Ask& ask) {
   constexpr int kMaxDevices = 64;
@@ -40,8 +39,7 @@ inline int multiprocessors() {
   });
 }
 
-// Whether the device runs this kernel's code for sm_90 or later, with the parts under `__CUDA_ARCH__ >= 900`. (A new
-// device may run PTX of an older architecture.)
+// Whether the device runs code for sm_90 or later. (A new device may run PTX of an older architecture.)
 template <auto kKernel>
 bool built_for_hopper() {
   return once_a_device([](int) {
@@ -51,13 +49,11 @@ bool built_for_hopper() {
          }) >= 90;
 }
 
-// The grid size of a grid-stride loop over `blocks` blocks of work.
 inline unsigned grid_size(int64_t blocks) {
   constexpr int64_t kMaxGrid = 0x7FFFFFFF;
   return static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, kMaxGrid));
 }
 
-// Occupancy of an SM in thread blocks.
 template <auto kKernel, int kThreads>
 int blocks_per_multiprocessor() {
   return once_a_device([](int) {
@@ -67,8 +63,8 @@ int blocks_per_multiprocessor() {
   });
 }
 
-// The second argument of __launch_bounds__: 2 resident thread blocks, or 1 if an SM has too few threads for two. SMs of
-// sm_86 to sm_89, and of sm_110 and later, have 1536 threads.
+// For __launch_bounds__: 2 resident thread blocks, or 1 where an SM has too few threads for two. SMs of sm_86 to sm_89,
+// and of sm_110 and later, have 1536 threads.
 #if defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1100)
 constexpr int kMultiprocessorThreads = 1536;
 #else
@@ -80,7 +76,7 @@ constexpr int kTwoBlocks = 2 * kThreads <= kMultiprocessorThreads ? 2 : 1;
 template <int N>
 using Constant = std::integral_constant<int, N>;
 
-// Calls fn(Constant<value>()) for a value in kMin..kMax, to make it a template argument.
+// Passes a value in kMin..kMax to fn as a compile-time constant.
 template <int kMin, int kMax, typename Fn>
 void with_constant(int value, const Fn& fn) {
   if constexpr (kMax > kMin)
@@ -88,8 +84,7 @@ void with_constant(int value, const Fn& fn) {
   fn(Constant<kMax>{});
 }
 
-// The largest dynamic shared memory, in bytes, of this kernel's thread blocks. The first call on a device raises the
-// kernel's limit from 48 KB to this value.
+// In bytes. The first call on a device raises the kernel's limit, 48 KB by default, to this value.
 template <auto kKernel>
 int64_t max_dynamic_shared_memory() {
   return once_a_device([](int device) {
@@ -103,7 +98,7 @@ int64_t max_dynamic_shared_memory() {
   });
 }
 
-// The returned configuration points to `attribute` (null for none), which must outlive the configuration.
+// `attribute` may be null, and must outlive the configuration.
 inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, int64_t shared_bytes, Stream stream,
                                         cudaLaunchAttribute* attribute) {
   cudaLaunchConfig_t config = {};
@@ -131,7 +126,7 @@ inline cudaLaunchAttribute cluster_of(unsigned blocks) {
 // reads what the previous kernel wrote. The previous kernel may call let_next_kernel_start() early. Before sm_90, both
 // functions do nothing.
 
-// Lets kKernel start before the previous kernel has ended. An ordinary launch before sm_90 and before CUDA 12.3.
+// An ordinary launch before sm_90 and before CUDA 12.3.
 template <auto kKernel, typename... Arguments>
 void launch_early(dim3 grid, dim3 block, int64_t shared_bytes, Stream stream, const Arguments&... arguments) {
   cudaLaunchAttribute early = {};

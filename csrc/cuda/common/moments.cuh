@@ -1,7 +1,5 @@
-// Mean and reciprocal standard deviation of a row, for layer norms.
-//
-// The mean m is rounded, and so may be wrong by |m| * 2^-24. The kernels also compute `rest`, the average of x - m, and
-// subtract m + rest from x, so a large offset in x costs no accuracy.
+// Moments of a row for layer norms. The rounded mean m may be wrong by |m| * 2^-24. The kernels also compute `rest`,
+// the average of x - m, and subtract m + rest from x, so a large offset in x costs no accuracy.
 #pragma once
 
 #include <limits>
@@ -13,7 +11,6 @@ struct Moments {
   A mean, rest, rstd;
 };
 
-// Correctly rounded for float32.
 __device__ inline float reciprocal_root(float x) {
   return __frsqrt_rn(x);
 }

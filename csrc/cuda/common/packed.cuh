@@ -1,4 +1,4 @@
-// Vectorized memory accesses. A Packed<T, N> (a pack) is N neighbouring elements that one instruction loads or stores.
+// A Packed<T, N> (a pack) is N neighbouring elements that one instruction loads or stores.
 #pragma once
 
 #include <cstdint>
@@ -31,7 +31,7 @@ __host__ __device__ T narrow(accumulate_t<T> value) {
   return static_cast<T>(value);
 }
 
-// A bfloat16 is the upper half of a float32, so converting either half of a 32-bit word takes one instruction.
+// A bfloat16 is the upper half of a float32: converting either half of a word takes one instruction.
 template <typename T, int N>
 __device__ void widen(accumulate_t<T> (&out)[N], const Packed<T, N>& packed) {
   if constexpr (std::is_same_v<T, bfloat16> && N % 2 == 0) {
@@ -55,7 +55,6 @@ __device__ void add_pack(accumulate_t<T> (&sum)[N], const Packed<T, N>& packed) 
   for (int i = 0; i < N; ++i) sum[i] += values[i];
 }
 
-// Rounds to T. The 16-bit types are converted in pairs, with one instruction per pair.
 template <typename T, int N>
 __device__ Packed<T, N> narrow(const accumulate_t<T> (&values)[N]) {
   Packed<T, N> packed;
@@ -76,8 +75,8 @@ __device__ Packed<T, N> load(const T* p) {
   return *reinterpret_cast<const Packed<T, N>*>(p);
 }
 
-// The intrinsic guarantees one 16-byte store. In unrolled loops, the compiler may split an assignment of the struct
-// into one store per element.
+// The intrinsic guarantees one store. In unrolled loops, the compiler may split an assignment of the struct into one
+// store per element.
 template <int N, typename T>
 __device__ void store(T* p, const Packed<T, N>& value) {
   if constexpr (sizeof(value) == sizeof(uint4))
@@ -96,13 +95,11 @@ __device__ void store_narrow(T* p, const accumulate_t<T> (&values)[N]) {
   store<N>(p, narrow<T>(values));
 }
 
-// Whether all pointers are multiples of 16 bytes; null pointers are.
 template <typename... Pointers>
 bool all_aligned(const Pointers*... pointers) {
   return ((reinterpret_cast<uintptr_t>(pointers) % 16 == 0) && ...);
 }
 
-// Whether the rows of these (N, width) arrays can be accessed in packs of 16 bytes.
 template <typename T, typename... Pointers>
 bool can_vectorize(int64_t width, const Pointers*... pointers) {
   return width % kPack<T> == 0 && all_aligned(pointers...);

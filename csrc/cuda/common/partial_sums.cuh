@@ -1,5 +1,4 @@
-// The second stage of a sum over the rows of a large matrix: adds the rows of partial sums, one per thread block of the
-// first stage, in a fixed order, so equal inputs give equal bits.
+// The second stage of a sum over rows adds the partial sums of the first stage's thread blocks in a fixed order.
 //
 // A thread block of kWarp x kSumRows threads processes kWarp columns. Each warp adds every kSumRows-th row, one column
 // per lane. The warps' sums are transposed through shared memory, and each warp adds the kSumRows sums of one column.
@@ -13,8 +12,8 @@
 
 namespace gptkernels::cuda {
 
-// The sum over the rows of `partials` (count, width): the first `split` columns go to `first`, the next `split` to
-// `second`, the rest to `third`. Null outputs are skipped.
+// Columns are written in this order: `split` to `first`, `split` to `second`, the rest to `third`. Null outputs are
+// skipped.
 template <typename T, typename A = accumulate_t<T>>
 struct PartialSums {
   T* first;
@@ -26,7 +25,7 @@ struct PartialSums {
   T* third = nullptr;
 };
 
-// Warps per thread block. With 1024 rows, each thread issues 32 loads, of which 8 are in flight at once.
+// With 1024 rows, each thread issues 32 loads, of which 8 are in flight at once.
 constexpr int kSumRows = 32;
 
 template <typename T, typename A>
@@ -41,7 +40,6 @@ __global__ void __launch_bounds__(kWarp* kSumRows) partial_sums_kernel(const Par
   }
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
-  // The transposed access: each warp adds the kSumRows sums of one column.
   const A total = warp_reduce<Sum>(sums[threadIdx.x][threadIdx.y]);
   const int64_t mine = int64_t(blockIdx.x) * kWarp + threadIdx.y;
   if (threadIdx.x != 0 || mine >= p.width) return;

@@ -1,4 +1,4 @@
-// Sums and maxima over a warp or a thread block. The order of additions depends on the launch shape only.
+// The order of additions depends on the launch shape only.
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,6 @@ struct Sum {
   }
 };
 
-// Ignores NaNs. One instruction for float32.
 struct FiniteMax {
   template <typename A>
   __device__ A operator()(A a, A b) const {
@@ -22,7 +21,6 @@ struct FiniteMax {
   }
 };
 
-// Every group of kLanes neighbouring lanes gets its own result.
 template <typename Op, int kLanes = kWarp, typename A>
 __device__ A warp_reduce(A value, Op op = {}) {
 #pragma unroll
@@ -30,13 +28,13 @@ __device__ A warp_reduce(A value, Op op = {}) {
   return value;
 }
 
-// The sum over a one-dimensional thread block; all of its threads must call this function.
+// All threads of the one-dimensional thread block must call this function.
 template <typename A>
 __device__ A block_sum(A value) {
   value = warp_reduce<Sum>(value);
   __shared__ A warps[kWarp];
   const int lane = threadIdx.x % kWarp;
-  __syncthreads();  // threads may still be reading the sums of the previous call
+  __syncthreads();  // threads may still read the previous sums
   if (lane == 0) warps[threadIdx.x / kWarp] = value;
   __syncthreads();
   return warp_reduce<Sum>(lane < static_cast<int>(blockDim.x) / kWarp ? warps[lane] : A(0));

@@ -1,9 +1,8 @@
 // A row of a matrix in the registers of its team (drawing in teams.cuh).
 //
-// A pack has kVec elements, by default 16 bytes. Row::With is a row of another dtype with the same columns per thread.
-// Packs are kept in the array's dtype, in which 16-bit elements take half the registers of float32, and every pass
-// converts them again. The first kUnguarded packs of every thread are known to be within the row; comparing all packs
-// with the width in every pass takes about 10 % more instructions.
+// Packs stay in the array's dtype, in which 16-bit elements take half the registers of float32, and every pass converts
+// them again. The first kUnguarded packs of every thread are within the row; comparing all packs with the width in
+// every pass takes about 10 % more instructions.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +12,7 @@
 
 namespace gptkernels::cuda {
 
-// Like store_narrow(), but with a single store also for packs of 8 bytes.
+// A single store also for packs of 8 bytes.
 template <int N, typename T>
 __device__ void store_row_pack(T* p, const accumulate_t<T> (&values)[N]) {
   const Packed<T, N> pack = narrow<T>(values);
@@ -38,15 +37,13 @@ struct Row {
 
   static __device__ bool has(int i, int width) { return i < kUnguarded || column(i) < width; }
 
-  // All loads are issued before the first value is used.
   __device__ void load(const T* row, int width) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i)
       if (has(i, width)) packs[i] = cuda::load<kVec>(row + column(i));
   }
 
-  // The assignments are to 32-bit words. With assignments to single elements, the compiler would keep each 16-bit half
-  // in its own register.
+  // Assignments to single elements would make the compiler keep each 16-bit half in its own register.
   __device__ void fill(A value) {
     A values[kVec];
 #pragma unroll
@@ -56,8 +53,8 @@ struct Row {
     for (int i = 0; i < kItems; ++i) reinterpret_cast<uint4&>(packs[i]) = reinterpret_cast<const uint4&>(pack);
   }
 
-  // Makes the compiler assume that the packs change here. It then cannot convert the packs before a loop and keep the
-  // float32 values, which need twice as many registers.
+  // Makes the compiler assume that the packs change here. It then cannot keep their float32 values, in twice as many
+  // registers, from one pass to the next.
   __device__ void stay_packed() {
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
@@ -68,7 +65,6 @@ struct Row {
     }
   }
 
-  // Calls fn(i, x) for each pack i within the row, with its elements as accumulators.
   template <typename Fn>
   __device__ void each(int width, const Fn& fn) const {
 #pragma unroll
@@ -80,7 +76,7 @@ struct Row {
     }
   }
 
-  // Like each(), but rounds x, which fn may change, into the pack.
+  // Rounds x, which fn may change, into the pack.
   template <typename Fn>
   __device__ void update(int width, const Fn& fn) {
     each(width, [&](int i, A(&x)[kVec]) {

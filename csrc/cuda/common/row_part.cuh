@@ -33,7 +33,7 @@ struct PackAt {
 };
 struct InRegisters : PackAt {};  // i < kItems
 struct InShared : PackAt {};     // i >= kItems
-struct AtEdge {};                // the thread's element of the head or the tail
+struct AtEdge {};
 
 template <int N>
 struct Values {
@@ -64,7 +64,7 @@ class RowColumns {
   static constexpr int kItems = kItems_;
   static constexpr bool kOverflow = kOverflow_;
 
-  // If kMasked, all but the first `columns` columns are masked. A team beyond the last row has no columns.
+  // Only the first `columns` columns are unmasked if kMasked. A team beyond the last row has no columns.
   __device__ RowColumns(const T* base, int64_t rows, int64_t width, int columns = 0) : begin_(Team::row() * width) {
     if (Team::row() >= rows) width = 0;
     width_ = static_cast<int>(width);
@@ -82,7 +82,6 @@ class RowColumns {
   __device__ int column(PackAt at) const { return first_ + at.i * Team::threads() * kVec; }
   __device__ int column(AtEdge) const { return edge_; }
 
-  // Calls fn(place) for this thread's places that have an unmasked column.
   template <typename Fn>
   __device__ void each(const Fn& fn) const {
 #pragma unroll
@@ -95,8 +94,7 @@ class RowColumns {
     if (unmasked(AtEdge{})) fn(AtEdge{});
   }
 
-  // Writes what fn(place) returns to unmasked columns, and 0 to masked columns. store_narrow may be overloaded for the
-  // element type Out.
+  // Writes fn(place) to unmasked columns, and 0 to masked columns.
   template <typename Out, typename Fn>
   __device__ void store(Out* base, const Fn& fn) const {
     Out* row = base + begin_;
@@ -120,7 +118,6 @@ class RowColumns {
     }
   }
 
-  // Whether any column of a place is unmasked.
   __device__ bool unmasked(PackAt at) const { return within(column(at), kMasked ? min(columns_, end_) : end_); }
   __device__ bool unmasked(AtEdge) const { return kHasHeadTail && edge_ < columns_; }
 
@@ -146,7 +143,6 @@ class RowColumns {
  private:
   static constexpr int kLine = 128 / sizeof(T);
 
-  // The number of elements from p to the next address that is a multiple of `multiple` elements.
   static __device__ int elements_to(int multiple, const T* p) {
     return static_cast<int>(-reinterpret_cast<uintptr_t>(p) / sizeof(T) % multiple);
   }
@@ -160,22 +156,21 @@ class RowColumns {
 
   int64_t begin_;
   int width_;
-  int columns_;   // unmasked columns
-  int first_;     // the first column of this thread's pack 0; negative or beyond end_ if there is no such pack
-  int end_;       // the end of the row's last whole pack
-  int edge_ = 0;  // the column of this thread's edge element; width_ or more if the thread has none
+  int columns_;  // unmasked columns
+  int first_;    // of this thread's pack 0; negative or beyond end_ if there is none
+  int end_;
+  int edge_ = 0;  // width_ or more if the thread has no edge element
 };
 
-// A thread's elements of one array, in the array's dtype: 16-bit elements take half as many registers as float32. A
-// thread accesses only shared memory that it has written itself, so no barrier is needed.
+// A thread's elements of one array, in its dtype, in which 16-bit elements take half the registers of float32. A thread
+// accesses only shared memory that it has written itself, so no barrier is needed.
 template <typename Columns>
 class RowPart {
   using T = typename Columns::T;
   static constexpr int kVec = Columns::kVec;
 
  public:
-  // All loads are issued before the first value is used. `slots`, in shared memory, has room for the packs beyond
-  // kItems of every thread of the thread block.
+  // `slots`, in shared memory, has room for the packs beyond kItems of every thread of the thread block.
   __device__ RowPart(const T* base, const Columns& columns, void* slots) : slots_(static_cast<Slot*>(slots)) {
     const T* row = base + columns.begin();
 #pragma unroll
@@ -189,13 +184,12 @@ class RowPart {
     if (columns.unmasked(AtEdge{})) edge_.v[0] = row[columns.column(AtEdge{})];
   }
 
-  // The pack (for AtEdge, the element) in the array's dtype.
   __device__ auto& raw(InRegisters at) { return packs_[at.i]; }
   __device__ auto& raw(InShared at) { return slots_[(at.i - Columns::kItems) * blockDim.x + threadIdx.x]; }
   __device__ auto& raw(AtEdge) { return edge_; }
 
-  // The elements of a place as float32. The asm statement hides from the compiler that an earlier pass converted the
-  // same pack; otherwise the compiler would keep the float32 values, in twice as many registers.
+  // The asm statement hides from the compiler that an earlier pass converted the same pack. The compiler would
+  // otherwise keep the float32 values, in twice as many registers.
   template <typename Place>
   __device__ auto operator[](Place at) {
     auto& packed = raw(at);

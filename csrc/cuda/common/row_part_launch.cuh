@@ -32,18 +32,18 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kRowItems = 4;  // packs per thread in registers
+constexpr int kRowItems = 4;
 
 struct RowShapes {
-  int arrays = 1;    // number of arrays whose rows are kept on the chip
-  int resident = 2;  // thread blocks per SM, 1 or 2; with 2, one thread block loads while the other computes
+  int arrays = 1;
+  int resident = 2;  // with 2, one loads while the other computes
   // If false, rows that do not fit into a thread block's registers use a cluster.
   bool overflow_in_block = true;
-  // Packs per thread block of a cluster, exceeded only if the largest cluster is too small.
+  // Exceeded only if the largest cluster is too small.
   int cluster_packs = 2048;
-  // Packs per thread of a cluster, exceeded only if a thread block cannot have enough threads.
+  // Exceeded only if a thread block cannot have enough threads.
   int cluster_items = 12;
-  bool wide_head_tail = false;  // whether rows that a warp cannot hold always use the code with head and tail
+  bool wide_head_tail = false;  // rows that a warp cannot hold always use head and tail
 };
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
@@ -80,10 +80,10 @@ __global__ void __launch_bounds__(kRowThreads<Op, kHasHeadTail, true>, kRowBlock
 
 // ---- shapes ---------------------------------------------------------------------------------------------------------
 
-// A thread block for `packs` packs in each of `arrays` arrays. Packs beyond kRowItems per thread are in shared memory.
+// Packs beyond kRowItems per thread are in shared memory.
 struct BlockShape {
   unsigned threads;
-  int overflow;  // packs per thread and array in shared memory
+  int overflow;
   int64_t shared_bytes;
 
   BlockShape(int64_t packs, int arrays, int64_t threads)
@@ -92,20 +92,18 @@ struct BlockShape {
         shared_bytes(arrays * overflow * threads * 16) {}
 };
 
-// The smallest number of threads, in whole warps, that hold `packs` packs with `items` packs each.
 inline int64_t threads_for(int64_t packs, int64_t items) {
   return ceil_div(ceil_div(packs, items), kWarp) * kWarp;
 }
 
-// The smallest thread block whose threads hold at most kRowItems packs each, or, if that exceeds max_threads, as few
-// packs each as possible.
+// Exceeds kRowItems packs per thread only where that would take more than max_threads threads.
 inline BlockShape block_shape(int64_t packs, int arrays, int64_t max_threads) {
   const int64_t items = std::max<int64_t>(ceil_div(packs, max_threads), kRowItems);
   return {packs, arrays, threads_for(packs, items)};
 }
 
-// The number of packs from the start of the 128-byte line in which a row begins, from where RowColumns counts threads
-// if kOverflow is set, to the end of the row. At most 7 packs of the line are in front of the row.
+// RowColumns counts threads from the start of a 128-byte line if kOverflow is set. At most 7 packs of the line are in
+// front of the row.
 template <typename T>
 int64_t packs_on_lines(int64_t width, const T* base) {
   const bool begin_there = width * sizeof(T) % 128 == 0 && reinterpret_cast<uintptr_t>(base) % 128 == 0;
@@ -117,8 +115,7 @@ struct ClusterShape {
   BlockShape block;
 };
 
-// The smallest cluster whose thread blocks have at most op.cluster_packs packs each (32 or 64 KB). An SM then holds
-// thread blocks of several rows, of which some load while others compute or synchronise.
+// Small clusters let an SM hold thread blocks of several rows, of which some load while others compute or synchronise.
 inline ClusterShape cluster_shape(const RowShapes& op, int64_t packs, int64_t max_blocks, int64_t max_threads) {
   constexpr int64_t kStep = 256;
   int64_t blocks = 2;
@@ -128,8 +125,7 @@ inline ClusterShape cluster_shape(const RowShapes& op, int64_t packs, int64_t ma
   return {blocks, {part, op.arrays, threads}};
 }
 
-// The largest cluster, a power of 2, that the device supports for this kernel with thread blocks of any shape; 1
-// without clusters.
+// A power of 2; 1 if the device has no clusters.
 template <auto kKernel, int kMaxThreads>
 int64_t max_cluster_blocks() {
   if (!built_for_hopper<kKernel>()) return 1;
@@ -147,8 +143,8 @@ int64_t max_cluster_blocks() {
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-// Launches one cluster per row. Returns false if a cluster cannot hold a row. Memory cannot hold so many rows of this
-// width that the grid would exceed CUDA's limit.
+// Returns false if a cluster cannot hold a row. Memory cannot hold so many rows of this width that the grid would
+// exceed CUDA's limit.
 template <typename Op, bool kHasHeadTail>
 bool launch_rows_by_cluster(const typename Op::Arguments& p, int64_t line_packs, Stream stream) {
   constexpr auto kernel = rows_by_cluster_kernel<Op, kRowItems, kHasHeadTail>;
@@ -163,7 +159,7 @@ bool launch_rows_by_cluster(const typename Op::Arguments& p, int64_t line_packs,
   return true;
 }
 
-// For rows that a warp cannot hold. Returns false if no kernel supports these rows.
+// For rows that a warp cannot hold. Returns false if no kernel supports them.
 template <typename Op, bool kHasHeadTail>
 bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* base, Stream stream) {
   const int64_t packs = p.width / kPack<typename Op::T>;
@@ -174,7 +170,7 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
       const unsigned threads = static_cast<unsigned>(threads_for(packs, items.value));
       rows_by_block_kernel<Op, items.value, kHasHeadTail, false><<<grid, threads, 0, stream>>>(p, 0);
     };
-    // Use 3 packs per thread if 4 packs per thread would extend further beyond the row's end.
+    // 4 packs per thread may extend further beyond the row's end than 3.
     if constexpr (!kHasHeadTail)
       if (const int64_t threads = threads_for(packs, 3);
           threads <= kThreads && threads * 3 < threads_for(packs, kRowItems) * kRowItems)
@@ -185,7 +181,7 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
   if constexpr (Op::kShapes.overflow_in_block) {
     constexpr auto kernel = rows_by_block_kernel<Op, kRowItems, kHasHeadTail, true>;
     constexpr int kResident = Op::kShapes.resident;
-    constexpr int kReserved = 1024;  // bytes of shared memory that CUDA reserves for each thread block
+    constexpr int kReserved = 1024;  // CUDA reserves so much shared memory per thread block
     const BlockShape block = block_shape(line_packs, Op::kShapes.arrays, kRowThreads<Op, kHasHeadTail, true>);
     if (block.shared_bytes <= max_dynamic_shared_memory<kernel>() / kResident - kReserved * (kResident - 1)) {
       kernel<<<grid, block.threads, block.shared_bytes, stream>>>(p, block.overflow);
@@ -195,11 +191,10 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
   return launch_rows_by_cluster<Op, kHasHeadTail>(p, line_packs, stream);
 }
 
-// Launches the kernel for these rows. Returns false, without a launch, if there are more rows than a grid can have
-// thread blocks, or if the rows are too wide. The addresses of `base` determine how columns are divided into packs
-// (RowColumns); all arrays must have the same offset from a multiple of 16 bytes. `aligned` means that every row starts
-// at a multiple of 16 bytes and consists of whole packs; such rows need no head and tail, and several narrow rows share
-// a warp.
+// Returns false, without a launch, if there are more rows than a grid can have thread blocks, or if the rows are too
+// wide. The addresses of `base` determine how columns are divided into packs (RowColumns); all arrays must have the
+// same offset from a multiple of 16 bytes. `aligned` rows start at a multiple of 16 bytes and consist of whole packs,
+// so they need no head and tail, and several narrow rows share a warp.
 template <typename Op>
 bool launch_rows(const typename Op::Arguments& p, const typename Op::T* base, bool aligned, Stream stream) {
   if (p.rows > std::numeric_limits<int>::max()) return false;

@@ -1,5 +1,5 @@
-// Helpers for the *_simple_kernels, the fallback for widths, alignments and dtypes that an op's fast kernels do not
-// support: one thread block per row, which reads the row from memory in each pass.
+// The *_simple_kernels have one thread block per row, which reads the row from memory in each pass. They are the
+// fallback for widths, alignments and dtypes that an op's fast kernels do not support.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,6 @@ namespace gptkernels::cuda {
 
 constexpr int kSimpleThreads = 512;
 
-// As many whole warps as a row needs with kVec elements per thread, up to kSimpleThreads threads.
 template <int kVec>
 unsigned simple_threads(int64_t width) {
   return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(width, kVec * kWarp), 1, kSimpleThreads / kWarp) * kWarp);

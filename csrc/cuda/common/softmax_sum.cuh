@@ -1,5 +1,5 @@
-// The maximum of a row and the sum of its exponentials: SoftmaxSum in one pass (online softmax), for rows that are read
-// from memory in every pass; MaxSum in two passes, for rows in registers and shared memory.
+// SoftmaxSum takes one pass (online softmax), for rows that are read from memory in every pass; MaxSum takes two, for
+// rows in registers and shared memory.
 #pragma once
 
 #include <limits>
@@ -12,9 +12,8 @@
 
 namespace gptkernels::cuda {
 
-// The maximum of the elements so far and the sum of exp(x - maximum). The maximum starts at the lowest finite number,
-// not -inf, so that the sum is 0 and not NaN while all x are -inf. NaNs do not change the maximum, but make the sum
-// NaN.
+// `total` is the sum of exp(x - max). `max` starts at the lowest finite number, not -inf, so that the sum is 0 and not
+// NaN while all x are -inf. NaNs do not change `max`, but make the sum NaN.
 template <typename T>
 struct SoftmaxSum {
   using A = accumulate_t<T>;
@@ -33,7 +32,6 @@ struct SoftmaxSum {
     max = largest;
   }
 
-  // Raises the maximum to at least x.
   __device__ void include_max(A x) { merge({x, 0}); }
 
   __device__ void merge(const SoftmaxSum& other) {
@@ -49,7 +47,7 @@ struct SoftmaxSum {
   }
 
   __device__ void block_reduce() {
-    __syncthreads();  // threads may still be reading the values of the previous call
+    __syncthreads();  // threads may still read the previous values
     warp_reduce();
     BlockCombine<SoftmaxSum>()(*this, [](SoftmaxSum& lane_value) { lane_value.warp_reduce(); });
   }
@@ -57,7 +55,7 @@ struct SoftmaxSum {
 
 // ---- rows in registers and shared memory (row_part.cuh) -------------------------------------------------------------
 
-// exp(scale * x). For 16-bit types the scale is multiplied into the factor log2(e), where it costs no instruction.
+// For 16-bit types the scale is multiplied into the factor log2(e), where it costs no instruction.
 template <typename T>
 struct ScaledExp {
   float factor;
@@ -68,13 +66,13 @@ struct ScaledExp {
     return kSixteenBits<T> ? exp2_approximately(x * factor) : expf(x * factor);
   }
 
-  // exp(scale * x) / 2^y, for 16-bit types only.
+  // exp(scale * x) / 2^y, for 16-bit types.
   __device__ float over_power(float x, float y) const { return exp2_approximately(fmaf(x, factor, -y)); }
 };
 
 template <typename T, int N>
 __device__ float largest_of(const Packed<T, N>& pack) {
-  if constexpr (sizeof(T) == 2 && N == 8) {  // compares pairs of 16-bit numbers before it converts them
+  if constexpr (sizeof(T) == 2 && N == 8) {  // compares before it converts
     using Pair = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
     const auto& pairs = reinterpret_cast<const Pair(&)[4]>(pack);
     const Pair largest = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
@@ -86,15 +84,15 @@ __device__ float largest_of(const Packed<T, N>& pack) {
   }
 }
 
-// The maximum of a thread's elements x and the sum of exp(scale * (x - max)). The maximum starts at the lowest finite
-// number, so that x - max is never inf - inf. NaNs do not change the maximum, but make the sum NaN.
+// `total` is the sum of exp(scale * (x - max)). `max` starts at the lowest finite number, so that x - max is never inf
+// - inf. NaNs do not change `max`, but make the sum NaN.
 template <typename T>
 struct MaxSum {
   float max = std::numeric_limits<float>::lowest();
   sum_t<T> total = 0;
 
-  // On entry, `max` and `total` are reduced over the warp. Each warp's sum is relative to the warp's maximum, so the
-  // warps of a team synchronise once, not once for the maximum and once for the sum.
+  // On entry, `max` and `total` are reduced over the warp. A warp's sum is relative to the warp's maximum, so the warps
+  // of a team synchronise once, not once for the maximum and once for the sum.
   template <typename Combine>
   __device__ MaxSum reduce_over_team(Combine& combine, const ScaledExp<T>& exponential) const {
     MaxSum all = *this;

@@ -48,11 +48,9 @@ namespace gptkernels::cuda {
 // ---- combining one value per thread, once in a kernel ---------------------------------------------------------------
 
 // A Combine: combine(value, merge) gives every thread of the team the combination of all threads' values. On entry
-// `value` is the same in all lanes of a warp; merge(value) combines the values of a warp's lanes; a default-constructed
-// V is neutral. Without a barrier in between, a second call would overwrite shared memory that threads may still be
-// reading.
+// `value` is the same in all lanes of a warp; merge(value) combines the values of a warp's lanes; V() is neutral.
+// Without a barrier in between, a second call would overwrite shared memory that threads may still be reading.
 
-// For teams of one warp or less, whose lanes already hold the combined value.
 struct NoCombine {
   template <typename V, typename Merge>
   __device__ void operator()(V&, const Merge&) {}
@@ -74,9 +72,8 @@ struct BlockCombine {
 constexpr int kMaxClusterBlocks = 16;
 
 #if GPTKERNELS_HOPPER
-// Each thread block writes its value to the shared memory of all thread blocks of the cluster. A thread block must have
-// started before others may write to its shared memory; the constructor announces the start. Construct the object
-// before the row's loads, which then hide the wait for the other thread blocks.
+// Each thread block writes its value to the shared memory of all thread blocks of the cluster, which must have started.
+// The constructor announces the start. Construct the object before the row's loads, which then hide the wait.
 template <typename V>
 class ClusterCombine {
  public:
@@ -115,7 +112,6 @@ class ClusterCombine {
 
 // ---- the teams ------------------------------------------------------------------------------------------------------
 
-// Several rows per warp; one-dimensional thread blocks of kThreads threads.
 template <int kLanes_, int kThreads>
 struct Lanes {
   static constexpr int kLanes = kLanes_;
@@ -127,7 +123,6 @@ struct Lanes {
   static __device__ int threads() { return kLanes; }
 };
 
-// One row per warp; blockDim.x is 32.
 struct Warp {
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = true;
@@ -136,7 +131,6 @@ struct Warp {
   static __device__ int threads() { return kWarp; }
 };
 
-// One row per one-dimensional thread block.
 struct Block {
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
@@ -148,8 +142,8 @@ struct Block {
   static __device__ void barrier() { __syncthreads(); }
 };
 
-// Several rows per thread block and several warps per row, with one named barrier per row. Few thread blocks with so
-// many barriers fit on an SM, so this team is for kernels with one thread block per SM.
+// One named barrier per row. Few thread blocks with so many barriers fit on an SM, so this team is for kernels with one
+// thread block per SM.
 struct BlockPart {
   // There are 16 named barriers, and __syncthreads uses barrier 0.
   static constexpr int kMaxRows = 15;
@@ -165,7 +159,6 @@ struct BlockPart {
 };
 
 #if GPTKERNELS_HOPPER
-// One row per cluster of one-dimensional thread blocks.
 struct Cluster {
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
@@ -196,7 +189,7 @@ __device__ void team_sums(A (&values)[kN], int slot) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) row[threadIdx.x / kWarp][n] = values[n];
     Team::barrier();
-    // For every thread to add the warps' values is faster than a second round of shuffles.
+    // This is faster than a second round of shuffles.
 #pragma unroll
     for (int n = 0; n < kN; ++n) values[n] = row[0][n];
 #pragma unroll 4

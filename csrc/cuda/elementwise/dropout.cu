@@ -1,5 +1,3 @@
-// A thread processes one pack, or one element if an array is not 16-byte aligned. An incomplete last pack is processed
-// element by element. The output may overwrite the input, because a thread reads its elements before it writes them.
 #include "cuda/common/launch.cuh"
 #include "cuda/common/packed.cuh"
 #include "dropout.cuh"

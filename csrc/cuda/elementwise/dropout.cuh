@@ -1,4 +1,3 @@
-// Dropout masks on the device, from seed, offset and the element's coordinates (philox.h).
 #pragma once
 
 #include "../../dropout.h"
@@ -8,11 +7,11 @@ namespace gptkernels::cuda {
 
 // Dropout of attention's probabilities.
 struct DropoutDraw {
-  bool any = false;  // true even if the probability is too small to drop anything
+  bool any = false;  // true for any positive probability
   uint32_t threshold = 0;
   int64_t seed = 0;
   int64_t offset = 0;
-  double keep_scale = 1;  // 1 / (1 - probability); 0 if the probability is 1
+  double keep_scale = 1;  // 0 if the probability is 1
 
   __device__ explicit DropoutDraw(const DropoutArguments& dropout) {
     if (dropout.probability <= 0) return;
@@ -29,13 +28,13 @@ struct DropoutDraw {
     return sixteen_bits(dropout_words(seed, offset, static_cast<uint32_t>(head), group.row, group.column),
                         group.slot) >= threshold;
   }
-  // The element whose random bits are the lower or the upper 16 bits of `word`.
+  // For the lower or the upper 16 bits of `word`.
   __device__ bool keeps_lower(uint32_t word) const { return word << 16 >= threshold << 16; }
   __device__ bool keeps_upper(uint32_t word) const { return word >= threshold << 16; }
 };
 
-// A rounded product: all kernels must round dropout in the same way, but in some, the compiler would fuse the
-// multiplication with a following addition.
+// All kernels must round dropout in the same way, but in some, the compiler would fuse the multiplication with a
+// following addition.
 __device__ inline float rounded_product(float a, float b) {
   return __fmul_rn(a, b);
 }
@@ -46,9 +45,8 @@ __device__ inline double rounded_product(double a, double b) {
 template <typename A, bool kOptional>
 class DenseDropoutDraw;
 
-// Dropout of contiguous data: a kernel argument. draw() loads seed and offset; a kernel calls it early, so that these
-// loads are in flight together with its other loads. If kOptional, a probability of 0 means no dropout, and seed and
-// offset are not read.
+// Dropout of contiguous data. A kernel calls draw() early, so that the loads of seed and offset are in flight together
+// with its other loads. If kOptional, a probability of 0 means no dropout, and seed and offset are not read.
 template <typename A, bool kOptional = false>
 struct DenseDropout {
   static constexpr bool kOn = true;
@@ -60,7 +58,7 @@ struct DenseDropout {
   explicit DenseDropout(const DropoutArguments& dropout)
       : seed(dropout.seed), offset(dropout.offset), threshold(dropout_threshold(dropout.probability)) {
     // If the probability rounds to 1, the threshold is 0x10000. The kernels compare only its lower 16 bits, which are
-    // 0, and would keep every element, so the factor 0 drops the elements instead.
+    // 0, and would keep every element, so the factor is 0.
     keep_scale = threshold > 0xFFFFu ? A(0) : A(1 / (1 - dropout.probability));
     if (kOptional && dropout.probability == 0) seed = nullptr;
   }
@@ -81,21 +79,20 @@ class DenseDropoutDraw {
         threshold_(dropout.threshold << 16),
         keep_scale_(dropout.keep_scale) {}
 
-  // Multiplies N = 1, 2, 4 or 8 neighbouring elements by 0 or by 1 / (1 - probability). `element` is the flat index of
-  // the first, a multiple of N.
+  // N is 1, 2, 4 or 8. `element` is the flat index of the first element, a multiple of N.
   template <int N>
   __device__ void apply(A (&x)[N], int64_t element) const {
     static_assert(kDenseGroup % N == 0);
     if (!on_) return;
     PhiloxWords words = dense_dropout_words(seed_, offset_, static_cast<uint64_t>(element) / kDenseGroup);
     uint32_t (&word)[4] = words.word;
-    // One Philox call yields the bits of 8 elements; move those of the N elements to the front.
+    // One Philox call yields the bits of 8 elements; those of the N elements move to the front.
     if (N < 8 && (element & 4)) word[0] = word[2], word[1] = word[3];
     if (N < 4 && (element & 2)) word[0] = word[1];
     if (N < 2 && (element & 1)) word[0] >>= 16;
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      const uint32_t bits = k % 2 == 0 ? word[k / 2] << 16 : word[k / 2];  // element k's bits are in the upper half
+      const uint32_t bits = k % 2 == 0 ? word[k / 2] << 16 : word[k / 2];  // in the upper half
       x[k] = rounded_product(x[k], bits >= threshold_ ? keep_scale_ : A(0));
     }
   }
@@ -108,7 +105,6 @@ class DenseDropoutDraw {
   A keep_scale_;
 };
 
-// For kernels that are compiled without dropout.
 struct NoDropout {
   static constexpr bool kOn = false;
   __device__ NoDropout draw() const { return {}; }

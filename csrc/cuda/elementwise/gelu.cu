@@ -1,7 +1,5 @@
-// A thread processes kItems packs, kThreads packs apart, and loads all of them before it uses the first. If fewer than
-// kThreads * kItems packs are left for the last thread block, its threads process single elements. If an array is not
-// 16-byte aligned, all accesses are to single elements (kVec is 1). The output may overwrite an input, because a thread
-// reads its elements before it writes them.
+// A thread loads kItems packs, kThreads packs apart, before it uses the first. In the last thread block, and if an
+// array is not 16-byte aligned (kVec is 1), accesses are to single elements.
 #include "../../gelu.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/packed.cuh"
@@ -31,8 +29,6 @@ __device__ Packed<T, N> backward_of(const Packed<T, N>& x, const Packed<T, N>& d
   return narrow<T>(dx);
 }
 
-// Calls whole(i), where i is the thread's first element, if this thread block has kRun elements for each thread;
-// otherwise calls one(i) for each of the thread's elements.
 template <int kRun, typename Whole, typename One>
 __device__ void for_each_run(int64_t size, int pack, const Whole& whole, const One& one) {
   const int64_t begin = int64_t(blockIdx.x) * kThreads * kRun;

@@ -1,5 +1,5 @@
-// GELU and its derivative at one x: GeluTanh for approximate='tanh', GeluErf for 'none'. Both compute the small tail
-// directly, because in x / 2 * (1 + tanh(u)) or x / 2 * (1 + erf(u)) the sum cancels for negative x.
+// GeluTanh and GeluErf compute the small tail directly, because in x / 2 * (1 + tanh(u)) or x / 2 * (1 + erf(u)) the
+// sum cancels for negative x.
 #pragma once
 
 #include <limits>
@@ -22,7 +22,7 @@ struct GeluTanh {
     return x * reciprocal_for<T>(A(1) + exp_for<T>(-v));
   }
 
-  // s(v) + x s'(v) v'(x). From e^-|v|, which cannot overflow: s(|v|) = 1 / (1 + e^-|v|) and s'(v) = e^-|v| s(|v|)^2.
+  // s(v) + x s'(v) v'(x), from e^-|v|, which cannot overflow: s(|v|) = 1 / (1 + e^-|v|) and s'(v) = e^-|v| s(|v|)^2.
   // x^2 is limited to finite values, so that s'(v) v'(x) is 0 for |x| > 1e19, not 0 * inf = NaN.
   static __device__ A derivative(A x) {
     if constexpr (kSixteenBits<T>) return short_derivative(x);
@@ -34,14 +34,14 @@ struct GeluTanh {
   }
 
  private:
-  // log2(e) is multiplied into the coefficients. `square` is x^2.
+  // log2(e) is multiplied into the coefficients.
   static __device__ float exp_minus_v(float x, float square) {
     return exp2_approximately(x * fmaf(float(-kCubic * kLog2E), square, float(-kLinear * kLog2E)));
   }
 
-  // s + x s (1 - s) v'(x), for 16-bit results, in few instructions. x^2 is limited to the value at which e^-v is 2^127
-  // or 2^-127. For larger |x|, the approximate instructions make s, and thus the derivative, exactly 0 or 1: x s (1 -
-  // s) multiplies every finite x by 0. An infinite x gives NaN, as in the formula.
+  // s + x s (1 - s) v'(x), for 16-bit results. x^2 is limited to the value at which e^-v is 2^127 or 2^-127. For larger
+  // |x|, the approximate instructions make s, and thus the derivative, exactly 0 or 1: x s (1 - s) multiplies every
+  // finite x by 0. An infinite x gives NaN, as in the formula.
   static __device__ float short_derivative(float x) {
     constexpr float kFar = 10.04f;
     const float square = fminf(x * x, kFar * kFar);
@@ -50,13 +50,12 @@ struct GeluTanh {
   }
 };
 
-// The normal distribution's tail probability Q(x) (`mass`) and density at x >= 0.
+// The normal distribution's Q(x) and density at x >= 0.
 template <typename A>
 struct Tail {
   A mass, density;
 };
 
-// first + t (second + t (...)).
 template <typename... Rest>
 __device__ float horner(float t, float first, Rest... rest) {
   if constexpr (sizeof...(rest) > 0)
@@ -65,9 +64,9 @@ __device__ float horner(float t, float first, Rest... rest) {
     return first;
 }
 
-// The polynomial P in Q(x) = e^(-x^2/2) t P(t), where t = 1 / (1 + x / 4), fitted by Lawson's reweighted least squares
-// to minimise the largest relative error up to x = 14.5: 3e-6 for 16-bit results (x >= 0), and 2e-8 for float32 (x >=
-// 1). Beyond 14.5, Q is less than the smallest float32.
+// Q(x) = e^(-x^2/2) t P(t), where t = 1 / (1 + x / 4). Lawson's reweighted least squares fit P for the smallest largest
+// relative error up to x = 14.5: 3e-6 for 16-bit results (x >= 0), and 2e-8 for float32 (x >= 1). Beyond 14.5, Q is
+// less than the smallest float32.
 template <typename T>
 struct TailFit {
   static __device__ float polynomial(float t) {
@@ -86,9 +85,9 @@ struct TailFit<T> {
 
 constexpr double kDensityAtZero = 0.3989422804014327;  // 1 / sqrt(2 pi)
 
-// Tail at x >= 0 in about 30 instructions, few enough for float32 to run at memory bandwidth. The approximate
-// exponential and reciprocal have relative errors of up to 2^-22, accurate enough for x >= 1: in the result 1 - Q, Q is
-// less than 1/6, so its error hardly matters, and in the result Q torch's error is larger.
+// About 30 instructions, few enough for float32 to run at memory bandwidth. The approximate exponential and reciprocal
+// have relative errors of up to 2^-22, accurate enough for x >= 1: in the result 1 - Q, Q is less than 1/6, so its
+// error hardly matters, and in the result Q torch's error is larger.
 template <typename T>
 __device__ Tail<float> tail(float x) {
   const float square = x * x;

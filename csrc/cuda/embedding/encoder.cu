@@ -1,5 +1,5 @@
-// Launches of token plus position embeddings. forward.cuh has the forward; in the backward, order.cuh sorts the
-// positions by token, and sums.cuh adds the rows of dout. All kernels process the columns in slabs (slab.cuh).
+// Token plus position embeddings. forward.cuh has the forward; in the backward, order.cuh sorts the positions by token,
+// and sums.cuh adds the rows of dout. All kernels process the columns in slabs (slab.cuh).
 #include <utility>
 
 #include "../../encoder.h"
@@ -15,7 +15,7 @@ namespace {
 
 template <typename T, typename Token, int kVec>
 void launch_forward(EncoderForward<T, Token> p, Stream stream) {
-  if (!p.wpe) p.length *= std::exchange(p.batch, 1);  // without positions, all tokens are one sequence
+  if (!p.wpe) p.length *= std::exchange(p.batch, 1);
   const int64_t per_sequence = ceil_div(p.length, kForwardBlockRows);
   const ForwardBlocks blocks{grid_size(per_sequence), grid_size(p.batch * per_sequence)};
   encoder_forward_slab_kernel<T, Token, kVec>
@@ -57,8 +57,8 @@ Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream) {
 template <typename T, typename Token>
 int64_t encoder_backward_workspace(int64_t batch, int64_t length, int64_t vocabulary, int64_t width) {
   if (batch * length == 0) return 0;
-  // The pointers' alignment is not known yet; slabs of single elements, of which there are more, are enough for both
-  // cases.
+  // The pointers' alignment is not known yet. Single elements have more slabs than packs, so their size is enough for
+  // both.
   return carve<T>(nullptr, batch, length, vocabulary, width, slabs<1, kLanes<1>>(width)).bytes;
 }
 

@@ -51,7 +51,7 @@ constexpr int kBinThreads = 1024;  // the bin of a frequent token may contain a 
 constexpr int kMaxTiles = 128;
 constexpr int kUnit = 32;
 constexpr int kWindow = 2 * kUnit;
-constexpr int kBatchPiece = 128;  // rows that one warp sums for a position
+constexpr int kBatchPiece = 128;
 
 struct Entry {
   int position;
@@ -60,23 +60,22 @@ struct Entry {
 
 constexpr int kNoHead = INT_MIN;
 constexpr unsigned kNoRow = ~unsigned(kNoHead);
-// Positions are below kEncoderMaxRows = 2^30.
 constexpr int kLongRunMark = 1 << 30;
 
 struct Run {
-  int first;  // index of the run's first entry in `items`
-  int last;   // index of the run's last entry; 0 if there is no run
+  int first;
+  int last;  // 0 if there is no run
   int token;
 };
 
 template <typename T>
 struct EncoderWorkspace {
-  Entry* tile_entries;  // (N), each tile sorted by bin
-  int* tile_starts;     // (bins + 1, tiles)
-  int* items;           // (windows + 1, kWindow), padded with kNoHead
-  Run* long_runs;       // (windows, 2): a run that began in an earlier window, and a run that begins in this window
+  Entry* tile_entries;
+  int* tile_starts;  // (bins + 1, tiles)
+  int* items;
+  Run* long_runs;             // (windows, 2)
   accumulate_t<T>* partials;  // (partial_rows, C): 2 rows per window, then `pieces` rows per position
-  int* arrived;               // (partial_rows, slabs) counters
+  int* arrived;
   int n;
   int shift;  // bins = 1 << shift
   int digits;
@@ -84,17 +83,16 @@ struct EncoderWorkspace {
   int tiles;
   int tile_size;
   int windows;
-  int pieces;  // parts of a position's sum over the batch
+  int pieces;
   int partial_rows;
   int slabs;
   int width;
-  int64_t zeros;  // ints of long_runs and arrived, which the first kernel sets to 0
+  int64_t zeros;  // ints of long_runs and arrived to set to 0
   int64_t bytes;
 
   __device__ int token_of(int slot) const { return slot / digits + (slot % digits << shift); }
 };
 
-// With a null base, only `bytes` is meaningful.
 template <typename T>
 EncoderWorkspace<T> carve(void* base, int64_t batch, int64_t length, int64_t vocabulary, int64_t width, int64_t slabs) {
   EncoderWorkspace<T> w{};
@@ -143,7 +141,7 @@ __global__ void __launch_bounds__(kTileThreads)
   const int share = w.tile_size / static_cast<int>(blockDim.x / kWarp);  // a multiple of kWarp
   const int begin = tile_begin + threadIdx.x / kWarp * share;
   const int end = min(begin + share, w.n);
-  const Token first = begin + lane < end ? p.tokens[begin + lane] : Token(0);  // overlaps with the loop below
+  const Token first = begin + lane < end ? p.tokens[begin + lane] : Token(0);
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < w.zeros; i += int64_t(gridDim.x) * blockDim.x)
     reinterpret_cast<int*>(w.long_runs)[i] = 0;
   const auto token_at = [&](int i) { return i == begin + lane ? first : p.tokens[i]; };
@@ -170,7 +168,7 @@ template <typename T>
 __global__ void __launch_bounds__(kBinThreads)
     encoder_backward_bins_kernel(const EncoderWorkspace<T> w, const int64_t vocabulary) {
   extern __shared__ int shared[];
-  __shared__ int firsts[kMaxTiles];   // entries of the bin in earlier tiles
+  __shared__ int firsts[kMaxTiles];
   __shared__ int origins[kMaxTiles];  // entry e of the bin, if tile t has it, is tile_entries[origins[t] + e]
   __shared__ int before;              // entries in earlier bins
   __shared__ int total;               // entries in this bin
@@ -194,7 +192,7 @@ __global__ void __launch_bounds__(kBinThreads)
     if (tile == w.tiles - 1) total += firsts[tile];
   }
   __syncthreads();
-  // Entry e of the bin, whose tile a binary search finds.
+  // A binary search finds the entry's tile.
   const auto load_entry = [&](int e) {
     int tile = 0;
 #pragma unroll
@@ -210,7 +208,7 @@ __global__ void __launch_bounds__(kBinThreads)
     for (int j = 0; j < kAhead; ++j)
       if (const int e = first + j * kWarp + lane; e < end) entries[j] = load_entry(e);
   };
-  Entry kept[kAhead] = {};  // loaded once for both passes; in most bins, these are all entries
+  Entry kept[kAhead] = {};  // in most bins, these are all entries
   load_entries(kept, begin);
   const auto for_entries = [&](const auto& visit) {
     const auto visit_all = [&](const Entry(&entries)[kAhead], int first) {
@@ -247,7 +245,7 @@ __global__ void __launch_bounds__(kBinThreads)
     const int begin = shift + sort.start(entry.digit);
     const bool is_long = sort.length(entry.digit) > kWindow;
     w.items[place] = entry.position | (is_long ? kLongRunMark : 0);
-    if (is_long && (place == begin || place % kWindow == 0))  // the run's first entry in this window
+    if (is_long && (place == begin || place % kWindow == 0))
       w.long_runs[2 * (place / kWindow) + (place == begin)] = {begin, shift + sort.end(entry.digit) - 1,
                                                                w.token_of(first_slot + entry.digit)};
   });

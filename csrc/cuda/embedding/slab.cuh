@@ -1,9 +1,7 @@
-// Slabs of columns, and loads and stores with cache hints, for the encoder's kernels.
-//
-// Every grid processes all rows of one slab before the next slab. Data that is read more than once (the row of a
-// frequent token; dout, which is part of two sums) then comes from memory once, and afterwards from the L2 cache. About
-// half of an H200's L2, some 30 MB, is available for data that all SMs read: 256 bytes of each of 64K rows, but not
-// whole rows.
+// The encoder's grids process all rows of one slab of columns before the next slab. Data that is read more than once
+// (the row of a frequent token; dout, which is part of two sums) then comes from memory once, and afterwards from the
+// L2 cache. About half of an H200's L2, some 30 MB, is available for data that all SMs read: 256 bytes of each of 64K
+// rows, but not whole rows.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +16,8 @@ int64_t slabs(int64_t width) {
   return ceil_div(width, int64_t(kVec) * kLanes);
 }
 
-// A lane's columns in a slab, if kLanes neighbouring lanes share a row. Lanes beyond the width repeat the last lane's
-// work: storing the same bytes twice costs no time, unlike a bounds check for every access.
+// kLanes neighbouring lanes share a row. Lanes beyond the width repeat the last lane's work: storing the same bytes
+// twice costs no time, unlike a bounds check for every access.
 template <int kVec, int kLanes>
 struct SlabColumns {
   int64_t slab;
@@ -29,7 +27,6 @@ struct SlabColumns {
       : slab(slab), column(min((slab * kLanes + threadIdx.x % kLanes) * kVec, width - kVec)) {}
 };
 
-// load_words, a load with a cache hint, is for packs of 16 bytes only.
 template <int kVec, typename T, typename LoadWords>
 __device__ Packed<T, kVec> load_with(const T* p, const LoadWords& load_words) {
   if constexpr (sizeof(Packed<T, kVec>) == sizeof(uint4)) {
@@ -40,7 +37,7 @@ __device__ Packed<T, kVec> load_with(const T* p, const LoadWords& load_words) {
   }
 }
 
-// Bypasses L1, for rows that other SMs read too.
+// For rows that other SMs read too, so L1 is bypassed.
 template <int kVec, typename T>
 __device__ Packed<T, kVec> load_from_l2(const T* p) {
   return load_with<kVec>(p, [](const uint4* words) { return __ldcg(words); });

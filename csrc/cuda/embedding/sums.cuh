@@ -32,17 +32,16 @@ namespace gptkernels::cuda {
 constexpr int kSumsThreads = 256;
 constexpr int kSumsWarps = kSumsThreads / kWarp;
 constexpr int kSumsBlocksPerSM = 4;
-constexpr int kGroup = 64;  // partial sums that one warp adds at most
+constexpr int kGroup = 64;
 
-// Per lane, limited by the registers.
 template <int kVec>
 constexpr int kLoadsInFlight = kVec <= 4 ? 8 : 4;
 
-// Lanes that share a row. A warp works on one row per group of kLanes lanes at a time.
+// A warp works on one row per group of kLanes lanes at a time.
 template <int kVec>
 constexpr int kLanes = kVec == 1 ? kWarp : kWarp / 2;
 
-// A lane's columns of a matrix. 32-bit row indices and sizes make an address one instruction.
+// 32-bit row indices and sizes make an address one instruction.
 template <typename T>
 struct Column {
   T* top;
@@ -59,7 +58,6 @@ __device__ Column<T> column_of(T* matrix, const SlabColumns<kVec, kLanes<kVec>>&
   return {matrix + at.column, w.width * unsigned(sizeof(T))};
 }
 
-// With kAccumulate, adds to the row instead of replacing it.
 template <bool kAccumulate, int kVec, typename T, typename Total>
 __device__ void write_sum(T* row, const Total (&sum)[kVec]) {
   accumulate_t<T> values[kVec];
@@ -69,8 +67,8 @@ __device__ void write_sum(T* row, const Total (&sum)[kVec]) {
   stream_narrow<kVec>(row, values);
 }
 
-// Sums the rows row_at(0), ..., row_at(count - 1), in every group of lanes. For float32, the few rows of an iteration
-// are added in float32, and the iterations' sums in float64.
+// In every group of lanes. For float32, the few rows of an iteration are added in float32, and the iterations' sums in
+// float64.
 template <int kVec, typename T, typename Total, typename RowAt>
 __device__ void sum_rows(Total (&sum)[kVec], const Column<T>& column, int count, const RowAt& row_at) {
   constexpr int kGroups = kWarp / kLanes<kVec>;
@@ -174,8 +172,8 @@ __device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const Encoder
   write_sum<false, kVec>(column_of(p.dwpe, at, w).row(t), sum);
 }
 
-// Computes the rows of dwte whose heads are in a unit, one unit per group of lanes. Writes a row on reaching the next
-// head. The entries of the unit's last head may extend up to a window beyond the unit.
+// The rows of dwte whose heads are in a unit, one unit per group of lanes; a row is written at the next head. The
+// entries of the unit's last head may extend up to a window beyond the unit.
 template <typename T, typename Token, int kVec, bool kAccumulate>
 __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
                                const SlabColumns<kVec, kLanes<kVec>>& at, int unit) {
@@ -188,7 +186,7 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
   int loaded[kRounds];
 #pragma unroll
   for (int c = 0; c < kRounds; ++c) loaded[c] = w.items[unit * kUnit + c * kLanes<kVec> + lane];
-  // The unit's first head, and the first head after the unit, where the unit's last run ends.
+  // The unit's last run ends at the first head after the unit.
   int first = kReach;
   int end = kReach;
 #pragma unroll
@@ -202,7 +200,6 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
       end = heads && end == kReach ? head : end;
   }
   if (__all_sync(kAllLanes, first == kReach)) return;
-  // Items of other units' runs are then skipped like those of long runs.
 #pragma unroll
   for (int c = 0; c < kRounds; ++c) {
     const int i = c * kLanes<kVec> + lane;
@@ -243,7 +240,6 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
 #pragma unroll
     for (int j = 0; j < kLoadsInFlight<kVec>; ++j) has_head |= item[j] < 0;
     if (kPairwise && !has_head) {
-      // In place, without additional registers.
 #pragma unroll
       for (int half = kLoadsInFlight<kVec> / 2; half > 0; half /= 2)
 #pragma unroll
@@ -256,7 +252,7 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
         for (int j = 0; j < kLoadsInFlight<kVec>; ++j) any |= unsigned(item[j]) < unsigned(kLongRunMark);
       continue;
     }
-    // Selections, because the compiler would insert a warp reconvergence point after each branch.
+    // After a branch, the compiler would insert a warp reconvergence point.
 #pragma unroll
     for (int j = 0; j < kLoadsInFlight<kVec>; ++j) {
       const bool head = item[j] < 0;
@@ -272,8 +268,8 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
   __syncwarp();  // all lanes have read `items`
 }
 
-// A window has entries of at most two long runs: one that began in an earlier window, and one that begins in this
-// window. Their sums are rows 2 * window and 2 * window + 1 of the partials.
+// At most two long runs have entries in a window: one that began earlier, and one that begins in the window. Their sums
+// are rows 2 * window and 2 * window + 1 of the partials.
 template <typename T, typename Token, int kVec, bool kAccumulate>
 __device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
                               const SlabColumns<kVec, kLanes<kVec>>& at, int window) {

@@ -1,4 +1,4 @@
-// A tensor's amax history (fp8.h): a kernel reads the scale from it, and updates it at its end.
+// Kernels read a tensor's scale from its amax history (fp8.h), and update the history at their end.
 #pragma once
 
 #include "../../fp8.h"
@@ -7,12 +7,11 @@
 
 namespace gptkernels::cuda {
 
-// float8 has NaN but not always infinities, and FiniteMax ignores NaN.
 __device__ inline float finite_or_nan(float x) {
   return fmaf(x, 0.0f, x);
 }
 
-// 0 without a history. The bits of nonnegative floats, as integers, have the order of the floats.
+// The bits of nonnegative floats, as integers, have the order of the floats.
 __device__ inline int32_t history_amax(const int32_t* history) {
   int32_t bits = 0;
   if (history)
@@ -21,7 +20,7 @@ __device__ inline int32_t history_amax(const int32_t* history) {
   return bits;
 }
 
-// The largest finite magnitude over a 1D or 2D thread block of kWarps warps, for its first thread.
+// For the thread block's first thread.
 template <int kWarps>
 __device__ float block_amax(float magnitude) {
   __shared__ float warps[kWarps];
@@ -35,8 +34,8 @@ __device__ float block_amax(float magnitude) {
   return magnitude;
 }
 
-// Called by one thread of every thread block with the thread block's amax. The last thread block to arrive shifts the
-// history by one call and resets the two working cells.
+// One thread of every thread block passes its amax. The last thread block to arrive shifts the history by one call and
+// resets the two working cells.
 __device__ inline void update_history(int32_t* history, int32_t bits) {
   int32_t* in_progress = history + kFp8Calls;
   atomicMax(in_progress, bits);

@@ -29,13 +29,11 @@ constexpr int kThreads = kWarps * kWarp;
 constexpr int kTileRows = 32;
 constexpr int kMaxBlocks = 2048;
 
-// Written by the first launch, read by the second.
 struct CalibrationWorkspace {
-  int32_t active;             // 1 if there was no scale, so that the second launch must quantise
-  float largest[kMaxBlocks];  // of each thread block of the first launch
+  int32_t active;  // 1: no scale, so the second launch must quantise
+  float largest[kMaxBlocks];
 };
 
-// Resident thread blocks per SM, limited by registers.
 template <typename R>
 constexpr int kResident = R::kItems <= 3   ? 4
                           : R::kItems <= 5 ? 3
@@ -43,13 +41,13 @@ constexpr int kResident = R::kItems <= 3   ? 4
 
 // ---- a tile's bytes in shared memory ----
 
-// A row's bytes in shared memory, in whole lines of 128 bytes.
+// Whole lines of 128 bytes.
 __device__ __host__ constexpr int line_bytes(int width) {
   return (width + 127) / 128 * 128;
 }
 
-// Where a column is in its row in shared memory. Rows 16 to 31 have the halves of each line exchanged, so that the two
-// lanes that read rows 0..15 and 16..31 of the same columns in store_transposed() use different banks.
+// Rows 16 to 31 have the halves of each line exchanged, so that the two lanes that read rows 0..15 and 16..31 of the
+// same columns in store_transposed() use different banks.
 __device__ int place(int row, int column) {
   return column ^ (row / 16 * 64);
 }
@@ -61,7 +59,7 @@ __device__ void store_transposed(const uint8_t* tile, uint8_t* out, int64_t tile
     const int column = i / 2 * 4, row = i % 2 * 16;
     if (tile_row + row >= padded) continue;
     const uint8_t* from = tile + row * pitch + place(row, column);
-    // words[j][k] holds 4 columns of row 4 * j + k and, after transpose_bytes(), rows 4 * j to 4 * j + 3 of column k.
+    // words[j][k] is 4 columns of row 4 * j + k and, after transpose_bytes(), rows 4 * j to 4 * j + 3 of column k.
     uint32_t words[4][4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -173,7 +171,6 @@ __global__ void __launch_bounds__(kThreads, kResident<R>)
 
 // ---- launches ----
 
-// Returns the number of thread blocks.
 template <typename R, bool kResidual, bool kCalibrated>
 unsigned launch(const LayernormForward<typename R::T>& p, const Fp8Quantize<typename R::T>& quantization,
                 CalibrationWorkspace* first, int count, Stream stream) {

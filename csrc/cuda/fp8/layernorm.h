@@ -1,5 +1,5 @@
-// Layernorm, optionally after a residual addition, with its output quantised to float8 and never written in 16 bits.
-// For bfloat16 and float16, rows that fit in the registers of a warp, and no dropout.
+// Layernorm, optionally after a residual addition, whose output is quantised to float8 and never written in 16 bits,
+// for rows of bfloat16 and float16 that fit in the registers of a warp. There is no dropout.
 #pragma once
 
 #include "../../fp8.h"
@@ -10,10 +10,10 @@ namespace gptkernels::cuda {
 template <typename T>
 bool fp8_layernorm_supports(const LayernormForward<T>& norm, const Fp8Quantize<T>& quantization);
 
-// In bytes, of quantization.workspace.
+// The size of quantization.workspace in bytes.
 int64_t fp8_layernorm_workspace();
 
-// Ignores norm.out and quantization.x. If there is no scale yet (no history, or all zeros), the norm is computed a
+// norm.out and quantization.x are ignored. If there is no scale yet (no history, or all zeros), the norm is computed a
 // second time when the result's amax is known.
 template <typename T>
 Status fp8_layernorm(const LayernormForward<T>& norm, const Fp8Quantize<T>& quantization, Stream stream);

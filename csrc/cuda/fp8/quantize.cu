@@ -30,7 +30,7 @@ constexpr int kWarpBands = kWarp / kGroups;
 // ---------------------------------------------------------------------------------------------------------------
 // The function of x and u that is quantised (Fp8Source).
 
-// kResident is the number of resident thread blocks per SM that was measured to be the fastest (docs/notes/fp8.md).
+// The fastest numbers of resident thread blocks per SM, as measured (docs/notes/fp8.md).
 struct ValuesSource {
   static constexpr bool kReadsU = false;
   static constexpr int kResident = 3;
@@ -60,12 +60,10 @@ struct GeluGradientSource {
 
 constexpr int kMaxResident = 4;
 
-// Eight neighbouring elements of a row.
 template <typename T>
 struct Part {
   Packed<T, kPack<T>> packs[kThreadColumns / kPack<T>];
 
-  // The elements beyond `count` become 0.
   template <bool kVector>
   __device__ void load_from(const T* from, int64_t count) {
 #pragma unroll
@@ -100,7 +98,7 @@ __device__ bool is_already_quantized(const Fp8Quantize<T>& p) {
 // ---------------------------------------------------------------------------------------------------------------
 // The amax of x, which determines the scale if there is no amax history.
 
-constexpr int kMaxAmaxBlocks = 1024;  // each of them writes its largest magnitude
+constexpr int kMaxAmaxBlocks = 1024;
 
 template <typename T, typename Source, bool kVector>
 __global__ void __launch_bounds__(kThreads) fp8_largest_kernel(const Fp8Quantize<T> p, float* largest) {
@@ -137,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
   __shared__ int32_t shared_bits;
   const int group = Tile::group(), band = Tile::band();
   const int64_t column = int64_t(blockIdx.x) * kTileColumns;
-  // The thread's first column, and the columns from there to the end of the row.
+  // The columns from the thread's first column to the end of the row.
   const int64_t mine = column + group * kThreadColumns, columns = p.width - mine;
   const int64_t stride = int64_t(gridDim.y) * kTileRows;
   Part<T> x[kThreadRows], u[Source::kReadsU ? kThreadRows : 1];
@@ -201,7 +199,7 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
     if (p.out_transposed) tiles[buffer].put([&](int i, int word) { return word ? rows[i].y : rows[i].x; });
     if (tile + stride < p.rows) load_tile(tile + stride);
     if (p.out_transposed == nullptr) continue;
-    __syncthreads();  // two buffers, so one barrier per tile is enough
+    __syncthreads();  // two buffers need one barrier per tile
     const int64_t padded = fp8_padded(p.rows);
     tiles[buffer].store(p.out_transposed, padded, tile, column, padded, p.width);
   }
@@ -233,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
 
 constexpr int64_t kAmaxBytes = kMaxAmaxBlocks * sizeof(float);
 
-// x: strips; y: thread blocks per strip, to fill one wave of `resident` thread blocks per SM.
+// One wave of `resident` thread blocks per SM: x counts the strips, y the thread blocks per strip.
 dim3 quantize_grid(int64_t rows, int64_t width, int resident) {
   constexpr int64_t kMaxRuns = 1024;
   const int64_t strips = std::max<int64_t>(ceil_div(width, kTileColumns), 1);

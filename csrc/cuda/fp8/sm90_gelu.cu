@@ -47,18 +47,18 @@ namespace gptkernels::cuda {
 namespace {
 
 constexpr int kRows = 64;                   // rows of a tile
-constexpr int kStepBytes = kPanelRowBytes;  // terms of a step; each is a byte
+constexpr int kStepBytes = kPanelRowBytes;  // one byte per term
 constexpr int kStages = 3;
 constexpr int kPieceColumns = 32;
 constexpr int kPairs = 2;
-constexpr int kConsumers = 2 * kPairs;  // two per tile, because 16 warps hide more latency than 8
+constexpr int kConsumers = 2 * kPairs;  // 16 warps hide more latency than 8
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kAStep = kRows * kStepBytes;
 constexpr int kTransposedBytes = kPieceColumns * kRows;
 constexpr int kBBytes = 256 * 768;
 
-// 128 if 256 rows of b do not fit in shared memory.
+// If inner > 768, 256 rows of b do not fit in shared memory.
 constexpr int strip_columns(int64_t inner) {
   return inner <= 768 ? 256 : 128;
 }
@@ -70,12 +70,12 @@ template <typename T>
 struct GeluProduct {
   CUtensorMap a, b;
   Fp8Quantize<T> pass;
-  T* product;     // (rows, columns): for GELU always written; for its gradient only if there is no scale
+  T* product;     // (rows, columns): without a scale, or for GELU
   const T* bias;  // or null
   const float* scale_a;
   const float* scale_b;
-  int32_t* done;    // set to 1 if the result was quantised, else to 0
-  float* partials;  // (partial_rows, columns): column sums of each warp, or null
+  int32_t* done;    // 1 if the result was quantised
+  float* partials;  // (partial_rows, columns) or null
   int rows;
   int columns;
   int steps;
@@ -87,7 +87,7 @@ struct GeluProduct {
 // A stage's barrier "full" completes when the stage is loaded, its barrier "empty" when a pair's warps have read it. A
 // pair's barrier "turn" completes when the other pair has started the last MMAs of its tile.
 struct SharedLayout {
-  uint8_t b[kBBytes];                                // 256 rows of up to 768 terms, or 128 of up to 1536
+  uint8_t b[kBBytes];                                // 256 rows of 768 terms, or 128 of 1536
   uint8_t a[kStages][kAStep];                        // the ring
   uint8_t transposed[kConsumers][kTransposedBytes];  // of each warpgroup
   uint16_t bias[256];
@@ -104,7 +104,6 @@ struct Shared {
   __device__ uint32_t at(size_t offset, int i, int bytes) const {
     return first + static_cast<uint32_t>(offset) + i * bytes;
   }
-  // The row of b for a column of the strip, which has `columns` columns.
   __device__ uint32_t b(int step, int columns, int column) const {
     return first + (step * columns + column) * kStepBytes;
   }
@@ -130,7 +129,7 @@ struct Shared {
 
 // ---- warpgroup 0 ----------------------------------------------------------------------------------------------------
 
-// One thread loads the strip's rows of b, then the rows of a, tile by tile, into the ring.
+// By one thread.
 template <int kColumns, typename T>
 __device__ void load_operands(const GeluProduct<T>& p, const Shared& shared, int strip, int part) {
   mbarrier_expect(shared.b_full(), p.steps * (kColumns * kStepBytes));
@@ -162,7 +161,7 @@ __device__ __forceinline__ void start_step(float (&sums)[n], const Shared& share
   wgmma_commit();
 }
 
-// Computes half of a tile's columns. `position` is the index of the next step in the thread block's sequence of steps.
+// Half of a tile's columns. `position` is the index of the next step in the thread block's sequence of steps.
 template <bool kE4M3, int n>
 __device__ __forceinline__ void multiply_tile(float (&sums)[n], const Shared& shared, int warpgroup, int steps,
                                               int& position) {
@@ -187,7 +186,7 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[n], const Shared& sh
 
 // ---- the other warpgroups: the epilogue -----------------------------------------------------------------------------
 
-// A thread's 8 neighbouring columns of two neighbouring rows, as words of two columns of T: [row][column / 2].
+// 8 neighbouring columns of two neighbouring rows, in words of two columns of T.
 using Pair = uint32_t[2][4];
 
 __device__ inline uint4 load_shared(uint32_t shared) {
@@ -219,7 +218,6 @@ __device__ __forceinline__ void store_product(const GeluProduct<T>& p, int64_t a
            {product[h][0], product[h][1], product[h][2], product[h][3]});
 }
 
-// GELU(product), or product * GELU'(u), rounded to T.
 template <Function kFunction, typename T>
 __device__ __forceinline__ void apply_function(Pair& values, const Pair& product, const uint4 (&u)[2]) {
 #pragma unroll
@@ -237,7 +235,7 @@ __device__ __forceinline__ void apply_function(Pair& values, const Pair& product
 }
 
 // One step of a reduce-scatter between lanes whose indices differ in `bit`. The lane with the bit set keeps the upper
-// half of its values, the other the lower half; each adds its partner's values of that half.
+// half of its values, the other lane the lower half.
 template <int n>
 __device__ __forceinline__ void exchange_half(float (&half)[n], const float (&values)[2 * n], int lane, int bit) {
   const bool high = lane & bit;
@@ -272,7 +270,6 @@ __device__ inline int sum_column(int lane) {
 template <typename T>
 using PackedPair = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
 
-// For larger_magnitudes, which ignores NaN.
 template <typename T>
 __device__ uint32_t finite_or_nan(uint32_t pair) {
   const PackedPair<T> x = reinterpret_cast<const PackedPair<T>&>(pair), zero = {};
@@ -315,17 +312,17 @@ __device__ __forceinline__ void store_float8(uint8_t* to, int stride, const uint
          {__byte_perm(words[0], words[1], 0x7531), __byte_perm(words[2], words[3], 0x7531)});
 }
 
-// Where a thread writes to and reads from the warpgroup's piece of the transposed copy in shared memory, which has 64
-// bytes per column. 16-byte chunk i of a column is at index i ^ (column / 8), which avoids bank conflicts.
+// The warpgroup's piece of the transposed copy has 64 bytes per column in shared memory. 16-byte chunk i of a column is
+// at index i ^ (column / 8), which avoids bank conflicts.
 struct TransposedPiece {
   uint32_t put_at, get_at;  // addresses
-  int get_row, get_column;  // the thread reads 16 rows of a column
+  int get_row, get_column;
 };
 
 template <typename T>
 __device__ __forceinline__ void store_transposed(const GeluProduct<T>& p, const TransposedPiece& own, int warpgroup,
                                                  int first_row, int first_column, const uint32_t (&words)[4]) {
-  warpgroup_barrier(1 + warpgroup);  // the previous piece has been read
+  warpgroup_barrier(1 + warpgroup);  // the previous piece was read
   store_matrices_transposed(own.put_at, words[0], words[1], words[2], words[3]);
   warpgroup_barrier(1 + warpgroup);
   const int row = first_row + own.get_row;
@@ -344,7 +341,6 @@ __device__ __forceinline__ void load_u(uint4 (&u)[2], const GeluProduct<T>& p, i
                : uint4{};
 }
 
-// `amax_pair` has two magnitudes of the thread.
 template <typename T>
 __device__ __forceinline__ void update_amax(const GeluProduct<T>& p, float* largest, int warpgroup, int warp, int lane,
                                             uint32_t amax_pair) {
@@ -397,7 +393,7 @@ __device__ __forceinline__ void compute_tiles(const GeluProduct<T>& p, SharedLay
   float totals[kPieces] = {};
   int position = pair * p.steps;
   barrier_wait(shared.b_full(), 0);
-  unsigned turn = pair ^ 1;  // phase parity of the pair's barrier; the first pair begins
+  unsigned turn = pair ^ 1;  // phase parity; the first pair begins
   for (int tile = part + pair * p.parts; tile < p.tiles; tile += kPairs * p.parts) {
     const int row = tile * kRows + row_in_tile;
     const bool inside = row < p.rows;  // uniform in a warp: rows is a multiple of 16
@@ -409,7 +405,7 @@ __device__ __forceinline__ void compute_tiles(const GeluProduct<T>& p, SharedLay
     barrier_wait(shared.turn(pair), turn);
     turn ^= 1;
     multiply_tile<kGelu>(sums, shared, warpgroup, p.steps, position);
-    position += p.steps;  // skip the other pair's steps
+    position += p.steps;  // the other pair's steps
 
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
@@ -478,8 +474,8 @@ __global__ void __launch_bounds__(kStubThreads) fp8_gelu_wgmma_kernel(const __gr
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// A tensor map of a dense matrix of bytes whose row index is split into kRank dimensions, described by `sizes`,
-// `strides` (in rows) and `boxes`, the fastest first. The map's innermost dimension is the columns, 128 per box.
+// A dense matrix of bytes whose row index is split into kRank dimensions, described by `sizes`, `strides` (in rows) and
+// `boxes`, the fastest first. The map's innermost dimension is the columns, 128 per box.
 template <int kRank>
 CUtensorMap block_map(const void* data, int64_t columns, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank],
                       const int (&boxes)[kRank]) {
@@ -504,9 +500,9 @@ CUtensorMap rows_map(const void* data, int64_t rows, int64_t columns) {
   return block_map<3>(data, columns, {8, 2, rows / 16}, {2, 1, 16}, {8, 2, kRows / 16});
 }
 
-// Returns the map of b. It loads row 8 t + 2 j + i of every 32 (t, j = 0..3, i = 0, 1) to row 8 j + 2 t + i of shared
-// memory. Lane t of every 4 holds columns 8 j + 2 t + i of the accumulators, which are then the 8 neighbouring rows 8 t
-// + 2 j + i of b.
+// Row 8 t + 2 j + i of every 32 rows of b (t, j = 0..3, i = 0, 1) is loaded to row 8 j + 2 t + i of shared memory. Lane
+// t of every 4 holds columns 8 j + 2 t + i of the accumulators, which are then the 8 neighbouring rows 8 t + 2 j + i of
+// b.
 CUtensorMap columns_map(const void* data, int64_t rows, int64_t columns, int box_rows) {
   return block_map<4>(data, columns, {2, 4, 4, rows / 32}, {1, 8, 2, 32}, {2, 4, 4, box_rows / 32});
 }
@@ -521,7 +517,7 @@ int parts_of(const Fp8Matmul<T>& p) {
   return std::max(multiprocessors() / strips_of(p), 1);
 }
 
-// The flag `done`, each warp's column sums, then the workspace of fp8_quantize.
+// The flag `done`, each warp's column sums, then fp8_quantize()'s workspace.
 constexpr int64_t kFlagBytes = 16;
 
 template <typename T>
@@ -571,7 +567,7 @@ cudaError_t launch(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass, Stream str
 
 template <typename T>
 bool supports(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
-  constexpr int64_t kLargest = int64_t{1} << 30;  // indices in the kernel have 32 bits
+  constexpr int64_t kLargest = int64_t{1} << 30;  // 32-bit indices
   const bool gelu = pass.source == Fp8Source::kGelu && !pass.column_sums;
   const bool dgelu = pass.source == Fp8Source::kGeluGradient && !p.bias;
   const Fp8Format format = gelu ? Fp8Format::kE4M3 : Fp8Format::kE5M2;
@@ -584,7 +580,7 @@ bool supports(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
          built_for_wgmma<fp8_gelu_wgmma_kernel<T, Function::kGelu, 256>>();
 }
 
-// At least 85 % of the SMs are busy, and each has enough tiles (4) to make up for loading b.
+// Each of at least 85 % of the SMs needs 4 tiles to make up for loading b.
 template <typename T>
 bool is_faster(const Fp8Matmul<T>& p) {
   constexpr double kBusy = 0.85;

@@ -1,4 +1,3 @@
-// The classifier's backward, scaled = dlogits * dlosses, and the instances of its forward (fused_classifier.cuh).
 #include "fused_classifier.cuh"
 
 namespace gptkernels::cuda {
@@ -10,7 +9,6 @@ __device__ A scale_gradient(A d, A dloss) {
   return d == A(0) ? A(0) : d * dloss;
 }
 
-// In place, and dloss is 1 for all rows.
 template <typename T>
 __device__ bool is_no_op(const FusedClassifierBackward<T>& p) {
   return p.scaled == p.dlogits && !p.dlosses_per_row && *p.dlosses == accumulate_t<T>(1);
@@ -31,7 +29,6 @@ __global__ void __launch_bounds__(kSimpleThreads)
   }
 }
 
-// For launch_rows() (row_part_launch.cuh).
 template <typename T_>
 struct ClassifierBackwardRow {
   using T = T_;

@@ -22,7 +22,6 @@
 
 namespace gptkernels::cuda {
 
-// ignore_index for rows beyond the last row.
 template <typename P>
 __device__ int64_t read_target(const P& p, int64_t row) {
   if (row >= p.rows) return p.ignore_index;
@@ -30,31 +29,30 @@ __device__ int64_t read_target(const P& p, int64_t row) {
                              : static_cast<const int32_t*>(p.targets)[row];
 }
 
-// Whether a row has a loss. A target outside the vocabulary is never used as an index.
+// A target outside the vocabulary is never used as an index.
 template <typename P>
 __device__ bool counts(const P& p, int64_t target) {
   return target != p.ignore_index && target >= 0 && target < p.vocab_size;
 }
 
-// Ends the kernel with an error if the target is neither ignore_index nor in the vocabulary.
 template <typename P>
 __device__ void check_target(const P& p, int64_t row, int64_t target) {
   if (target == p.ignore_index || counts(p, target)) return;
   device_fail("fused_classifier_forward", "a target is outside the vocabulary",
               "target %lld at row %lld is outside the vocabulary of %lld\n", static_cast<long long>(target),
               static_cast<long long>(p.first_row + row), static_cast<long long>(p.vocab_size));
-  __builtin_unreachable();  // frees the registers that the code after the call would need
+  __builtin_unreachable();  // frees the registers of the code after the call
 }
 
 template <typename T>
 struct Classifier {
   using A = accumulate_t<T>;
 
-  A logit;  // the target's logit; 0 in a row without a loss
+  A logit;  // 0 in a row without a loss
   A dloss;
   // Set by set_sum():
   A max = 0;
-  A rest = 0;  // sum of exp(x - max) over all columns but the target's
+  A rest = 0;  // without the target's column
   A scale = 0;
   A at_target = 0;
 
@@ -76,7 +74,6 @@ struct Classifier {
     return shifted == A(0) ? log1p(rest) : log(exp(shifted) + rest) - shifted;
   }
 
-  // Outside the target's column.
   __device__ A gradient(A x) const { return exp_for<T>(x - max) * scale; }
 };
 
@@ -118,12 +115,10 @@ __global__ void __launch_bounds__(kSimpleThreads)
 
 // ---- rows that fit into registers and shared memory ----
 
-// For launch_rows() (row_part_launch.cuh):
-//
-//   load the row with -inf in the padded columns and the target's column; find the maximum of the warp's part
-//   compute the exponentials relative to the warp's maximum, and their sum
-//   combine maximum and sum over the team's warps
-//   store the gradients and the loss
+// load the row with -inf in the padded columns and the target's column; find the maximum of the warp's part
+// compute the exponentials relative to the warp's maximum, and their sum
+// combine maximum and sum over the team's warps
+// store the gradients and the loss
 template <typename T_, typename Out>
 struct ClassifierForwardRow {
   using T = T_;
@@ -132,8 +127,8 @@ struct ClassifierForwardRow {
   template <bool kHasHeadTail, bool kOverflow>
   static constexpr int kThreads = kOverflow ? 640 : 768;
 
-  // float32 exponentials replace the logits in place. In 16 bits they would be rounded, so they are computed again for
-  // the gradients.
+  // float32 exponentials replace the logits in place. 16 bits would round them, so they are computed again for the
+  // gradients.
   static constexpr bool kInPlace = sizeof(T) == 4;
 
   template <typename Team, int kItems, bool kHasHeadTail, bool kOverflow>

@@ -24,23 +24,23 @@ namespace {
 
 using namespace tile_product;
 
-// Redone if E at the target, which is about 1, is below kMin, or the sum of E above kMax.
+// For E at the target, which is about 1, and for the sum of E. Beyond these limits, a row is redone.
 constexpr float kMin = 0x1p-100f, kMax = 0x1p100f;
 
 // In RowState::targets.
 constexpr int kNone = -1;  // a row without a loss
 constexpr int kRedo = -2;  // a row to be redone
 
-[[maybe_unused]] constexpr int kAhead = 4;  // rows that a warp processes at a time
+[[maybe_unused]] constexpr int kAhead = 4;
 
-// The workspace. A row block is the kCluster * kRows rows of a cluster's tile.
+// A row block is the kCluster * kRows rows of a cluster's tile.
 struct RowState {
   float* shifts;     // (N) c * log2(e)
-  int* targets;      // (N) the row's target, kNone or kRedo
+  int* targets;      // (N), or kNone or kRedo
   float* at_target;  // (N) E at the target
-  float* sums;       // (tiles across, N) sums of E over a tile's columns but the target's
-  int* block_redo;   // (row blocks) 1 if a row of the row block is redone
-  int* redo_blocks;  // (row blocks) the first *redo_count entries are the row blocks to redo
+  float* sums;       // (tiles across, N) per tile, without the target's column
+  int* block_redo;   // (row blocks) 1 if a row is redone
+  int* redo_blocks;  // (row blocks) the first *redo_count are to be redone
   int* redo_count;   // (1)
 };
 
@@ -67,7 +67,6 @@ RowState row_state(const ExpClassifier& p, void* workspace) {
 
 constexpr int kBeforeWarps = 8;
 
-// Every lane of the warp gets the dot product.
 __device__ float dot(const bfloat16* a, const bfloat16* b, int64_t width) {
   float sum = 0;
   for (int64_t i = threadIdx.x * kPack<bfloat16>; i < width; i += kWarp * kPack<bfloat16>) {
@@ -80,7 +79,7 @@ __device__ float dot(const bfloat16* a, const bfloat16* b, int64_t width) {
   return warp_reduce<Sum>(sum);
 }
 
-// Each warp writes a row's target and shift. Also resets the counters of redone rows.
+// Each warp writes a row's target and shift.
 __global__ void __launch_bounds__(kBeforeWarps* kWarp)
     exp_classifier_before_kernel(const ExpClassifier p, const RowState state) {
   const int64_t row = int64_t(blockIdx.x) * kBeforeWarps + threadIdx.y;
@@ -90,7 +89,7 @@ __global__ void __launch_bounds__(kBeforeWarps* kWarp)
   float shift = INFINITY;
   if (counts(p, target)) {
     const float logit = dot(p.x + row * p.x_stride, p.weight + target * p.weight_stride, p.inner);
-    shift = kLog2E * widen(narrow<bfloat16>(logit));  // rounded like the logits of the matmul
+    shift = kLog2E * widen(narrow<bfloat16>(logit));  // as the matmul rounds
   }
   if (threadIdx.x > 0) return;
   state.shifts[row] = shift;
@@ -101,7 +100,6 @@ __global__ void __launch_bounds__(kBeforeWarps* kWarp)
 
 // ---- the matmul -----------------------------------------------------------------------------------------------------
 
-// `store` is false if only the losses are wanted.
 struct ExpArguments : TileProduct<bfloat16> {
   RowState state;
   int vocab_size;
@@ -112,7 +110,7 @@ struct ExpArguments : TileProduct<bfloat16> {
 
 // Sums four values per lane over the warp, with 6 shuffles instead of 20. Lanes 8i to 8i + 7 return the sum of value i.
 __device__ float reduce_four(const float (&row_values)[4], int lane) {
-  const bool last_two = lane & 16, second = lane & 8;  // they select the value whose sum this lane returns
+  const bool last_two = lane & 16, second = lane & 8;
   float even = last_two ? row_values[2] : row_values[0], odd = last_two ? row_values[3] : row_values[1];
   even += __shfl_xor_sync(~0u, last_two ? row_values[0] : row_values[2], 16);
   odd += __shfl_xor_sync(~0u, last_two ? row_values[1] : row_values[3], 16);
@@ -147,16 +145,16 @@ struct ExpEpilogue {
 
   static __device__ void run(const Arguments& p, uint8_t* shared_bytes, const Barriers& barriers, int rank) {
     const int lane = threadIdx.x % 32;
-    // The epilogue warps are warps 12 to 19; each serves one MMA warp.
+    // The epilogue warps are warps 12 to 19.
     const int pair = __shfl_sync(~0u, threadIdx.x / 32 - 12, 0);
     const uint32_t rounded = rounded_rows(shared_bytes, pair);
     unsigned phase = 0;
     for (int tile = blockIdx.x / kCluster; tile < tiles(p); tile += gridDim.x / kCluster) {
       const TilePosition at = tile_at(p, tile, rank);
       const int row = at.row + pair * kWarpRows, column = at.column + 8 * lane;
-      const int rows = min(p.rows - row, kWarpRows);  // this warp's rows in the matrix; 0 or negative if none
+      const int rows = min(p.rows - row, kWarpRows);  // 0 or negative beyond the matrix
       const bool stored = column < p.columns && p.store;
-      // Lane r holds the shift and the target of row r.
+      // Of row `lane`.
       const float shift = lane < rows ? p.state.shifts[row + lane] : INFINITY;
       const int target = lane < rows ? p.state.targets[row + lane] : kNone;
       bfloat16* out = p.out + static_cast<int64_t>(row) * p.columns + column;
@@ -189,8 +187,7 @@ struct ExpEpilogue {
   }
 
  private:
-  // Returns E in the 8 columns from `column` on, and their sum in `sum`; shift = c * log2(e). Padded columns and the
-  // target's column are 0; the target's E goes to *at_target.
+  // shift = c * log2(e). Padded columns and the target's column become 0; the target's E goes to *at_target.
   static __device__ Words exponentials(const Words& logits, float shift, int target, int column, int vocab_size,
                                        float* at_target, float& sum) {
     float e[8];
@@ -224,7 +221,7 @@ struct ExpEpilogue {
 
 // ---- after ----------------------------------------------------------------------------------------------------------
 
-constexpr int kAfterRows = 32, kAfterParts = 8;  // rows per thread block; threads per row
+constexpr int kAfterRows = 32, kAfterParts = 8;
 
 // Computes a row's loss from E at the target and the sum of E over the other columns (`others`), stores -others as the
 // target's E, and returns the factor. If E is out of range, marks the row to be redone and returns 1.
@@ -252,7 +249,7 @@ __device__ float finish_row(const ExpClassifier& p, const RowState& state, int64
   return (p.dlosses ? *p.dlosses : 1.0f) / sum * (others > kMin ? others / widen(rounded) : 1.0f);
 }
 
-// to = factor * from, by all threads of a warp. A factor of 0 gives 0 even for infinities and NaNs.
+// All threads of a warp call this function. A factor of 0 gives 0 even for infinities and NaNs.
 template <typename From>
 __device__ void scale_row(bfloat16* to, const From* from, int64_t width, float factor) {
   for (int64_t i = threadIdx.x * kPack<bfloat16>; i < width; i += kWarp * kPack<bfloat16>) {
@@ -324,8 +321,8 @@ Operands<bfloat16> operands(const ExpClassifier& p) {
 }  // namespace
 
 bool exp_classifier_supports(const ExpClassifier& p) {
-  constexpr double kMinUtilization = 0.85;  // share of the SMs' time spent on elements inside the matrix
-  constexpr int64_t kMaxTerms = 4096;  // with more terms, the matmul takes so long that the saved pass is negligible
+  constexpr double kMinUtilization = 0.85;
+  constexpr int64_t kMaxTerms = 4096;  // more terms make the saved pass negligible
   const GemmBackend wanted = gemm_backend();
   if (wanted == GemmBackend::kCublas || !supports(operands(p))) return false;
   const int64_t tiles = tiles_down(p.rows) * tiles_across(p.width);

@@ -1,4 +1,3 @@
-// The LM head's loss and the gradient of its logits, in bfloat16 for sm_90a, without a separate pass over the logits.
 #pragma once
 
 #include "../../fused_classifier.h"
@@ -17,16 +16,16 @@ namespace gptkernels::cuda {
 //
 // dlosses must be null or one number for all rows (dlosses_per_row is false).
 struct ExpClassifier : FusedClassifierForward<bfloat16> {
-  const bfloat16* x = nullptr;       // (N, C), row stride x_stride
-  const bfloat16* weight = nullptr;  // (Vp, C), row stride weight_stride
+  const bfloat16* x = nullptr;       // (N, C)
+  const bfloat16* weight = nullptr;  // (Vp, C)
   int64_t inner = 0;                 // C
   int64_t x_stride = 0;
   int64_t weight_stride = 0;
-  float* factors = nullptr;      // (N), or null if only the losses are wanted; E is then not stored
-  bfloat16* scaled_x = nullptr;  // (N, C), contiguous: factor * x, so that dweight = E^T * scaled_x; or null
+  float* factors = nullptr;      // (N); if null, only the losses are wanted, and E is not stored
+  bfloat16* scaled_x = nullptr;  // (N, C) or null: factor * x, so that dweight = E^T * scaled_x
 };
 
-// Whether these arguments are supported, and faster than a matmul and a separate pass.
+// Whether exp_classifier() supports these arguments, and is faster than a matmul and a separate pass.
 bool exp_classifier_supports(const ExpClassifier& p);
 
 // In bytes.

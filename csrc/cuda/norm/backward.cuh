@@ -35,7 +35,7 @@
 
 namespace gptkernels::cuda {
 
-// A product that the compiler cannot contract with the subtraction of avg(g) into an FMA: if g is the same in all
+// The compiler must not contract the product and the subtraction of avg(g) into an FMA: if g is the same in all
 // columns, the difference must be exactly 0.
 __device__ inline float product(float a, float b) {
   return __fmul_rn(a, b);
@@ -46,8 +46,8 @@ __device__ inline double product(double a, double b) {
 
 // ---- any row: one thread block per row reads x and dout from memory in both passes ----
 
-// Sums g * c, where c = x - mean, rather than g * n. In a short row the rounding errors of n would not cancel, and the
-// gradient for a constant dout would not be 0.
+// Sums g * (x - mean) rather than g * n. In a short row the rounding errors of n would not cancel, and the gradient for
+// a constant dout would not be 0.
 template <typename T, int kVec, typename X>
 __global__ void __launch_bounds__(kSimpleThreads)
     layernorm_backward_simple_kernel(const LayernormBackward<T, X> p, const OptionalDropout<accumulate_t<T>> dropout) {
@@ -87,8 +87,7 @@ __global__ void __launch_bounds__(kSimpleThreads)
   }
 }
 
-// Sums over the rows: 2 for dweight and dbias, or 3 with dx_bias. Ring kernels that write dresidual are compiled for 3
-// only.
+// dweight, dbias and optionally dx_bias. Ring kernels that write dresidual are compiled for 3 sums only.
 template <typename T, typename X>
 __host__ __device__ int column_sums(const LayernormBackward<T, X>& p) {
   return p.dx_bias || p.dresidual || !std::is_same_v<T, X> ? 3 : 2;
@@ -108,8 +107,8 @@ __device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p,
 }
 
 // Writes the partial sums (gridDim.y, column_sums, C), from a finished dx. A thread processes one column of every
-// gridDim.y-th row. It adds every kRun rows in kSums independent sums, whose loads are in flight together, before it
-// adds these to the column's totals: in one long sum of similar numbers the rounding errors would add up.
+// gridDim.y-th row. The loads of kSums independent sums are in flight together. Every kRun rows, these sums are added
+// to the totals: in one long sum of similar numbers the rounding errors would add up.
 template <typename T, typename X>
 __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> p,
                                                   const OptionalDropout<accumulate_t<T>> dropout) {
@@ -140,11 +139,10 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> 
 
 // ---- rows of whole packs that fit into registers and shared memory ----
 
-// A thread processes the same columns of every row, and keeps its part of dweight, dbias and dx_bias in registers.
-// These sums fill the register file, so the next rows wait in shared memory (RowRing). Within an iteration, threads
-// synchronise only for the two sums of a row.
+// A thread keeps its columns' part of dweight, dbias and dx_bias in registers. These sums fill the register file, so
+// the next rows wait in shared memory (RowRing).
 
-// Writes the sums of the thread block's teams as one row of the workspace. They pass through shared memory, where they
+// The sums of the thread block's teams become one row of the workspace. They pass through shared memory, where they
 // overwrite the ring, as an array (blockDim.y, kArrays, kItems, kVec / 4, blockDim.x) of float4, in which neighbouring
 // threads use neighbouring banks.
 template <typename R, int kArrays>
@@ -181,8 +179,7 @@ __device__ void write_block_sums(const auto& p, void* shared, const float (&thre
   }
 }
 
-// kArrays is column_sums(). Dropout is NoDropout (without dresidual), DenseDropout or, if X is narrower than T,
-// OptionalDropout.
+// kArrays is column_sums(). Only DenseDropout and OptionalDropout (for an X narrower than T) write dresidual.
 template <typename R, int kArrays, typename X, typename Dropout>
 __global__ void __launch_bounds__(backward_max_threads<typename R::T, kArrays>(R::kItems))
     layernorm_backward_ring_kernel(const LayernormBackward<typename R::T, X> p, int stages, const Dropout dropout) {
@@ -217,7 +214,7 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kArrays>(R
     dout.load(dout_row, width);
     weight.stay_packed();
     // Computes n, and multiplies g, which is dout on entry, by the weight. The compiler keeps the first pass's results
-    // for the second pass unless stay_packed() prevents that.
+    // for the second unless stay_packed() prevents that.
     const auto weigh = [&](int i, float (&n)[kVec], float (&g)[kVec]) {
       float w[kVec];
       widen(n, x.packs[i]);

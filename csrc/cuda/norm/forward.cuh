@@ -54,7 +54,7 @@ __global__ void __launch_bounds__(kSimpleThreads)
     LongSum<A> sum, rests, squares;
     for_each_pack<kVec>(p.width, [&](int64_t column) {
       load_wide<kVec>(x, p.x + row * p.width + column);
-      if (p.residual) {  // the later passes read the sum; a thread reads only what it wrote itself
+      if (p.residual) {  // later passes read the sum
         if (p.x_bias) add_pack(x, load<kVec>(p.x_bias + column));
         draw.apply(x, row * p.width + column);
         add_pack(x, load<kVec>(p.residual + row * p.width + column));
@@ -88,21 +88,20 @@ __global__ void __launch_bounds__(kSimpleThreads)
 
 // ---- rows of whole packs that fit into registers ----
 
-// Stores 4 bytes of a 32-byte sector, whose other bytes belong to other rows and are written within microseconds. With
-// evict-last, the L2 cache collects the whole sector before writing it to memory (docs/layernorm.md has the saving).
+// Stores 4 bytes of a 32-byte sector, whose other bytes other rows write within microseconds. With evict-last, the L2
+// cache collects the whole sector before writing it to memory (docs/layernorm.md has the saving).
 __device__ inline void store_statistic(float* p, float value) {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
   asm volatile("st.global.L2::cache_hint.f32 [%0], %1, %2;" ::"l"(p), "f"(value), "l"(policy) : "memory");
 }
 
-// The second pass, over the registers, costs no memory traffic. `inverse` is 1 / C.
+// `inverse` is 1 / C.
 template <typename R>
 __device__ Moments<float> row_moments(R& row, int width, float inverse, double eps) {
   // A float32 sum of 16-bit numbers of similar magnitude is exact, because their significands are at least 13 bits
-  // shorter than float32's; if magnitudes differ, its rounding errors are small compared with the largest numbers. The
-  // sum of x - mean is therefore sum - C * mean. Summing x - mean would round, and a row of equal numbers would not be
-  // normalised to 0.
+  // shorter; if magnitudes differ, its rounding errors are small compared with the largest numbers. The sum of x - mean
+  // is therefore sum - C * mean. Summing x - mean would round, and a row of equal numbers would not be normalised to 0.
   constexpr bool kExactSum = sizeof(typename R::T) == 2;
   float sum[1] = {};
   row.each(width, [&](int, const float (&x)[R::kVec]) {
@@ -111,7 +110,7 @@ __device__ Moments<float> row_moments(R& row, int width, float inverse, double e
   team_sums<typename R::Team>(sum, 0);
   if constexpr (kMayStayPacked<R>) row.stay_packed();
   const float mean = sum[0] * inverse;
-  float about_mean[kExactSum ? 1 : 2] = {};  // the sums of (x - mean)^2 and, for float32, of x - mean
+  float about_mean[kExactSum ? 1 : 2] = {};  // of (x - mean)^2 and, for float32, of x - mean
   row.each(width, [&](int, const float (&x)[R::kVec]) {
     for (int k = 0; k < R::kVec; ++k) {
       const float centred = x[k] - mean;
@@ -125,7 +124,6 @@ __device__ Moments<float> row_moments(R& row, int width, float inverse, double e
   return moments(mean, rests, about_mean[0], inverse, eps);
 }
 
-// Sets `packs` and the row of p.sum to dropout(x + x_bias) + residual, rounded to T.
 template <typename R, typename X, typename Draw>
 __device__ void add_residual(R& packs, const typename R::template With<X>& x_packs, const R& residual,
                              const LayernormForward<typename R::T, X>& p, int64_t row, const Draw& draw) {
@@ -141,8 +139,8 @@ __device__ void add_residual(R& packs, const typename R::template With<X>& x_pac
   });
 }
 
-// The functions below round explicitly (__fadd_rn, fmaf). Otherwise the compiler could fuse different operations in
-// different kernels, which would then give different bits.
+// Explicit rounding (__fadd_rn, fmaf) keeps the compiler from fusing different operations in different kernels, which
+// would then give different bits.
 
 template <typename T, typename X>
 __device__ void store_statistics(const LayernormForward<T, X>& p, int64_t row, const Moments<float>& m) {
@@ -159,7 +157,6 @@ __device__ void normalize(float (&x)[kVec], const Moments<float>& m, float offse
 
 // No loop over rows: small thread blocks that start and end at different times keep reads and writes evenly mixed.
 // Weight and bias are loaded pack by pack, mostly from L1; in registers, they would leave space for fewer rows per SM.
-// Dropout is NoDropout, DenseDropout or, if X is narrower than T, OptionalDropout.
 template <typename R, bool kResidual, typename X, typename Dropout>
 __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))
     layernorm_forward_registers_kernel(const LayernormForward<typename R::T, X> p, float inverse,

@@ -16,28 +16,27 @@ namespace {
 
 // ---- forward ----
 
-// Whether all rows are resident on the SMs at once, at one warp per row.
+// All rows are resident on the SMs at once, at one warp per row.
 bool few_rows(int64_t rows) {
   return rows < 64 * int64_t(multiprocessors());
 }
 
-// With one warp per row, a thread block has about 3 KB of rows (one to four), because small thread blocks mix reads and
-// writes best. With few rows, launching more thread blocks would cost more than this saves.
+// With one warp per row, a thread block has about 3 KB of rows, because small thread blocks mix reads and writes best.
+// With few rows, launching more thread blocks would cost more than this saves.
 unsigned forward_block_rows(int64_t rows, int threads, int64_t row_bytes) {
   if (threads > kWarp) return 1;
   return few_rows(rows) ? 4 : static_cast<unsigned>(std::clamp<int64_t>(3072 / row_bytes, 1, 4));
 }
 
-// Returns false, without a launch, if the rows do not fit into registers. A residual does not change how a row is
-// divided among threads, so layernorm(x + residual) has the same bits with and without fusion.
+// Returns false if the rows do not fit into registers. A residual does not change how a row is divided among threads,
+// so layernorm(x + residual) has the same bits with and without fusion.
 template <bool kResidual, typename T, typename X, typename Dropout>
 bool launch_forward_registers(const LayernormForward<T, X>& p, const Dropout& dropout, Stream stream) {
   // For many rows of 768 float32, two warps per row finish sooner than one.
   const int max_warp_items = sizeof(T) == 4 && !few_rows(p.rows) ? 5 : kMaxWarpItems;
   const int64_t packs = std::max<int64_t>(p.width / kPack<T>, 1);
   const RowShape row = row_shape<T, Block>(packs, max_warp_items, forward_max_threads<T>);
-  if (row.items == 0 || p.rows > std::numeric_limits<int>::max())
-    return false;  // the row or the grid would be too large
+  if (row.items == 0 || p.rows > std::numeric_limits<int>::max()) return false;
   const dim3 block(row.threads, forward_block_rows(p.rows, row.threads, (kResidual ? 2 : 1) * packs * 16));
   const unsigned grid = grid_size(ceil_div(p.rows, block.y));
   with_row<T, Block, kMaxWarpItems>(row, [&](auto type) {
@@ -47,7 +46,6 @@ bool launch_forward_registers(const LayernormForward<T, X>& p, const Dropout& dr
   return true;
 }
 
-// X differs from T, or dropout is given, only with a residual.
 template <typename T, typename X>
 bool launch_forward_fast(const LayernormForward<T, X>& p, const DropoutArguments& dropout, Stream stream) {
   if constexpr (!std::is_same_v<T, X>)
@@ -70,8 +68,7 @@ void launch_forward(const LayernormForward<T, X>& p, const DropoutArguments& dro
 
 // ---- backward ----
 
-// Returns the number of thread blocks, each of which writes a row of partial sums; 0, without a launch, if the rows do
-// not fit.
+// Returns the number of rows of partial sums, one per thread block, or 0, without a launch, if the rows do not fit.
 template <int kArrays, typename T, typename X, typename Dropout>
 int64_t launch_backward_ring(const LayernormBackward<T, X>& p, const Dropout& dropout, Stream stream) {
   // In 16 bits, one warp per row has at most 5 packs per thread in two cases. With dsum, a third array is loaded, and
@@ -98,7 +95,6 @@ int64_t launch_backward_ring(const LayernormBackward<T, X>& p, const Dropout& dr
   return blocks;
 }
 
-// There is a dresidual if there is dropout, or if X is not T.
 template <typename T, typename X>
 int64_t launch_backward_fast(const LayernormBackward<T, X>& p, const DropoutArguments& dropout, Stream stream) {
   if constexpr (!std::is_same_v<T, X>)
@@ -111,12 +107,10 @@ int64_t launch_backward_fast(const LayernormBackward<T, X>& p, const DropoutArgu
     return launch_backward_ring<2>(p, NoDropout(), stream);
 }
 
-// The rows of partial sums that layernorm_backward_columns_kernel writes.
 int64_t simple_partials(int64_t rows) {
   return std::clamp<int64_t>(rows / 16, 1, 64);
 }
 
-// Returns the number of rows of partial sums.
 template <int kVec, typename T, typename X>
 int64_t launch_backward(const LayernormBackward<T, X>& p, const DropoutArguments& dropout, Stream stream) {
   if constexpr (kVec > 1 && sizeof(T) < 8)
@@ -146,8 +140,8 @@ Status layernorm_forward(const LayernormForward<T, X>& p, const DropoutArguments
   return cudaGetLastError();
 }
 
-// Rows of 3 * C partial sums: one per thread block of the ring kernel (at most one per SM), or the rows that
-// layernorm_backward_columns_kernel writes.
+// Rows of 3 * C partial sums: one per thread block of the ring kernel, at most one per SM, or those of
+// layernorm_backward_columns_kernel.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
   const int64_t partials = std::max(std::clamp<int64_t>(rows, 1, multiprocessors()), simple_partials(rows));

@@ -22,27 +22,26 @@
 
 namespace gptkernels::cuda {
 
-// A thread block has blockDim.y teams of blockDim.x threads, and `stages` rows per team in shared memory.
 struct RingShape {
   dim3 block;
   unsigned grid;
-  int stages;  // 0 if two stages of one row, or a team's sums, do not fit into shared memory
+  int stages;  // 0 if two stages of a row, or a team's sums, do not fit
   int64_t shared_bytes;
 };
 
-// One thread block per SM, with as many teams as threads and shared memory allow, and then as many stages as fit and
-// kBytesInFlight needs. `row_bytes` is the size of a row of x, dout and dsum together, `threads` the number of threads
-// per row. After the last row, the same memory holds `sums_bytes` per team.
+// One thread block per SM, with as many teams as threads and shared memory allow, and as many stages as fit and
+// kBytesInFlight needs. `row_bytes` is a row of x, dout and dsum together. After the last row, the same memory holds
+// `sums_bytes` per team.
 inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int64_t sums_bytes, int threads, int max_threads,
                             int64_t max_shared_bytes) {
   constexpr int kMaxStages = 4;
-  constexpr int64_t kBytesInFlight = 40 << 10;  // in addition to the current rows; more bytes would delay the first row
+  constexpr int64_t kBytesInFlight = 40 << 10;  // beside the current rows; more would delay the first row
   const int64_t fitting = max_shared_bytes / std::max(2 * row_bytes, sums_bytes);
   const int64_t most = threads == kWarp ? max_threads / kWarp : std::min(max_threads / threads, BlockPart::kMaxRows);
   const int64_t height = std::min({fitting, most, ceil_div(rows, multiprocessors())});
   if (height == 0) return {};
   const int64_t grid = std::min<int64_t>(ceil_div(rows, height), multiprocessors());
-  // Rows per team. More stages than rows would stay empty.
+  // Rows per team; more stages would stay empty.
   const int64_t steps = std::max<int64_t>(ceil_div(rows, height * grid), 2);
   const int64_t wanted = std::max<int64_t>(1 + ceil_div(kBytesInFlight, height * row_bytes), 2);
   const int64_t stages = std::min({max_shared_bytes / (height * row_bytes), int64_t(kMaxStages), wanted, steps});
@@ -52,8 +51,7 @@ inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int64_t sums_bytes,
           .shared_bytes = height * std::max(stages * row_bytes, sums_bytes)};
 }
 
-// R is the Row that a team loads from the ring. dout has the dtype X, which may be narrower than T; dsum may be null.
-// Rows consist of whole 16-byte packs of every array.
+// R is the Row that a team loads from the ring. dsum may be null. Rows consist of whole 16-byte packs of every array.
 template <typename R, typename X>
 class RowRing {
   using T = typename R::T;
@@ -76,8 +74,8 @@ class RowRing {
 
   static __device__ int64_t step() { return int64_t(gridDim.x) * blockDim.y; }
 
-  // The team's next row of x; dout() and dsum() find the other arrays' rows from it. Overwrites the row that the
-  // previous call returned.
+  // The team's next row of x, from which dout() and dsum() find the other arrays' rows. The call overwrites the
+  // previous row.
   __device__ const T* next() {
     copy();
     if (stages_ == 4)
@@ -98,14 +96,14 @@ class RowRing {
 
  private:
   // Positions in shared memory are in elements of X, the narrower dtype.
-  static constexpr int kWide = sizeof(T) / sizeof(X);  // elements of X per element of T
+  static constexpr int kWide = sizeof(T) / sizeof(X);
 
   __device__ X* after(X* stage) const {
     stage += stage_step_;
     return stage == begin_ + stages_ * stage_step_ ? begin_ : stage;
   }
 
-  // Beyond the last row, commits an empty group of copies, because next() counts groups.
+  // Beyond the last row, commits an empty group, because next() counts groups.
   __device__ void copy() {
     if (x_ < end_) {
       copy(write_, x_);
@@ -116,7 +114,6 @@ class RowRing {
     __pipeline_commit();
   }
 
-  // Copies this thread's packs, and advances `from` to the team's next row.
   template <typename U>
   __device__ void copy(X* to, const U*& from) {
     for (int i = 0; i < R::kItems; ++i)

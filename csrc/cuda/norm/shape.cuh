@@ -1,4 +1,3 @@
-// The shape of a row in layernorm's fast kernels: threads per row, and packs per thread.
 #pragma once
 
 #include <algorithm>
@@ -12,30 +11,28 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kMinItems = 3;  // if several warps share a row; fewer packs are never cheaper
+constexpr int kMinItems = 3;  // for several warps per row; fewer are never cheaper
 constexpr int kMaxItems = 4;
-constexpr int kMaxWarpItems = 7;  // if one warp processes a row
+constexpr int kMaxWarpItems = 7;
 
-// With more than 40 elements per thread, the float32 values of 16-bit packs would need too many registers between two
-// passes.
+// With more elements per thread, the float32 values of 16-bit packs would need too many registers between two passes.
 template <typename R>
 constexpr bool kMayStayPacked = R::kItems * R::kVec > 40;
 
-// Each of an SM's four schedulers has a quarter of the 65536 registers, so a thread block's threads are a multiple of
-// four warps.
+// Each of an SM's four schedulers has a quarter of the 65536 registers, so threads come in multiples of four warps.
 constexpr int max_threads(int registers) {
   constexpr int kStep = 4 * kWarp;
   return std::min(1024, 65536 / registers / kStep * kStep);
 }
 
-// Registers for three arrays of packs in T, one array of their elements in float32, and 48 others.
+// Registers: three arrays of packs in T, one array in float32, and 48 others.
 template <typename T>
 constexpr int forward_max_threads(int items) {
   return max_threads(48 + items * kPack<T> * (3 * sizeof(T) + 4) / 4);
 }
 
-// Registers for the weight in T, kArrays float32 sums over the rows, the normalised values and gradients that the first
-// pass keeps for the second (in float32, or in T beyond 40 elements per thread), and 48 others.
+// Registers: the weight in T, kArrays float32 sums over the rows, what the first pass keeps for the second (in float32,
+// or in T beyond 40 elements per thread), and 48 others.
 template <typename T, int kArrays>
 constexpr int backward_max_threads(int items) {
   const int kept = items * kPack<T> > 40 ? sizeof(T) : 4;
@@ -44,13 +41,13 @@ constexpr int backward_max_threads(int items) {
 
 struct RowShape {
   int threads;  // whole warps
-  int items;    // packs per thread; 0 if the row does not fit
-  bool full;    // whether the row fills all packs of all threads
+  int items;    // 0 if the row does not fit
+  bool full;    // the row fills all packs of all threads
 };
 
-// The cheapest shape for a row of `packs` packs. A warp spends time on all its packs, even beyond the row's end, and on
-// the row's sums, which cost as much as about 20 elements. For BlockPart, a row's cost includes a share of the warps
-// that the thread block cannot use.
+// The cheapest shape. A warp spends time on all its packs, even beyond the row's end, and on the row's sums, which cost
+// as much as about 20 elements. For BlockPart, a row's cost includes a share of the warps that the thread block cannot
+// use.
 template <typename T, typename Team, typename MaxThreads>
 RowShape row_shape(int64_t packs, int max_warp_items, const MaxThreads& max_threads) {
   constexpr int kSumsCost = 20;
@@ -58,8 +55,7 @@ RowShape row_shape(int64_t packs, int max_warp_items, const MaxThreads& max_thre
   int64_t least = 0;
   for (int items = max_warp_items; items > 0; --items) {
     const int64_t threads = ceil_div(ceil_div(packs, items), kWarp) * kWarp;
-    if (threads * (items - 1) >= packs && items > 1)
-      continue;  // with one pack less per thread, these threads would still hold the row
+    if (threads * (items - 1) >= packs && items > 1) continue;  // so many threads hold the row with one pack less each
     const int64_t most = max_threads(items);
     if (threads > most || (threads > kWarp && (items < kMinItems || items > kMaxItems))) continue;
     const int64_t shared = std::is_same_v<Team, BlockPart> ? most / (most / threads) : threads;
@@ -69,15 +65,15 @@ RowShape row_shape(int64_t packs, int max_warp_items, const MaxThreads& max_thre
   return best;
 }
 
-// A kernel instance is for rows of up to `items` packs per thread, of which the first `unguarded` packs are within the
-// row in every thread.
+// An instance is for rows of up to `items` packs per thread, of which the first `unguarded` packs are within the row in
+// every thread.
 struct RowInstance {
   int items;
   int unguarded;
 };
 
-// For rows of one warp; the first instance that supports a row is used. The instances with items == unguarded are for
-// GPT-2's widths: 768, 1024 and 1280 in 16 bits, and 768 in float32. The last 16-bit instance is for the width 1600.
+// For rows of one warp; the first instance that supports a row is used. Those with items == unguarded are for GPT-2's
+// widths: 768, 1024 and 1280 in 16 bits, and 768 in float32. The last 16-bit instance is for the width 1600.
 // docs/notes/layernorm.md has the cost and the benefit of further instances.
 template <typename T>
 constexpr auto kWarpInstances = std::to_array<RowInstance>({{1, 0}, {2, 1}, {4, 2}, {6, 6}, {7, 4}});
@@ -86,7 +82,6 @@ template <typename T>
 constexpr auto kWarpInstances<T> =
     std::to_array<RowInstance>({{1, 0}, {2, 1}, {3, 3}, {4, 4}, {4, 2}, {5, 5}, {5, 4}, {7, 5}});
 
-// For rows that several warps share.
 constexpr auto kTeamInstances = std::to_array<RowInstance>({{kMinItems, 2}, {kMaxItems, 3}});
 
 // Calls fn(std::type_identity<R>()), where R is the Row of the first instance that supports the shape. Instances of

@@ -1,8 +1,7 @@
-// AdamW on a list of tensors: 28 bytes of memory traffic per parameter in float32, or 30 bytes for a bfloat16 parameter
-// with float32 master and moments.
-//
-// A thread loads two packs of every array, all in flight at once. Meanwhile one thread of the thread block computes the
-// factors, which takes about as long. Thread blocks are small, so the last ones of the grid end almost together.
+// 28 bytes of memory traffic per parameter in float32, or 30 bytes for a bfloat16 parameter with float32 master and
+// moments. A thread loads two packs of every array, all in flight at once. Meanwhile one thread of the thread block
+// computes the factors, which takes about as long. Thread blocks are small, so the last ones of the grid end almost
+// together.
 #include <algorithm>
 
 #include "../../adamw.h"
@@ -18,7 +17,7 @@ constexpr int kThreads = 128;
 constexpr int kPacks = 2;
 
 enum Slot { kParam, kMaster, kGrad, kExpAvg, kExpAvgSq, kStep, kSlots };
-constexpr Slot kTensorIndex = kMaster;  // without masters, this slot holds the tensor's index in the lists
+constexpr Slot kTensorIndex = kMaster;  // the tensor's index, in place of a master
 
 using AdamwList = TensorList<kSlots, 160>;  // GPT-2 124M has 148 tensors
 
@@ -56,14 +55,13 @@ struct Approximate : Exact {
 
 struct ToNearest {};
 
-// For bfloat16 arrays; float32 arrays are stored as they are.
+// Applies to bfloat16 arrays only.
 struct Stochastically {
   uint64_t seed;
   uint32_t step;
   uint32_t tensor;
-  int64_t begin;  // index of the tensor's element to which the pointers point
+  int64_t begin;  // of the pointers' first element
 
-  // Rounds from element i of the chunk on.
   template <typename V, int N>
   __device__ void round(Packed<V, N>& to, const float (&values)[N], AdamwArray array, int i) const {
     if constexpr (std::is_same_v<V, bfloat16>) {
@@ -80,11 +78,11 @@ struct Stochastically {
   }
 };
 
-// From the chunk's first element on. Weight is float if there is a master, else T.
+// Pointers start at the chunk. Weight is float if there is a master, else T.
 template <typename T, typename Weight, typename Gradient, typename State>
 struct AdamwTensor {
   T* param;
-  Weight* weight;  // the array that is updated: the master, or the parameter itself
+  Weight* weight;  // the master, or the parameter itself
   const Gradient* grad;
   State* exp_avg;
   State* exp_avg_sq;

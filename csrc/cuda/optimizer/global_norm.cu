@@ -1,6 +1,5 @@
-// The Euclidean norm of all elements of many tensors. global_norm_squares_chunks_kernel sums the squares of a chunk of
-// a tensor per thread block, in float64; global_norm_sum_block_kernel, one thread block, takes the root of the sum of
-// these sums.
+// The Euclidean norm of all elements of many tensors: float64 sums of squares per chunk, one thread block each, and
+// then the root of their sum.
 #include "../../global_norm.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/multi_tensor.cuh"
@@ -17,7 +16,7 @@ static_assert(sizeof(NormList) + sizeof(double*) <= kArgumentBytes);
 
 constexpr int kThreads = 512;
 constexpr int kChunk = 16384;
-constexpr int kPacksInFlight = 4;  // per thread; 128 KB per SM with 2048 threads
+constexpr int kPacksInFlight = 4;  // 128 KB per SM with 2048 threads
 
 // float64 costs no time on SMs that convert 16 values and add 64 per clock (H100, H200), because an SM reads only 8
 // bfloat16 per clock.

@@ -1,5 +1,3 @@
-// Wrappers of sm_90's bulk asynchronous copies, mbarriers (barriers in shared memory that count the bytes of such
-// copies), and accesses to the shared memory of a cluster's other thread blocks.
 #pragma once
 
 #include <cstdint>
@@ -20,17 +18,16 @@ __device__ inline uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// One arrival is expected. A phase completes after this arrival and after the bytes that the arrival has announced.
+// A phase completes after the one expected arrival and the bytes that this arrival has announced.
 __device__ inline void mbarrier_init(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Makes initialised barriers visible to asynchronous copies and to the cluster.
+// To asynchronous copies and to the cluster.
 __device__ inline void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives, and announces the number of bytes for which the phase must also wait.
 __device__ inline void mbarrier_expect(uint32_t barrier, unsigned bytes) {
   random_delay();
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -53,8 +50,7 @@ __device__ inline void mbarrier_wait(uint64_t* barrier, unsigned parity) {
       : "memory");
 }
 
-// Starts a copy from global to shared memory. Addresses and size are multiples of 16 bytes; the barrier counts the
-// bytes as they arrive.
+// Addresses and size are multiples of 16 bytes; the barrier counts the bytes as they arrive.
 __device__ inline void bulk_load(uint32_t shared, const void* global, unsigned bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(global), "r"(bytes), "r"(barrier)
@@ -73,7 +69,7 @@ __device__ inline unsigned cluster_blocks() {
   return blocks;
 }
 
-// A barrier over all threads of the cluster, in two halves between which independent work may be done.
+// Independent work may be done between the two halves of a barrier over the cluster.
 __device__ inline void cluster_arrive() {
   random_delay();
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
@@ -89,15 +85,14 @@ __device__ inline void cluster_barrier() {
   cluster_wait();
 }
 
-// The address of a variable in the shared memory of thread block `rank` of the cluster.
 __device__ inline uint32_t in_block(const void* shared, unsigned rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
   return address;
 }
 
-// Starts writing 4, 8 or 16 bytes to the same variable of thread block `rank`, where the barrier at the same address
-// counts the bytes as they arrive. The cluster must have at least two thread blocks.
+// Starts a store to the same variable of thread block `rank`, where the barrier at the same address counts the bytes as
+// they arrive. The cluster must have at least two thread blocks.
 template <typename V>
 __device__ void store_in_block(V* shared, const V& value, uint64_t* barrier, unsigned rank) {
   static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);

@@ -1,5 +1,5 @@
-// TMA (Tensor Memory Accelerator): one thread starts the copy of a box of a tensor between global and shared memory.
-// The hardware swizzles the box in shared memory. Elements beyond the tensor's end are loaded as 0 and not stored. The
+// With TMA (Tensor Memory Accelerator), one thread starts the copy of a box of a tensor between global and shared
+// memory, where the hardware swizzles the box. Elements beyond the tensor's end are loaded as 0 and not stored. The
 // tensors here are (B, heads, T, HS), or matrices.
 #pragma once
 
@@ -12,8 +12,8 @@
 
 namespace gptkernels::cuda {
 
-// cuTensorMapEncodeTiled, or null if the driver does not have it. The CUDA runtime looks it up, so that no driver
-// library has to be linked.
+// Null if the driver does not have the function. The CUDA runtime looks it up, so that no driver library has to be
+// linked.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   static const auto encode = [] {
     void* function = nullptr;
@@ -40,8 +40,8 @@ bool tma_supports(const void* data, int64_t row_stride, int64_t tokens, int64_t 
          aligned(batch_stride, batches);
 }
 
-// The map of a (B, heads, T, HS) tensor, with strides in elements. A box is 64 columns of `rows` tokens of one head: a
-// panel (wgmma.cuh), swizzled by 128 bytes.
+// Strides are in elements. A box is 64 columns of `rows` tokens of one head: a panel (wgmma.cuh), swizzled by 128
+// bytes.
 template <typename T>
 CUtensorMap panel_map(const void* data, int64_t head_size, int64_t row_stride, int64_t tokens, int64_t head_stride,
                       int64_t heads, int64_t batch_stride, int64_t batches, int rows) {
@@ -62,8 +62,7 @@ CUtensorMap panel_map(const void* data, int64_t head_size, int64_t row_stride, i
   return map;
 }
 
-// The map of a row-major matrix with a row stride of `ld` elements. A box is `box_rows` rows of 64 columns (a panel,
-// swizzled by 128 bytes) or of 32 columns (swizzled by 64 bytes).
+// A box is `box_rows` rows of 64 columns (a panel, swizzled by 128 bytes) or of 32 columns (swizzled by 64 bytes).
 template <typename T>
 CUtensorMap matrix_map(const void* data, int64_t rows, int64_t columns, int64_t ld, int box_rows, int box_columns) {
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
@@ -85,7 +84,6 @@ __device__ inline void tma_prefetch(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Starts the load; the mbarrier counts the bytes as they arrive.
 __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int column, int row, int head, int batch,
                                 uint32_t barrier) {
   asm volatile(
@@ -119,7 +117,7 @@ __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int col
 }
 
 // Loads the box into every thread block of the cluster whose bit is set in `blocks`, at the same shared memory address.
-// In each of them, the mbarrier at the address `barrier` counts the bytes that arrive there.
+// The mbarrier at the same address in each of them counts its bytes.
 __device__ inline void tma_load_multicast(uint32_t shared, const CUtensorMap& map, int column, int row,
                                           uint32_t barrier, uint16_t blocks) {
   asm volatile(
@@ -135,25 +133,21 @@ __device__ inline void tma_store(const CUtensorMap& map, uint32_t shared, int co
                : "memory");
 }
 
-// Ends the group of the stores that this thread has started since the previous group.
 __device__ inline void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until this thread's stores, except those of the latest kPending groups, have read the shared memory, which may
-// then be overwritten.
+// Then the shared memory of this thread's stores, except the latest kPending groups, may be overwritten.
 template <int kPending = 0>
 __device__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits until all stores of this thread are complete.
 __device__ inline void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Orders this thread's ordinary stores to shared memory before reads of shared memory by TMA and wgmma (the async
-// proxy).
+// Orders this thread's ordinary stores to shared memory before reads by TMA and wgmma (the async proxy).
 __device__ inline void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

@@ -1,4 +1,4 @@
-// Softmax's backward: dx = scale * out * (dout - sum(dout * out)), with one team (teams.cuh) per row.
+// dx = scale * out * (dout - sum(dout * out)), with one team (teams.cuh) per row.
 #pragma once
 
 #include "cuda/common/packed.cuh"
@@ -37,7 +37,6 @@ __global__ void __launch_bounds__(kSimpleThreads) softmax_backward_simple_kernel
 
 // ---- rows that fit into registers and shared memory ----
 
-// For launch_rows() (row_part_launch.cuh).
 template <typename T_, bool kCausal>
 struct SoftmaxBackwardRow {
   using T = T_;

@@ -1,4 +1,4 @@
-// Softmax: out = exp(scale * x - max) / sum(exp(scale * x - max)), with one team (teams.cuh) per row.
+// out = exp(scale * x - max) / sum(exp(scale * x - max)), with one team (teams.cuh) per row.
 #pragma once
 
 #include <type_traits>
@@ -58,12 +58,10 @@ class Quotient {
   float reciprocal_;
 };
 
-// For launch_rows() (row_part_launch.cuh):
-//
-//   load x; find the maximum of the warp's part of the row
-//   compute the exponentials relative to the warp's maximum, and their sum
-//   combine maximum and sum over the team's warps
-//   store the exponentials, rescaled to the team's maximum and divided by the team's sum
+// load x; find the maximum of the warp's part of the row
+// compute the exponentials relative to the warp's maximum, and their sum
+// combine maximum and sum over the team's warps
+// store the exponentials, rescaled to the team's maximum and divided by the team's sum
 //
 // The maximum is taken over x, not over scale * x, so the scale must be positive.
 template <typename T_, bool kCausal>
@@ -81,8 +79,8 @@ struct SoftmaxForwardRow {
 
   template <typename Team, int kItems, bool kHasHeadTail, bool kOverflow>
   static __device__ void run(const Arguments& p, uint4* slots, int) {
-    // Keep the exponentials in registers if there is room. Otherwise the last pass computes them again from x, whose
-    // 16-bit packs take half as many registers.
+    // Without room in registers, the last pass computes the exponentials again from x, whose 16-bit packs take half as
+    // many registers.
     constexpr bool kKept = sizeof(T) == 4 || kItems <= 2;
     typename Team::template Combine<MaxSum<T>> combine;
     const int columns = unmasked_columns<kCausal>(static_cast<unsigned>(Team::row()), static_cast<unsigned>(p.width));
