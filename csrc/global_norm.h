@@ -1,6 +1,5 @@
-// sqrt(sum of x^2) over a list of tensors: one partial sum per chunk of a tensor, then their sum in a fixed order.
-// Squares and sums are float64, so the squares of float32 values cannot overflow. The square of a float64 element above
-// 1e154 is infinite.
+// sqrt(sum of x^2) over a list of tensors: one partial sum per chunk, then their sum in a fixed order. Squares and sums
+// are float64, so the squares of float32 values cannot overflow.
 #pragma once
 
 #include "device.h"

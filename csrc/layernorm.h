@@ -1,9 +1,8 @@
 // Layer normalisation over the last dimension: out = (x - mean) * rstd * weight + bias, rstd = 1/sqrt(var + eps).
 //
 // With a residual, the op normalises sum = dropout(x + x_bias) + residual, rounded to T, and also writes the sum:
-// everything between two sublayers of a transformer. x_bias is the bias of the linear layer that computed x. Adding it
-// here, and summing its gradient over the rows in the backward, takes no additional time, because the kernel is bound
-// by the memory traffic of x.
+// everything between two sublayers of a transformer. x_bias, the bias of the linear layer that computed x, and its
+// gradient take no additional time, because the kernel is bound by the memory traffic of x.
 //
 // T is the dtype of the residual stream and of the parameters; X is the dtype of x, out and their gradients: T, or a
 // 16-bit type with a float32 residual stream.

@@ -16,9 +16,8 @@
 //   for each tile of keys: p = exp(scores - logsumexp);  dscores = p * (dropout(value @ dout^T) - delta)
 //                          dvalue += dropout(p) @ dout;  dkey += dscores @ query;  dquery += key^T @ dscores
 //
-// A tile of scores is stored transposed, one row per key and one vector lane per query, so that maxima, sums and
-// rescalings are elementwise operations on rows, without reductions across lanes. Keys and values keep their layout;
-// the tensors with one row per query are transposed once per tile of queries.
+// A tile of scores is transposed, one row per key and one vector lane per query, so that maxima, sums and rescalings
+// are elementwise operations on rows. The tensors with one row per query are transposed once per tile of queries.
 
 namespace gptkernels::cpu::GPTKERNELS_ISA {
 
@@ -419,8 +418,8 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
   store_transposed(out, p.out.token, at.out, tile.rows, size, A(1), at.query);
 }
 
-// A task is a pair of query tiles, the i-th from the start and the i-th from the end: with a causal mask, all pairs see
-// about the same number of keys. Not inlined, so that the stack holds the scratch memory of one kSize only.
+// A task is the i-th query tile from the start and the i-th from the end: with a causal mask, all tasks see about the
+// same number of keys. Not inlined, so that the stack holds the scratch memory of one kSize only.
 template <int kSize, typename T>
 [[gnu::noinline]] void forward_range(const AttentionForward<T>& p, const Dropout& dropout, int64_t begin, int64_t end) {
   TileBuffers<accumulate_t<T>, kSize, 4> room;
@@ -620,10 +619,9 @@ void add_splits(const AttentionBackward<T>& p, int64_t b, int64_t kh, int64_t fi
   add(p.dvalue, sums + slab, A(1));
 }
 
-// The query tiles that read a key head are divided among `splits` tasks, each with its own sums of dkey and dvalue.
-// Every second group of `splits` tiles is assigned in reverse order, because later tiles see more keys under a causal
-// mask. If `splits` is 1, the task writes the gradients itself, and the next task reuses the memory of the sums, which
-// is still in the cache.
+// Each of the `splits` tasks of a key head has its own sums of dkey and dvalue. Every second group of `splits` query
+// tiles is assigned in reverse order, because later tiles see more keys under a causal mask. If `splits` is 1, the task
+// writes the gradients itself, and the next task reuses the memory of the sums, which is still in the cache.
 template <int kSize, typename T>
 [[gnu::noinline]] void backward_range(const AttentionBackward<T>& p, const Dropout& dropout, int64_t splits,
                                       int64_t begin, int64_t end) {

@@ -41,9 +41,9 @@ struct Normal {
 
 constexpr double kDensityAtZero = 0.3989422804014327;  // 1 / sqrt(2 pi)
 
-// For t >= 0, P(X > t) = e^(-t^2 / 2) R(t), where R(0) = 1/2 and R(t) falls like 1/t. R is approximated by a rational
-// function with a relative error of 2^-25 on [0, 15], whose coefficients are all positive, so that no sum cancels. For
-// t > 15 the tail is smaller than the smallest float.
+// For t >= 0, P(X > t) = e^(-t^2 / 2) R(t). R is approximated by a rational function with a relative error of 2^-25 on
+// [0, 15], whose coefficients are all positive, so that no sum cancels. For t > 15 the tail is smaller than the
+// smallest float.
 inline Normal<float> normal(float x) {
   const float t = std::abs(x);
   const float numerator = polynomial(t, 0.5f, 0x1.c11aa6p-2f, 0x1.77a41cp-3f, 0x1.4d4f6cp-5f, 0x1.0e23ccp-8f);

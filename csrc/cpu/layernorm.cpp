@@ -41,9 +41,9 @@ const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int6
   return sum;
 }
 
-// The later two of three passes read the row from the L1 cache. The mean has a rounding error of up to |mean| * 2^-24.
-// The second pass computes the variance about the mean, and that error (`rest`) as the mean of x - mean. The third pass
-// subtracts both, so that a large offset in x costs no accuracy.
+// The mean has a rounding error of up to |mean| * 2^-24. The second pass computes the variance about the mean, and that
+// error (`rest`) as the mean of x - mean. The third pass subtracts both, so that a large offset in x costs no accuracy.
+// These two passes read the row from the L1 cache.
 template <typename T, typename X>
 void forward_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;

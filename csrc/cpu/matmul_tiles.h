@@ -1,6 +1,6 @@
-// Float32 matmuls. b's columns are divided into panels as wide as the block of accumulators of product() (vector.h). A
-// panel is packed (copied to contiguous memory) if its rows are not contiguous, are far apart, or are too short. No
-// include guard: each_instruction_set.h includes the file once for each instruction set.
+// b's columns are divided into panels as wide as the block of accumulators of product() (vector.h). A panel is packed
+// (copied to contiguous memory) if its rows are not contiguous, are far apart, or are too short. No include guard:
+// each_instruction_set.h includes the file once for each instruction set.
 //
 //   for each panel of columns, for each 512 inner elements:       (in parallel over the (panel, tile) pairs)
 //     pack the panel

@@ -274,8 +274,8 @@ template <int kColumns, typename A>
 }
 
 // c (rows, columns) = a (rows, inner) @ b (inner, columns), or c += a @ b with `add`; `columns` is a multiple of 16.
-// Each sum is computed in parts of `length` terms, so that its rounding error grows with `length` plus the number of
-// parts, not with `inner`. The bits of an element do not depend on the division of c into blocks.
+// Summing in parts of `length` terms makes the rounding error grow with `length` plus the number of parts, not with
+// `inner`. The bits of an element do not depend on the division of c into blocks.
 template <typename A>
 void product(int64_t rows, int64_t columns, int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c, int64_t ldc,
              bool add, int64_t length = 64) {

@@ -1,6 +1,6 @@
-// A warp's matmuls by mma.sync, for steps 3 and 4. A thread block has 64 queries, 16 for each warp, and iterates over
-// tiles of 64 keys. A tile is 64 rows of 128 bytes in shared memory. Chunk c of row r is at chunk c ^ (r % 8), so that
-// the 16 bytes of 8 rows that ldmatrix reads at once are in different banks.
+// A warp's matmuls by mma.sync, for steps 3 and 4. A thread block has 64 queries, 16 for each warp, and tiles of 64
+// keys. A tile is 64 rows of 128 bytes in shared memory. Chunk c of row r is at chunk c ^ (r % 8), so that the 16 bytes
+// of 8 rows that ldmatrix reads at once are in different banks.
 #pragma once
 
 #include "cuda/ptx/sm80.cuh"

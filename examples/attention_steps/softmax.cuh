@@ -1,6 +1,5 @@
 // The online softmax of steps 3 to 5, on the accumulators of the tensor cores. A thread has 32 of a warp's 16 x 64
-// numbers: element 4 * j + 2 * r + i is in row lane / 4 + 8 * r, column 8 * j + 2 * (lane % 4) + i. The four lanes of a
-// quad therefore share two rows.
+// numbers: element 4 * j + 2 * r + i is in row lane / 4 + 8 * r, column 8 * j + 2 * (lane % 4) + i.
 #pragma once
 
 #include "cuda/common/approximate.cuh"

@@ -12,9 +12,8 @@ constexpr bool kSixteenBits = sizeof(T) == 2;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// An FMA that subtracts a larger number from the exponent of a power of 2 rounds the number first, which may change the
-// power by more than a quarter of a rounding error of T (of TF32 if T is float). A power that should be 1 would then
-// not be rounded to 1.
+// An FMA that subtracts a larger number from the exponent of a power of 2 may change the power by more than a quarter
+// of a rounding error of T (of TF32 if T is float), because the number is rounded first.
 template <typename T>
 constexpr float kFarFromZero = std::is_same_v<T, bfloat16> ? 0x1p14f : 0x1p11f;
 

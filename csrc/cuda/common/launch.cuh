@@ -123,8 +123,7 @@ inline cudaLaunchAttribute cluster_of(unsigned blocks) {
 
 // From sm_90 on, a kernel may start while the previous kernel of its stream still runs, which hides the 1 to 2 us
 // between two kernels (under graph capture from CUDA 12.3 on). Such a kernel calls wait_for_previous_kernel() before it
-// reads what the previous kernel wrote. The previous kernel may call let_next_kernel_start() early. Before sm_90, both
-// functions do nothing.
+// reads what the previous kernel wrote. The previous kernel may call let_next_kernel_start() early.
 
 // An ordinary launch before sm_90 and before CUDA 12.3.
 template <auto kKernel, typename... Arguments>

@@ -1,5 +1,5 @@
-// Moments of a row for layer norms. The rounded mean m may be wrong by |m| * 2^-24. The kernels also compute `rest`,
-// the average of x - m, and subtract m + rest from x, so a large offset in x costs no accuracy.
+// The rounded mean m of a row may be wrong by |m| * 2^-24. The kernels also compute `rest`, the average of x - m, and
+// subtract m + rest from x, so a large offset in x costs no accuracy.
 #pragma once
 
 #include <limits>

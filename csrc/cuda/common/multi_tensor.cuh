@@ -1,6 +1,6 @@
-// One launch over many tensors, divided into chunks of equal size (a tensor's last chunk may be smaller), one per
-// thread block. Pointers and sizes are kernel arguments, so nothing is copied to the device before the launch, and a
-// captured graph contains them. A binary search in constant memory finds a chunk's tensor.
+// One launch over many tensors, divided into chunks of equal size, one per thread block. Pointers and sizes are kernel
+// arguments, so nothing is copied to the device before the launch, and a captured graph contains them. A binary search
+// in constant memory finds a chunk's tensor.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 // A row of a matrix in the registers of its team (drawing in teams.cuh).
 //
-// Packs stay in the array's dtype, in which 16-bit elements take half the registers of float32, and every pass converts
-// them again. The first kUnguarded packs of every thread are within the row; comparing all packs with the width in
-// every pass takes about 10 % more instructions.
+// Packs stay in the array's dtype, in which 16-bit elements take half the registers of float32. The first kUnguarded
+// packs of every thread are within the row; comparing all packs with the width in every pass takes about 10 % more
+// instructions.
 #pragma once
 
 #include <cstdint>

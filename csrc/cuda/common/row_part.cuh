@@ -1,9 +1,9 @@
 // The columns of a row that one thread of a team (teams.cuh) processes, for rows of any width and alignment.
 //
-// A pack is 16 bytes at a multiple of 16 bytes, even if the row starts elsewhere. Fewer than kVec elements are left
-// before the first pack (the head) and after the last pack (the tail). Threads 0..kVec-1 of the team process one
-// element of the head each, and threads kVec..2*kVec-1 process one element of the tail each. For example, a row of 21
-// bfloat16 that starts 10 bytes after a multiple of 16:
+// A pack is 16 bytes at a multiple of 16 bytes. Fewer than kVec elements are left before the first pack (the head) and
+// after the last pack (the tail). Threads 0..kVec-1 of the team process one element of the head each, and threads
+// kVec..2*kVec-1 one element of the tail each. For example, a row of 21 bfloat16 that starts 10 bytes after a multiple
+// of 16:
 //
 //   address      0                16               32               48
 //                |. . . . . x x x |x x x x x x x x |x x x x x x x x |x x . . . . . . |

@@ -191,10 +191,9 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
   return launch_rows_by_cluster<Op, kHasHeadTail>(p, line_packs, stream);
 }
 
-// Returns false, without a launch, if there are more rows than a grid can have thread blocks, or if the rows are too
-// wide. The addresses of `base` determine how columns are divided into packs (RowColumns); all arrays must have the
-// same offset from a multiple of 16 bytes. `aligned` rows start at a multiple of 16 bytes and consist of whole packs,
-// so they need no head and tail, and several narrow rows share a warp.
+// Returns false, without a launch, if there are too many or too wide rows. The addresses of `base` determine how
+// columns are divided into packs (RowColumns); all arrays must have the same offset from a multiple of 16 bytes.
+// `aligned` rows start at a multiple of 16 bytes and consist of whole packs.
 template <typename Op>
 bool launch_rows(const typename Op::Arguments& p, const typename Op::T* base, bool aligned, Stream stream) {
   if (p.rows > std::numeric_limits<int>::max()) return false;

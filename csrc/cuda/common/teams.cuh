@@ -32,10 +32,10 @@
 //   RowRing    a ring in shared memory, then a Row    layernorm backward: one block per SM loops over the rows
 //   (none)     read from memory again in each pass    the *_simple_kernels: any width, alignment, dtype
 //
-// The types are in row_part.cuh, row.cuh, ../norm/ring.cuh and simple_row.cuh. RowPart is for kernels limited by memory
-// bandwidth: it holds 4 packs per thread in registers. Row is for layernorm's kernels, which are limited by
-// instructions: a Row holds up to 7 packs per thread, and knows at compile time which packs need no bounds check, which
-// saves 3 to 7 % of the time (docs/layernorm.md).
+// RowPart (row_part.cuh) is for kernels limited by memory bandwidth: it holds 4 packs per thread in registers. Row
+// (row.cuh) is for layernorm's kernels, which are limited by instructions: it holds up to 7 packs per thread, and knows
+// at compile time which packs need no bounds check, which saves 3 to 7 % of the time (docs/layernorm.md). RowRing is in
+// ../norm/ring.cuh.
 #pragma once
 
 #include <cstdint>

@@ -1,6 +1,5 @@
-// The second half of the encoder's backward, after order.cuh has sorted the positions by token. Reads dout from memory
-// once, and writes each row of dwte and dwpe once; rows of dwte that no token refers to become 0. With kAccumulate,
-// adds to the rows of dwte, and leaves those rows unchanged.
+// The second half of the encoder's backward, after order.cuh has sorted the positions by token. dout is read from
+// memory once. Rows of dwte that no token refers to become 0, or with kAccumulate, which adds to dwte, stay unchanged.
 //
 // The work consists of units of similar size, one per warp or half-warp:
 //
@@ -115,10 +114,10 @@ __device__ inline bool last_to_arrive(int* arrived, int count) {
   return before == count - 1;
 }
 
-// Adds the parts of a sum. On entry `sum` is part `part` of `parts`. Part i owns row row_at(i) of the partials and its
-// counter; no other part, of any sum, has this row. Returns true in the last warp to arrive, with the total in `sum`.
-// The last warp of each group of kGroup parts adds the group's parts; the last of these warps adds the groups' sums.
-// With 131 parts:
+// Adds the parts of a sum. Part i owns row row_at(i) of the partials and its counter; no other part, of any sum, has
+// this row. On entry `sum` is part `part`. Returns true in the last warp to arrive, with the total in `sum`. The last
+// warp of each group of kGroup parts adds the group's parts; the last of these warps adds the groups' sums. With 131
+// parts:
 //
 //   part                               0  1  2 ... 63 | 64  65 ... 127 | 128 129 130
 //   counter of the group's parts       0              | 64             | 128            counts to 64, 64, 3

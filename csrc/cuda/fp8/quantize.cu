@@ -3,7 +3,7 @@
 //
 // A thread block processes every gridDim.y-th tile of 128 rows of a strip of 64 columns, and a thread 4 rows x 8
 // columns of a tile, whose bytes it transposes in registers. The transposed tile is assembled in shared memory, for
-// stores of whole 128-byte lines. The next tile's loads are issued before the barrier of the current tile.
+// stores of whole 128-byte lines.
 #include "../../fp8.h"
 #include "../../fp8_scale.h"
 #include "amax_history.cuh"

@@ -1,8 +1,7 @@
 // Float8 matmuls for sm_90a whose epilogue computes GELU or its gradient, and quantises the result. A thread block
-// computes one strip of 256 columns of the result (128 if inner > 768), whose rows of b stay in shared memory, with the
-// whole inner dimension; of the tiles of 64 rows, it processes every `parts`-th. Two pairs of warpgroups process the
-// tiles alternately, so that one pair's matmul overlaps with the other pair's epilogue. Each warpgroup of a pair
-// computes half of the tile's columns.
+// computes every `parts`-th tile of 64 rows of a strip of 256 columns (128 if inner > 768), whose rows of b stay in
+// shared memory. Two pairs of warpgroups process the tiles alternately, so that one pair's matmul overlaps with the
+// other pair's epilogue. Each warpgroup of a pair computes half of the tile's columns.
 //
 //   loader:  load the strip's rows of b
 //            for each tile, for each step of 128 terms: wait until the stage is empty, load 64 rows of a into it
@@ -22,8 +21,8 @@
 // afterwards, does the rest; otherwise fp8_quantize() only adds the column sums.
 //
 // TMA permutes the rows of a and b on their way to shared memory (rows_map, columns_map), so that in every 32 columns a
-// thread's accumulators are 8 neighbouring columns of 2 neighbouring rows: it stores 16 bytes of T or 8 bytes of float8
-// at once. For the transposed copy, stmatrix combines pairs of bytes (two rows of a column) to 16 rows of a column.
+// thread's accumulators are 8 neighbouring columns of 2 neighbouring rows, for wide stores. For the transposed copy,
+// stmatrix combines pairs of bytes (two rows of a column) to 16 rows of a column.
 #include <cuda_fp8.h>
 
 #include <algorithm>

@@ -3,10 +3,9 @@
 //   loss = log(sum(exp(x - max))) - (x[target] - max)              sums over the columns 0..V-1
 //   dlogits = dloss * (exp(x - max) / sum(exp(x - max)) - onehot(target))
 //
-// A row is processed like a row of softmax (row_part.cuh), which reads the logits and writes dlogits once. The padded
-// columns V..Vp-1 are masked; in a row without a loss, all columns are. Unlike in softmax, the sum of exponentials
-// excludes the target's column: if the target's probability is nearly 1, the loss and the gradient depend on this small
-// sum, whose digits would be lost beside the target's exponential of 1.
+// The padded columns V..Vp-1 are masked; in a row without a loss, all columns are. Unlike in softmax, the sum of
+// exponentials excludes the target's column: if the target's probability is nearly 1, the loss and the gradient depend
+// on this small sum, whose digits would be lost beside the target's exponential of 1.
 //
 // dlogits may overwrite the logits: a thread writes only columns that it has read itself, and every thread's read of
 // the target's logit is before the reduction, which all writes follow.

@@ -1,7 +1,7 @@
 // Cross-entropy fused into the LM head's matmul, whose epilogue stores exponentials instead of the logits. This saves
-// the classifier's pass, which reads and writes all logits; the warps of the epilogue have idle time for the
-// exponentials. With E = exp(logit - c), where c is the logit of the row's target, the gradient of the logits is factor
-// * E (sm90_linear_cross_entropy.h). Five launches:
+// the classifier's pass over the logits; the warps of the epilogue have idle time for the exponentials. With E =
+// exp(logit - c), where c is the logit of the row's target, the gradient of the logits is factor * E
+// (sm90_linear_cross_entropy.h). Five launches:
 //
 //   before     one warp per row: the shift c, by a dot product of x with the target's row of the weight
 //   matmul     stores E = exp(logit - c), with 0 at the target; sums of E over a tile's 256 columns; E at the target

@@ -106,9 +106,9 @@ __device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p,
   }
 }
 
-// Writes the partial sums (gridDim.y, column_sums, C), from a finished dx. A thread processes one column of every
-// gridDim.y-th row. The loads of kSums independent sums are in flight together. Every kRun rows, these sums are added
-// to the totals: in one long sum of similar numbers the rounding errors would add up.
+// Writes the partial sums (gridDim.y, column_sums, C), from a finished dx, with one column of every gridDim.y-th row
+// per thread. The loads of kSums independent sums are in flight together. Every kRun rows, these sums are added to the
+// totals: in one long sum of similar numbers the rounding errors would add up.
 template <typename T, typename X>
 __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> p,
                                                   const OptionalDropout<accumulate_t<T>> dropout) {

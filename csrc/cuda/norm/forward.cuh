@@ -1,6 +1,5 @@
-// Layernorm forward over the rows of an (N, C) matrix: out = (x - mean) * rstd * weight + bias. With a residual, x is
-// replaced by sum = dropout(x + x_bias) + residual, rounded to T, which is also written: 4 * N * C * sizeof(T) bytes of
-// memory traffic instead of 5 with a separate addition.
+// out = (x - mean) * rstd * weight + bias over the rows of an (N, C) matrix. With a residual, x is replaced by sum =
+// dropout(x + x_bias) + residual, rounded to T, which is also written.
 //
 // layernorm_forward_registers_kernel computes rows that fit into registers, with one team (a warp or a thread block)
 // per row:

@@ -1,7 +1,7 @@
-// A ring buffer in shared memory through which rows pass to registers, for kernels whose thread blocks loop over rows.
-// At 4.2 TB/s and 1 us of latency, each of an H200's 132 SMs needs 32 KB of loads in flight, for which registers have
-// no space beside the current row. Every thread copies its packs of the next rows to shared memory by cp.async, and
-// reads only what it has copied itself, so the ring needs no barrier. With 4 stages, while row r is in use:
+// A ring buffer in shared memory for kernels whose thread blocks loop over rows. At 4.2 TB/s and 1 us of latency, each
+// of an H200's 132 SMs needs 32 KB of loads in flight, for which registers have no space beside the current row. Every
+// thread copies its packs of the next rows to shared memory by cp.async, and reads only what it has copied itself, so
+// the ring needs no barrier. With 4 stages, while row r is in use:
 //
 //     stage 0         stage 1         stage 2         stage 3
 //   +-------------+ +-------------+ +-------------+ +-------------+

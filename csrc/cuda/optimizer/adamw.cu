@@ -1,7 +1,5 @@
-// 28 bytes of memory traffic per parameter in float32, or 30 bytes for a bfloat16 parameter with float32 master and
-// moments. A thread loads two packs of every array, all in flight at once. Meanwhile one thread of the thread block
-// computes the factors, which takes about as long. Thread blocks are small, so the last ones of the grid end almost
-// together.
+// A thread loads two packs of every array, all in flight at once. Meanwhile one thread of the thread block computes the
+// factors, which takes about as long. Thread blocks are small, so the last ones of the grid end almost together.
 #include <algorithm>
 
 #include "../../adamw.h"

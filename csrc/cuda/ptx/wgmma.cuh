@@ -140,8 +140,8 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]), "l"(b), "r"(accumulate), "n"(transpose_b) \
       : "memory")
 
-// D (64 x 2n) = A * B, or D += A * B if `accumulate` is not 0, over 16 values of k, with descriptors of A and B. k is
-// the column index in A's panels, and the row index in B's panels if kRowsAreK.
+// D (64 x 2n) = A * B, or D += A * B if `accumulate` is not 0, over 16 values of k. k is the column index in A's
+// panels, and the row index in B's panels if kRowsAreK.
 template <typename T, bool kRowsAreK, int n>
 __device__ void wgmma(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
   static_assert(n == 32 || n == 64);
