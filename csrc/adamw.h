@@ -37,7 +37,7 @@ struct AdamwNumbers {
   const float* lr;  // if null, wide_lr is used
   const double* wide_lr;
   const float* grad_scale;  // divisor of the gradients
-  const float* grad_norm;   // of gradients / grad_scale, clipped to max_grad_norm
+  const float* grad_norm;   // if given, clips gradients / grad_scale
   const float* found_inf;   // if not 0, the step is a no-op
 };
 
@@ -77,7 +77,7 @@ struct AdamwFactors {
   A eps;
 };
 
-// The same operations and bits as torch's clip_grad_norm_. A NaN norm gives NaN.
+// Has the same bits as torch's clip_grad_norm_. A NaN norm gives NaN.
 GPTKERNELS_STEP float clip_coefficient(float norm, float max_norm) {
   const float coefficient = 1 / (norm + 1e-6f) * max_norm;
   return coefficient > 1 ? 1 : coefficient;

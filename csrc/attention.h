@@ -96,7 +96,7 @@ constexpr double gradient_scale(const AttentionBackward<T>& p) {
   return p.sizes.keys == 1 && !p.dlogsumexp ? 0 : p.scale;
 }
 
-// In bytes. The workspace must have an allocator's alignment (256 bytes on CUDA).
+// The sizes are in bytes. The workspace must have an allocator's alignment (256 bytes on CUDA).
 template <typename T>
 int64_t attention_forward_workspace(const AttentionForward<T>& p);
 template <typename T>

@@ -30,9 +30,9 @@ struct DecodeLayer {
 template <typename T>
 struct Decode {
   T* logits;                     // (B, Vp)
-  T* keys_values;                // (L, 2, B, NH, capacity, HS); the last token is added
+  T* keys_values;                // (L, 2, B, NH, capacity, HS); last tokens are added
   const int64_t* sequences;      // (B, length); the -1 that sample_ writes if it cannot draw is read as 0
-  const int64_t* lengths;        // (B), at least 1; all tokens but the last are in the cache
+  const int64_t* lengths;        // (B), including the last token, which is not in the cache
   const T* wte;                  // (V or more, C)
   const T* wpe;                  // (capacity or more, C)
   const DecodeLayer<T>* layers;  // (L), in host memory

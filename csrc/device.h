@@ -1,5 +1,5 @@
-// Selects the namespace `gptkernels::GPTKERNELS_DEVICE` and its number types, Stream and Status, in which an op's
-// header declares its launchers once for both devices.
+// An op's header declares its launchers once, in the namespace `gptkernels::GPTKERNELS_DEVICE`, with the device's
+// number types, Stream and Status.
 #pragma once
 
 #ifdef GPTKERNELS_CUDA

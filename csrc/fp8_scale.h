@@ -11,7 +11,6 @@
 
 namespace gptkernels {
 
-// The bits of float32 powers of two.
 struct Fp8Scale {
   uint32_t multiplier;  // float8 number = round(value * multiplier)
   uint32_t scale;       // value = float8 number * scale
@@ -23,9 +22,9 @@ struct Fp8Scale {
 GPTKERNELS_SCALE_DEVICE inline Fp8Scale fp8_scale(uint32_t amax, int largest_exponent) {
   constexpr uint32_t kSignificand = 0x7FFFFFu;
   constexpr uint32_t kThreeQuarters = 0x600000u;  // the significand of 1.75
-  constexpr int kMaxExponent = 126;               // both powers of two are normal numbers
+  constexpr int kMaxExponent = 126;               // keeps both powers of two normal
   if (amax == 0) return {127u << 23, 127u << 23};
-  const int amax_exponent = static_cast<int>(amax >> 23) - 127;  // -127 for a denormal, then limited by kMaxExponent
+  const int amax_exponent = static_cast<int>(amax >> 23) - 127;  // -127 for a denormal
   int exponent = largest_exponent - amax_exponent - ((amax & kSignificand) > kThreeQuarters ? 1 : 0);
   if (exponent > kMaxExponent) exponent = kMaxExponent;
   if (exponent < -kMaxExponent) exponent = -kMaxExponent;

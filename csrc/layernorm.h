@@ -37,7 +37,7 @@ struct LayernormBackward {
   T* dx_bias;                   // (C) or null; requires dx
   T* dresidual;                 // (N, C) or null: dx before dropout and rounding to X
   const X* dout;                // (N, C)
-  const T* dsum;                // (N, C) or null: gradient of the sum from its other uses
+  const T* dsum;                // (N, C) or null: the sum's gradient by other paths
   const T* x;                   // (N, C): the input, or the forward's sum
   const T* weight;              // (C), or null for ones
   const accumulate_t<T>* mean;  // (N)

@@ -44,7 +44,6 @@ GPTKERNELS_HOST_DEVICE void philox_key_step(uint32_t& k0, uint32_t& k1) {
   k1 += 0xBB67AE85u;
 }
 
-// The inner loop is over the counters, whose operations in a round are independent.
 template <int kCounters>
 GPTKERNELS_HOST_DEVICE void philox(uint64_t key, PhiloxWords (&counters)[kCounters]) {
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);

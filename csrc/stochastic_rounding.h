@@ -21,7 +21,6 @@ struct RoundingBits {
   }
 };
 
-// `tensor` is an index in the list of tensors, `array` is 0..3.
 GPTKERNELS_HOST_DEVICE RoundingBits rounding_bits(uint64_t seed, uint32_t step, uint32_t tensor, uint32_t array,
                                                   int64_t group) {
   const uint32_t high = static_cast<uint32_t>(static_cast<uint64_t>(group) >> 32) | array << 30;

@@ -15,8 +15,7 @@ using Tensors = std::vector<Tensor>;
 
 // ---- checks ---------------------------------------------------------------------------------------------------------
 
-// Reading a property is a call into LibTorch, and the lists are long, so each property is read once, and messages are
-// composed only when a check fails.
+// Each property, a call into LibTorch, is read once, because the lists are long.
 struct Facts {
   int32_t dtype;
   int32_t device_type;
@@ -47,7 +46,6 @@ struct Facts {
     check_shim(aoti_torch_get_strides(handle_, &found));
     return found;
   }
-  // The tensors have the same shape.
   bool has_layout_of(const Facts& other) const {
     if (contiguous && other.contiguous) return true;
     const int64_t *mine = strides(), *others = other.strides();
@@ -55,7 +53,7 @@ struct Facts {
       if (sizes[i] != 1 && mine[i] != others[i]) return false;
     return true;
   }
-  // No gaps, in any order of the dimensions (channels_last, a transpose).
+  // The elements have no gaps, in any order of the dimensions (channels_last, a transpose).
   bool is_dense() const {
     if (contiguous) return true;
     const int64_t* stride = strides();
@@ -167,8 +165,8 @@ struct Lists {
 };
 
 struct Group {
-  std::array<int32_t, 3> dtypes;  // parameters, gradients, moments
-  std::vector<size_t> members;    // indices in the lists
+  std::array<int32_t, 3> dtypes;
+  std::vector<size_t> members;  // indices in the lists
 };
 
 Tensor copy_in_layout(const Tensor& grad, const Facts& param) {
@@ -255,7 +253,7 @@ void dispatch_or_float(const Tensor& t, const Fn& fn) {
   fn.template operator()<T>();
 }
 
-// 0 for an lr on the device, which the kernel reads.
+// The kernel reads an lr on the device.
 double host_value(const Tensor& lr) {
   if (!lr.is_cpu()) return 0;
   return lr.scalar_type() == ScalarType::Double ? *pointer<double>(lr) : *pointer<float>(lr);

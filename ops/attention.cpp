@@ -157,7 +157,6 @@ Tensor with_tma_strides(const Tensor& t) {
   return supported || t.element_size() > 2 ? with_dense_rows(t) : torch::stable::contiguous(t);
 }
 
-// `order` is the order of the first three dimensions in memory.
 Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const Tensor& like) {
   Shape strides(4, 1);
   int64_t stride = std::max<int64_t>(shape[3], 1);
@@ -168,12 +167,12 @@ Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const
   return allocate_strided(shape, strides, like.scalar_type(), like);
 }
 
-// (B, T, heads, HS) in memory, so that a model's reshape to (B, T, C) copies nothing.
+// In memory (B, T, heads, HS), so that a model's reshape to (B, T, C) copies nothing.
 Tensor allocate_out(const AttentionSizes& s, const Tensor& like) {
   return allocate_heads(query_shape(s), {0, 2, 1}, like);
 }
 
-// With t's order of dimensions in memory.
+// The gradient has t's order of dimensions in memory.
 Tensor allocate_gradient(const Tensor& t) {
   std::array<int, 3> order = {0, 1, 2};
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return t.stride(a) > t.stride(b); });

@@ -31,7 +31,6 @@ double scale_or_default(std::optional<double> scale, const Sizes& s) {
   return scale.value_or(1 / std::sqrt(static_cast<double>(s.head)));
 }
 
-// The matrix of batch b and head h starts at first + b * batch_step + h * head_step.
 struct Heads {
   Matrix first;
   int64_t batch_step;

@@ -1,4 +1,3 @@
-// Operators that are callable from C++ (layer.cpp). library.cpp describes their arguments and results.
 #pragma once
 
 #include <optional>

@@ -18,7 +18,7 @@ void check_dense(const char* name, const Tensor& t) {
   if (!t.is_contiguous()) fail(op, name, " must be contiguous");
 }
 
-// Not copied, because a copy at each decoding step would be slow.
+// Weights must be contiguous, because a copy at each decoding step would be slow.
 void check_weight(const std::string& name, const Tensor& t, const Tensor& wte, const Shape& shape) {
   check_like(op, name.c_str(), t, "wte", wte);
   check_shape(op, name.c_str(), t, shape);
@@ -38,7 +38,6 @@ Shape weight_shape(size_t i, int64_t C) {
   return shapes[i];
 }
 
-// Returns the number of layers.
 int64_t check_arguments(const Tensor& sequences, const Tensor& lengths, const Tensor& wte, const Tensor& wpe,
                         const std::vector<Tensor>& layers, const Tensor& norm_weight, const OptionalTensor& norm_bias,
                         const Tensor& head, const Tensor& keys_values, int64_t num_heads, int64_t vocab_size) {

@@ -68,7 +68,7 @@ inline Matrix flat(const Tensor& t) {
   return {t, rows_of(t), width_of(t), width_of(t), 1};
 }
 
-// (rows, inner) with contiguous rows; the optional scale multiplies the numbers.
+// (rows, inner) with contiguous rows. The scale is optional.
 struct Fp8Operand {
   Matrix values;
   OptionalTensor scale;

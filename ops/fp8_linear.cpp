@@ -3,8 +3,8 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-constexpr ScalarType kForward = ScalarType::Float8_e4m3fn;  // e4m3 has more significand bits
-constexpr ScalarType kGradient = ScalarType::Float8_e5m2;   // e5m2 has a wider range
+constexpr ScalarType kForward = ScalarType::Float8_e4m3fn;
+constexpr ScalarType kGradient = ScalarType::Float8_e5m2;  // a wider range, but fewer significand bits
 
 Shape with_width(const Tensor& x, int64_t width) {
   Shape shape = shape_of(x);
@@ -17,7 +17,7 @@ void check_input(const char* op, const Tensor& x) {
   check_quantizable(op, "x", x);
 }
 
-// (features, padded rows); no elements if not needed.
+// (features, padded rows), without elements if not needed.
 void check_saved(const char* op, const char* name, const Tensor& saved, bool needed, const Shape& shape,
                  const Tensor& dout) {
   check_dtype(op, name, saved, kForward);

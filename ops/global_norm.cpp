@@ -8,7 +8,6 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-// Returns the address for the next dtype's partial sums.
 template <typename T>
 double* squares(const Launcher& launcher, const std::vector<Tensor>& tensors, const Tensor& like, double* partials) {
   std::vector<const T*> pointers;

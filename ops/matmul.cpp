@@ -172,7 +172,7 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
                          .wide_out = wide ? start<accumulate_t<T>>(out) : nullptr,
                          .accumulate = epilogue.accumulate,
                          .column_sums = pointer<T>(epilogue.column_sums)};
-    constexpr bool k16Bits = sizeof(T) == 2;  // which do not depend on the math mode
+    constexpr bool k16Bits = sizeof(T) == 2;  // no math mode
     cublasHandle_t handle = k16Bits ? cublas_lt(out.tensor) : cublas();
     const MatmulPlan plan = matmul_plan(p, handle);
     if (k16Bits && plan.needs_cublas()) handle = cublas();

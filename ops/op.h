@@ -169,7 +169,6 @@ inline void check_dim_at_least(const char* op, const char* name, const Tensor& t
          describe(shape_of(t)));
 }
 
-// seed and offset are required if the probability is not 0.
 inline void check_dropout(const char* op, const char* name, double probability, const OptionalTensor& seed,
                           const OptionalTensor& offset, const char* like_name, const Tensor& like) {
   if (!(probability >= 0 && probability <= 1)) fail(op, name, " must be from 0 to 1, got ", probability);
@@ -187,7 +186,6 @@ inline void check_dropout(const char* op, const char* name, double probability, 
 
 // ---- tensors --------------------------------------------------------------------------------------------------------
 
-// From torch's allocator, without the dispatcher.
 inline Tensor allocate_strided(const Shape& shape, const Shape& strides, ScalarType dtype, const Tensor& like) {
   const auto shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   int32_t device_type;

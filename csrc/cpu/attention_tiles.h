@@ -484,7 +484,6 @@ void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t 
     }
 }
 
-// In the order of product().
 template <typename A>
 void dots_of_lanes(A* dots, const A* a, const A* b, int64_t lanes, int64_t n, int64_t length) {
   using V = Vector<A>;

@@ -34,7 +34,7 @@ inline Capability processor_capability() {
 
 struct CapabilityChoice {
   Capability capability;
-  std::string error;  // why the requested capability cannot be used
+  std::string error;  // or empty
 };
 
 // `requested` is the environment variable GPTKERNELS_CPU_CAPABILITY, `most` the processor's highest capability and the

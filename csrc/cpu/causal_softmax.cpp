@@ -5,8 +5,7 @@
 namespace gptkernels::cpu {
 namespace {
 
-// fn(offset, t + 1) for every row t. A thread processes rows t and T - 1 - t together, so that all pairs have equally
-// many columns.
+// A thread processes rows t and T - 1 - t together, so that all pairs have equally many columns.
 template <typename Fn>
 void for_each_row(int64_t matrices, int64_t tokens, Stream stream, const Fn& fn) {
   const int64_t pairs = (tokens + 1) / 2;

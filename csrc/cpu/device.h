@@ -21,7 +21,7 @@ struct bfloat16 {
   }
 };
 
-// Without branches, so that every compiler vectorizes loops of conversions.
+// Conversions have no branches, so every compiler vectorizes loops of them.
 struct float16 {
   uint16_t bits;
 
@@ -51,8 +51,7 @@ struct float16 {
   }
 };
 
-// Loops use this in place of assigning a temporary bfloat16 or float16, because a temporary struct on the stack
-// prevents vectorization.
+// Loops use store(), because a temporary bfloat16 or float16 on the stack would prevent vectorization.
 inline void store(double& to, double value) {
   to = value;
 }
@@ -77,7 +76,6 @@ struct accumulate<double> {
 template <typename T>
 using accumulate_t = typename accumulate<T>::type;
 
-// An empty error is success.
 struct Status {
   std::string error;
   bool ok() const { return error.empty(); }

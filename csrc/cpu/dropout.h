@@ -38,8 +38,8 @@ inline void philox_vectorized(uint64_t key, uint32_t (&words)[4][kCalls]) {
   }
 }
 
-// fn(from, to, bits) for runs of [begin, end), where bits[i - from] are the random bits of element i. Call it inside
-// vectorised().
+// Calls fn(from, to, bits) for runs of [begin, end), where bits[i - from] are the random bits of element i. Inside
+// vectorised() only.
 template <typename Fn>
 void for_each_dropout_run(const Dropout& dropout, int64_t begin, int64_t end, const Fn& fn) {
   constexpr int kGroups = 32;  // groups of 8 elements
@@ -63,8 +63,8 @@ void for_each_dropout_run(const Dropout& dropout, int64_t begin, int64_t end, co
   }
 }
 
-// fn(from, to, factor) for runs of [0, size), where factor(i) multiplies element begin + i. Call it inside
-// vectorised().
+// Calls fn(from, to, factor) for runs of [0, size), where factor(i) multiplies element begin + i. Inside vectorised()
+// only.
 template <typename A, typename Fn>
 void for_each_dropout_factor(const Dropout& dropout, int64_t begin, int64_t size, const Fn& fn) {
   if (!dropout.on) return fn(int64_t(0), size, [](int64_t) { return A(1); });

@@ -16,8 +16,8 @@ bool outside(Token token, int64_t vocabulary) {
   return token < 0 || token >= vocabulary;
 }
 
-// One thread reads the tokens, which are few bytes compared with the embeddings, so the error, which names the first
-// bad token, does not depend on the number of threads.
+// One thread reads the tokens, which are few bytes compared with the embeddings, so the error does not depend on the
+// number of threads.
 template <typename P>
 Status check_tokens(const P& p, bool has_positions) {
   const int64_t n = p.batch * p.length;
@@ -93,7 +93,7 @@ void sum_rows(T* out, int64_t count, int64_t width, const Row& row, bool accumul
 // Token v occurs at order[starts[v]], ..., order[starts[v + 1] - 1], in ascending order, so that one thread sums each
 // row of dwte in a fixed order.
 struct Sorted {
-  int64_t* starts;  // (V + 2); the last is scratch
+  int64_t* starts;  // (V + 2), the last is scratch
   int64_t* order;   // (B * T)
 };
 

@@ -9,8 +9,8 @@
 
 namespace gptkernels::cpu {
 
-// To nearest even, with saturation; NaN stays NaN. kSignificand is the bits of the significand, kBias the exponent's
-// bias, kLargest the bits of the largest number.
+// Rounds to nearest even and saturates; NaN stays NaN. kSignificand is the bits of the significand, kBias the
+// exponent's bias, kLargest the bits of the largest number.
 template <int kSignificand, int kBias, uint32_t kLargest>
 struct Fp8Rounding {
   static uint8_t round(float value) {

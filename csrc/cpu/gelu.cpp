@@ -6,7 +6,7 @@
 namespace gptkernels::cpu {
 namespace {
 
-constexpr int64_t kCost = 4;  // an exponential and a division; a copy costs 1
+constexpr int64_t kCost = 4;  // of an element; a copy costs 1
 
 template <typename Form, typename T>
 void forward(const GeluForward<T>& p, Stream stream) {

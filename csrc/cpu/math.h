@@ -60,8 +60,8 @@ inline float exp(float x) {
   return underflow ? 0.0f : e.mantissa * power_of_2(half) * power_of_2(e.exponent - half);
 }
 
-// For x <= 0, as in softmax. A quarter fewer instructions than exp(): there is only one bound to check, and the powers
-// of two, 2^(exponent + 64) and 2^-64, are always in range.
+// For x <= 0, as in softmax, with a quarter fewer instructions than exp(): there is only one bound to check, and the
+// powers of two, 2^(exponent + 64) and 2^-64, are always in range.
 inline float exp_nonpositive(float x) {
   const bool underflow = x < kUnderflow;
   const Exponential e = exponential(underflow ? 0.0f : x);

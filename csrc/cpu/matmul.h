@@ -36,7 +36,6 @@ bool matmul_supports(const Matmul& p);
 // rows by up to 6 %.
 int64_t matmul_ld(int64_t columns);
 
-// In bytes, for column_sums.
 int64_t matmul_workspace(const Matmul& p);
 
 Status matmul(const Matmul& p, Stream stream);

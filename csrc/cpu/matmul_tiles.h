@@ -54,7 +54,6 @@ inline void multiply(float* out, int64_t ld, Left<float> rows, Panel panel, cons
   constexpr int64_t kLanes = Vector<float>::kLanes;
   if (tile.columns % kLanes == 0)
     return product(tile.rows, tile.columns, terms, rows, panel.data, panel.ld, out, ld, add, kPartTerms);
-  // The last panel may not be whole vectors.
   alignas(64) float whole[kTileRows * kPanel];
   const int64_t columns = (tile.columns + kLanes - 1) / kLanes * kLanes;
   for (int64_t r = 0; r < tile.rows; ++r) {

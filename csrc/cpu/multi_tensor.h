@@ -14,7 +14,8 @@ inline int64_t list_chunks(int64_t size) {
   return (size + kListChunk - 1) / kListChunk;
 }
 
-// fn(chunk, tensor, begin, end): `chunk` is an index in the whole list, [begin, end) a range of the tensor.
+// Calls fn(chunk, tensor, begin, end), where `chunk` is an index in the whole list, and [begin, end) a range of the
+// tensor.
 template <typename Fn>
 void parallel_for_chunks(Stream stream, int64_t count, const int64_t* sizes, const Fn& fn) {
   int64_t chunks = 0;

@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kWarps * 32) attention_warp_kernel(Attention p
   float max = -INFINITY, sum = 0;
   float2 out = {0, 0};
   for (int tile = 0; tile < first + kWarps; tile += kKeys) {
-    __syncthreads();  // the previous tile was read
+    __syncthreads();  // all warps have read the previous tile
     for (int row = warp; row < kKeys; row += kWarps) {
       keys[row][lane] = pairs(kKey, tile + row)[lane];
       values[row][lane] = pairs(kValue, tile + row)[lane];

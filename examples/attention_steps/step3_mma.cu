@@ -18,7 +18,7 @@ __global__ void __launch_bounds__(kThreads) attention_mma_kernel(Attention p) {
   __syncthreads();
   WarpAttention warp(gptkernels::cuda::shared_window(queries));
   for (int tile = 0; tile <= last; ++tile) {
-    __syncthreads();  // the previous tile was read
+    __syncthreads();  // all warps have read the previous tile
     load_tile(keys, p, kKey, head, tile * kTile);
     load_tile(values, p, kValue, head, tile * kTile);
     __syncthreads();

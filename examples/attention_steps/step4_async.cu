@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads, 4) attention_async_kernel(Attention 
     copy_async_wait<1>();  // waits for this tile
     __syncthreads();
     warp.add(keys_of(tile), values_of(tile), tile == last);
-    __syncthreads();  // the buffer was read
+    __syncthreads();  // all warps have read the buffer
   }
   warp.softmax.store(p, head, last * kTile + threadIdx.x / 32 * 16, warp.out);
 }

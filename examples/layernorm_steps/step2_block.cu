@@ -8,7 +8,7 @@ constexpr int kThreads = 256;
 
 __device__ float block_sum(float value) {
   __shared__ float sums[kThreads];
-  __syncthreads();  // the previous sum was read
+  __syncthreads();  // all threads have read the previous sum
   sums[threadIdx.x] = value;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();

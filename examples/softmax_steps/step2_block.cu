@@ -9,7 +9,7 @@ constexpr int kThreads = 1024;
 template <typename Combine>
 __device__ float block_combine(float value, Combine combine) {
   __shared__ float values[kThreads];
-  __syncthreads();  // the previous result was read
+  __syncthreads();  // all threads have read the previous result
   values[threadIdx.x] = value;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();

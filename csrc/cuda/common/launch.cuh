@@ -84,7 +84,7 @@ void with_constant(int value, const Fn& fn) {
   fn(Constant<kMax>{});
 }
 
-// In bytes. The first call on a device raises the kernel's limit, 48 KB by default, to this value.
+// The result is in bytes. The first call on a device raises the kernel's limit, 48 KB by default, to it.
 template <auto kKernel>
 int64_t max_dynamic_shared_memory() {
   return once_a_device([](int device) {

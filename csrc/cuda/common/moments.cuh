@@ -18,7 +18,7 @@ __device__ inline double reciprocal_root(double x) {
   return 1 / sqrt(x);
 }
 
-// `rests` is the sum of x - mean, `squares` the sum of (x - mean)^2, and `inverse` is 1 / C.
+// `rests` sums x - mean, `squares` sums (x - mean)^2, and `inverse` is 1 / C.
 template <typename A>
 __device__ Moments<A> moments(A mean, A rests, A squares, A inverse, double eps) {
   const A rest = rests * inverse, square = rest * rest;

@@ -31,7 +31,6 @@ __host__ __device__ T narrow(accumulate_t<T> value) {
   return static_cast<T>(value);
 }
 
-// A bfloat16 is the upper half of a float32: converting either half of a word takes one instruction.
 template <typename T, int N>
 __device__ void widen(accumulate_t<T> (&out)[N], const Packed<T, N>& packed) {
   if constexpr (std::is_same_v<T, bfloat16> && N % 2 == 0) {

@@ -12,7 +12,7 @@
 
 namespace gptkernels::cuda {
 
-// Columns are written in this order: `split` to `first`, `split` to `second`, the rest to `third`. Null outputs are
+// Columns go in order to `first` (`split` columns), `second` (`split`) and `third` (the rest). Null outputs are
 // skipped.
 template <typename T, typename A = accumulate_t<T>>
 struct PartialSums {

@@ -34,7 +34,7 @@ __device__ A block_sum(A value) {
   value = warp_reduce<Sum>(value);
   __shared__ A warps[kWarp];
   const int lane = threadIdx.x % kWarp;
-  __syncthreads();  // threads may still read the previous sums
+  __syncthreads();
   if (lane == 0) warps[threadIdx.x / kWarp] = value;
   __syncthreads();
   return warp_reduce<Sum>(lane < static_cast<int>(blockDim.x) / kWarp ? warps[lane] : A(0));

@@ -12,7 +12,7 @@
 
 namespace gptkernels::cuda {
 
-// A single store also for packs of 8 bytes.
+// One store instruction even for packs of 8 bytes.
 template <int N, typename T>
 __device__ void store_row_pack(T* p, const accumulate_t<T> (&values)[N]) {
   const Packed<T, N> pack = narrow<T>(values);
@@ -76,7 +76,7 @@ struct Row {
     }
   }
 
-  // Rounds x, which fn may change, into the pack.
+  // fn may change x, which is then rounded into the pack.
   template <typename Fn>
   __device__ void update(int width, const Fn& fn) {
     each(width, [&](int i, A(&x)[kVec]) {

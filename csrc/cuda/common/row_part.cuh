@@ -27,7 +27,7 @@
 
 namespace gptkernels::cuda {
 
-// Types of places, so that generic lambdas are compiled for each kind of place.
+// One type per kind of place, so that generic lambdas are compiled for each.
 struct PackAt {
   int i;  // this thread's pack i
 };
@@ -94,7 +94,6 @@ class RowColumns {
     if (unmasked(AtEdge{})) fn(AtEdge{});
   }
 
-  // Writes fn(place) to unmasked columns, and 0 to masked columns.
   template <typename Out, typename Fn>
   __device__ void store(Out* base, const Fn& fn) const {
     Out* row = base + begin_;

@@ -36,7 +36,7 @@ constexpr int kRowItems = 4;
 
 struct RowShapes {
   int arrays = 1;
-  int resident = 2;  // with 2, one loads while the other computes
+  int resident = 2;
   // If false, rows that do not fit into a thread block's registers use a cluster.
   bool overflow_in_block = true;
   // Exceeded only if the largest cluster is too small.
@@ -80,7 +80,6 @@ __global__ void __launch_bounds__(kRowThreads<Op, kHasHeadTail, true>, kRowBlock
 
 // ---- shapes ---------------------------------------------------------------------------------------------------------
 
-// Packs beyond kRowItems per thread are in shared memory.
 struct BlockShape {
   unsigned threads;
   int overflow;
@@ -96,7 +95,7 @@ inline int64_t threads_for(int64_t packs, int64_t items) {
   return ceil_div(ceil_div(packs, items), kWarp) * kWarp;
 }
 
-// Exceeds kRowItems packs per thread only where that would take more than max_threads threads.
+// Threads hold more than kRowItems packs only if there would otherwise be more than max_threads threads.
 inline BlockShape block_shape(int64_t packs, int arrays, int64_t max_threads) {
   const int64_t items = std::max<int64_t>(ceil_div(packs, max_threads), kRowItems);
   return {packs, arrays, threads_for(packs, items)};
@@ -159,7 +158,7 @@ bool launch_rows_by_cluster(const typename Op::Arguments& p, int64_t line_packs,
   return true;
 }
 
-// For rows that a warp cannot hold. Returns false if no kernel supports them.
+// Returns false if no kernel supports these rows.
 template <typename Op, bool kHasHeadTail>
 bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* base, Stream stream) {
   const int64_t packs = p.width / kPack<typename Op::T>;

@@ -47,7 +47,7 @@ struct SoftmaxSum {
   }
 
   __device__ void block_reduce() {
-    __syncthreads();  // threads may still read the previous values
+    __syncthreads();
     warp_reduce();
     BlockCombine<SoftmaxSum>()(*this, [](SoftmaxSum& lane_value) { lane_value.warp_reduce(); });
   }
@@ -66,13 +66,12 @@ struct ScaledExp {
     return kSixteenBits<T> ? exp2_approximately(x * factor) : expf(x * factor);
   }
 
-  // exp(scale * x) / 2^y, for 16-bit types.
   __device__ float over_power(float x, float y) const { return exp2_approximately(fmaf(x, factor, -y)); }
 };
 
 template <typename T, int N>
 __device__ float largest_of(const Packed<T, N>& pack) {
-  if constexpr (sizeof(T) == 2 && N == 8) {  // compares before it converts
+  if constexpr (sizeof(T) == 2 && N == 8) {
     using Pair = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
     const auto& pairs = reinterpret_cast<const Pair(&)[4]>(pack);
     const Pair largest = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));

@@ -22,13 +22,11 @@ struct DropoutDraw {
     keep_scale = dropout.probability < 1 ? 1 / (1 - dropout.probability) : 0;
   }
   __device__ bool drops() const { return any; }
-  // Element (i, j) of a head's (Tq, Tk) probabilities.
   __device__ bool keeps(int64_t head, int64_t i, int64_t j) const {
     const DropoutGroup group = dropout_group(i, j);
     return sixteen_bits(dropout_words(seed, offset, static_cast<uint32_t>(head), group.row, group.column),
                         group.slot) >= threshold;
   }
-  // For the lower or the upper 16 bits of `word`.
   __device__ bool keeps_lower(uint32_t word) const { return word << 16 >= threshold << 16; }
   __device__ bool keeps_upper(uint32_t word) const { return word >= threshold << 16; }
 };

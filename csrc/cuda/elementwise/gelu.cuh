@@ -34,7 +34,6 @@ struct GeluTanh {
   }
 
  private:
-  // log2(e) is multiplied into the coefficients.
   static __device__ float exp_minus_v(float x, float square) {
     return exp2_approximately(x * fmaf(float(-kCubic * kLog2E), square, float(-kLinear * kLog2E)));
   }

@@ -17,8 +17,8 @@ __device__ inline int inclusive_scan(int value) {
   return value;
 }
 
-// In shared memory, by all threads of the thread block. Each thread scans a range of odd length, so that the lanes of a
-// warp use different banks.
+// `values` is in shared memory, and all threads of the thread block call this function. Each thread scans a range of
+// odd length, so that the lanes of a warp use different banks.
 __device__ inline void exclusive_scan(int* values, int count) {
   __shared__ int warps[kWarp];
   const int lane = threadIdx.x % kWarp;

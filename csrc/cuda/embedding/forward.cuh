@@ -20,7 +20,7 @@ constexpr int kForwardWarps = kForwardThreads / kWarp;
 constexpr int kForwardRows = 2;  // rows per warp
 constexpr int kForwardBlockRows = kForwardWarps * kForwardRows;
 
-// The grid is (slabs, sequences, thread blocks of a sequence), flattened with the last index fastest.
+// The last index of the grid (slabs, sequences, thread blocks of a sequence) is the fastest.
 struct ForwardBlocks {
   unsigned per_sequence;
   unsigned per_slab;  // per_sequence * sequences

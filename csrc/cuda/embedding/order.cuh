@@ -192,7 +192,6 @@ __global__ void __launch_bounds__(kBinThreads)
     if (tile == w.tiles - 1) total += firsts[tile];
   }
   __syncthreads();
-  // A binary search finds the entry's tile.
   const auto load_entry = [&](int e) {
     int tile = 0;
 #pragma unroll

@@ -36,13 +36,11 @@ __device__ Packed<T, kVec> load_with(const T* p, const LoadWords& load_words) {
   }
 }
 
-// For rows that other SMs read too, so L1 is bypassed.
 template <int kVec, typename T>
 __device__ Packed<T, kVec> load_from_l2(const T* p) {
   return load_with<kVec>(p, [](const uint4* words) { return __ldcg(words); });
 }
 
-// For data that is not read again, which then displaces no other data from the L2 cache.
 template <int kVec, typename T>
 __device__ Packed<T, kVec> load_evict_first(const T* p) {
   return load_with<kVec>(p, [](const uint4* words) { return __ldcs(words); });

@@ -66,8 +66,8 @@ __device__ void write_sum(T* row, const Total (&sum)[kVec]) {
   stream_narrow<kVec>(row, values);
 }
 
-// In every group of lanes. For float32, the few rows of an iteration are added in float32, and the iterations' sums in
-// float64.
+// Every group of lanes gets the sum. For float32, the few rows of an iteration are added in float32, and the
+// iterations' sums in float64.
 template <int kVec, typename T, typename Total, typename RowAt>
 __device__ void sum_rows(Total (&sum)[kVec], const Column<T>& column, int count, const RowAt& row_at) {
   constexpr int kGroups = kWarp / kLanes<kVec>;
@@ -185,7 +185,6 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
   int loaded[kRounds];
 #pragma unroll
   for (int c = 0; c < kRounds; ++c) loaded[c] = w.items[unit * kUnit + c * kLanes<kVec> + lane];
-  // The unit's last run ends at the first head after the unit.
   int first = kReach;
   int end = kReach;
 #pragma unroll
@@ -264,7 +263,7 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
     }
   }
   write_row(sum);
-  __syncwarp();  // all lanes have read `items`
+  __syncwarp();
 }
 
 // At most two long runs have entries in a window: one that began earlier, and one that begins in the window. Their sums

@@ -20,7 +20,7 @@ __device__ inline int32_t history_amax(const int32_t* history) {
   return bits;
 }
 
-// For the thread block's first thread.
+// Only the thread block's first thread gets the result.
 template <int kWarps>
 __device__ float block_amax(float magnitude) {
   __shared__ float warps[kWarps];

@@ -19,7 +19,6 @@ __device__ inline uint2 to_fp8(const float (&values)[8], __nv_fp8_interpretation
   return {halves[0], halves[1]};
 }
 
-// A 4x4 matrix of bytes, one row per word.
 __device__ inline void transpose_bytes(uint32_t (&words)[4]) {
   const uint32_t low01 = __byte_perm(words[0], words[1], 0x5140), high01 = __byte_perm(words[0], words[1], 0x7362);
   const uint32_t low23 = __byte_perm(words[2], words[3], 0x5140), high23 = __byte_perm(words[2], words[3], 0x7362);

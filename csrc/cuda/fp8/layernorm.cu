@@ -175,7 +175,7 @@ template <typename R, bool kResidual, bool kCalibrated>
 unsigned launch(const LayernormForward<typename R::T>& p, const Fp8Quantize<typename R::T>& quantization,
                 CalibrationWorkspace* first, int count, Stream stream) {
   constexpr auto kKernel = fp8_layernorm_kernel<R, kResidual, kCalibrated>;
-  max_dynamic_shared_memory<kKernel>();  // raises the kernel's limit
+  max_dynamic_shared_memory<kKernel>();
   const int64_t filling = std::min<int64_t>(int64_t(kResident<R>) * multiprocessors(), kMaxBlocks);
   const unsigned grid = grid_size(std::min(ceil_div(p.rows, kTileRows), filling));
   const int64_t bytes = kTileRows * line_bytes(static_cast<int>(p.width));

@@ -30,7 +30,7 @@ constexpr int kWarpBands = kWarp / kGroups;
 // ---------------------------------------------------------------------------------------------------------------
 // The function of x and u that is quantised (Fp8Source).
 
-// The fastest numbers of resident thread blocks per SM, as measured (docs/notes/fp8.md).
+// kResident was measured to be the fastest (docs/notes/fp8.md).
 struct ValuesSource {
   static constexpr bool kReadsU = false;
   static constexpr int kResident = 3;
@@ -89,7 +89,6 @@ struct Part {
   }
 };
 
-// The preceding matmul may have quantised this tensor.
 template <typename T>
 __device__ bool is_already_quantized(const Fp8Quantize<T>& p) {
   return p.fused.done && *p.fused.done;
@@ -135,7 +134,6 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
   __shared__ int32_t shared_bits;
   const int group = Tile::group(), band = Tile::band();
   const int64_t column = int64_t(blockIdx.x) * kTileColumns;
-  // The columns from the thread's first column to the end of the row.
   const int64_t mine = column + group * kThreadColumns, columns = p.width - mine;
   const int64_t stride = int64_t(gridDim.y) * kTileRows;
   Part<T> x[kThreadRows], u[Source::kReadsU ? kThreadRows : 1];
@@ -199,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
     if (p.out_transposed) tiles[buffer].put([&](int i, int word) { return word ? rows[i].y : rows[i].x; });
     if (tile + stride < p.rows) load_tile(tile + stride);
     if (p.out_transposed == nullptr) continue;
-    __syncthreads();  // two buffers need one barrier per tile
+    __syncthreads();
     const int64_t padded = fp8_padded(p.rows);
     tiles[buffer].store(p.out_transposed, padded, tile, column, padded, p.width);
   }

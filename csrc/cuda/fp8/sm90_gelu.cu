@@ -69,11 +69,11 @@ template <typename T>
 struct GeluProduct {
   CUtensorMap a, b;
   Fp8Quantize<T> pass;
-  T* product;     // (rows, columns): without a scale, or for GELU
+  T* product;     // written without a scale, or for GELU
   const T* bias;  // or null
   const float* scale_a;
   const float* scale_b;
-  int32_t* done;    // 1 if the result was quantised
+  int32_t* done;
   float* partials;  // (partial_rows, columns) or null
   int rows;
   int columns;
@@ -185,7 +185,6 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[n], const Shared& sh
 
 // ---- the other warpgroups: the epilogue -----------------------------------------------------------------------------
 
-// 8 neighbouring columns of two neighbouring rows, in words of two columns of T.
 using Pair = uint32_t[2][4];
 
 __device__ inline uint4 load_shared(uint32_t shared) {
@@ -321,7 +320,7 @@ struct TransposedPiece {
 template <typename T>
 __device__ __forceinline__ void store_transposed(const GeluProduct<T>& p, const TransposedPiece& own, int warpgroup,
                                                  int first_row, int first_column, const uint32_t (&words)[4]) {
-  warpgroup_barrier(1 + warpgroup);  // the previous piece was read
+  warpgroup_barrier(1 + warpgroup);
   store_matrices_transposed(own.put_at, words[0], words[1], words[2], words[3]);
   warpgroup_barrier(1 + warpgroup);
   const int row = first_row + own.get_row;

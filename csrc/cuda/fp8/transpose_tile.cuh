@@ -37,8 +37,8 @@ struct TransposedTile {
     }
   }
 
-  // To the transposed matrix `out`, whose rows are `stride` bytes apart. The tile begins at (row, column) of the matrix
-  // (rows, width); parts beyond the matrix are skipped. `rows` is a multiple of 16.
+  // Writes the tile to the transposed matrix `out`, whose rows are `stride` bytes apart. The tile begins at (row,
+  // column) of the matrix (rows, width); parts beyond the matrix are skipped. `rows` is a multiple of 16.
   __device__ void store(uint8_t* out, int64_t stride, int64_t row, int64_t column, int64_t rows, int64_t width) const {
     constexpr int kChunks = kRows / 16;
 #pragma unroll

@@ -79,7 +79,6 @@ __device__ float dot(const bfloat16* a, const bfloat16* b, int64_t width) {
   return warp_reduce<Sum>(sum);
 }
 
-// Each warp writes a row's target and shift.
 __global__ void __launch_bounds__(kBeforeWarps* kWarp)
     exp_classifier_before_kernel(const ExpClassifier p, const RowState state) {
   const int64_t row = int64_t(blockIdx.x) * kBeforeWarps + threadIdx.y;

@@ -29,7 +29,7 @@ namespace gptkernels::cuda {
 
 // ---- used by both kernels ----
 
-// Absent weights are ones, absent biases zeros. If kBoth, both are present.
+// Absent weights are ones, absent biases zeros.
 template <bool kBoth, int kVec, typename T, typename X>
 __device__ void load_affine(accumulate_t<T> (&weight)[kVec], accumulate_t<T> (&bias)[kVec],
                             const LayernormForward<T, X>& p, auto column) {
@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kSimpleThreads)
     LongSum<A> sum, rests, squares;
     for_each_pack<kVec>(p.width, [&](int64_t column) {
       load_wide<kVec>(x, p.x + row * p.width + column);
-      if (p.residual) {  // later passes read the sum
+      if (p.residual) {
         if (p.x_bias) add_pack(x, load<kVec>(p.x_bias + column));
         draw.apply(x, row * p.width + column);
         add_pack(x, load<kVec>(p.residual + row * p.width + column));

@@ -16,7 +16,7 @@ namespace {
 
 // ---- forward ----
 
-// All rows are resident on the SMs at once, at one warp per row.
+// At one warp per row, all rows are resident on the SMs at once.
 bool few_rows(int64_t rows) {
   return rows < 64 * int64_t(multiprocessors());
 }

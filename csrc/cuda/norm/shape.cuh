@@ -25,14 +25,14 @@ constexpr int max_threads(int registers) {
   return std::min(1024, 65536 / registers / kStep * kStep);
 }
 
-// Registers: three arrays of packs in T, one array in float32, and 48 others.
+// A thread needs registers for three arrays of packs in T, for one in float32, and 48 others.
 template <typename T>
 constexpr int forward_max_threads(int items) {
   return max_threads(48 + items * kPack<T> * (3 * sizeof(T) + 4) / 4);
 }
 
-// Registers: the weight in T, kArrays float32 sums over the rows, what the first pass keeps for the second (in float32,
-// or in T beyond 40 elements per thread), and 48 others.
+// A thread needs registers for the weight in T, for kArrays float32 sums over the rows, for what the first pass keeps
+// for the second (in float32, or in T beyond 40 elements per thread), and 48 others.
 template <typename T, int kArrays>
 constexpr int backward_max_threads(int items) {
   const int kept = items * kPack<T> > 40 ? sizeof(T) : 4;

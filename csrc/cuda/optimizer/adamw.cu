@@ -58,7 +58,7 @@ struct Stochastically {
   uint64_t seed;
   uint32_t step;
   uint32_t tensor;
-  int64_t begin;  // of the pointers' first element
+  int64_t begin;  // index in the tensor
 
   template <typename V, int N>
   __device__ void round(Packed<V, N>& to, const float (&values)[N], AdamwArray array, int i) const {

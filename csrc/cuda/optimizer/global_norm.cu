@@ -1,5 +1,3 @@
-// The Euclidean norm of all elements of many tensors: float64 sums of squares per chunk, one thread block each, and
-// then the root of their sum.
 #include "../../global_norm.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/multi_tensor.cuh"

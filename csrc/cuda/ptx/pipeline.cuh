@@ -33,7 +33,6 @@ __device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// The arrival has no branch.
 __device__ inline void barrier_arrive_if(bool one, uint32_t barrier) {
   random_delay();
   asm volatile(

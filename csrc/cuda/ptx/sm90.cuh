@@ -23,7 +23,7 @@ __device__ inline void mbarrier_init(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// To asynchronous copies and to the cluster.
+// Makes initialised barriers visible to asynchronous copies and to the cluster.
 __device__ inline void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }

@@ -137,7 +137,7 @@ __device__ inline void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Then the shared memory of this thread's stores, except the latest kPending groups, may be overwritten.
+// Afterwards the shared memory of this thread's stores, except the latest kPending groups, may be overwritten.
 template <int kPending = 0>
 __device__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
