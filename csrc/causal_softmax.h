@@ -8,7 +8,7 @@ namespace gptkernels::GPTKERNELS_DEVICE {
 
 template <typename T>
 struct CausalSoftmaxForward {
-  T* out;           // may be scores
+  T* out;           // (matrices, T, T); may be scores
   const T* scores;  // (matrices, T, T)
   int64_t matrices;
   int64_t tokens;  // T
@@ -17,7 +17,7 @@ struct CausalSoftmaxForward {
 
 template <typename T>
 struct CausalSoftmaxBackward {
-  T* dscores;     // may be dout
+  T* dscores;     // (matrices, T, T); may be dout
   const T* dout;  // (matrices, T, T)
   const T* out;   // (matrices, T, T)
   int64_t matrices;

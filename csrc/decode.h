@@ -30,7 +30,7 @@ struct DecodeLayer {
 template <typename T>
 struct Decode {
   T* logits;                     // (B, Vp)
-  T* keys_values;                // (L, 2, B, NH, capacity, HS); last tokens are added
+  T* keys_values;                // (L, 2, B, NH, capacity, HS); the last tokens' are added
   const int64_t* sequences;      // (B, length); the -1 that sample_ writes if it cannot draw is read as 0
   const int64_t* lengths;        // (B), including the last token, which is not in the cache
   const T* wte;                  // (V or more, C)
@@ -55,7 +55,7 @@ struct Decode {
 constexpr int64_t kDecodeMaxBatch = 8;
 constexpr int64_t kDecodeMaxHeadSize = 256;
 
-// In bytes.
+// Returns the size in bytes.
 template <typename T>
 int64_t decode_workspace(const Decode<T>& p) {
   return static_cast<int64_t>(sizeof(accumulate_t<T>)) * p.batch * p.width * 8;

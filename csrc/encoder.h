@@ -50,7 +50,7 @@ constexpr int64_t kEncoderMaxVocabulary = INT64_MAX;
 constexpr int64_t kEncoderMaxColumns = INT64_MAX;
 #endif
 
-// In bytes.
+// Returns the size in bytes.
 template <typename T, typename Token>
 int64_t encoder_backward_workspace(int64_t batch, int64_t length, int64_t vocabulary, int64_t width);
 

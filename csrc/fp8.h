@@ -42,7 +42,7 @@ template <typename T>
 struct Fp8Quantize {
   uint8_t* out;             // (N, C), or null
   uint8_t* out_transposed;  // (C, fp8_padded(N)), or null
-  float* scale;             // value = float8 number * scale
+  float* scale;             // scalar: value = number * scale
   T* column_sums;           // (C), before quantisation, or null
   const T* x;               // (N, C)
   const T* u;

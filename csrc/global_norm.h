@@ -14,7 +14,7 @@ struct GlobalNormSquares {
   int64_t count;
 };
 
-// Of a tensor.
+// The number of partial sums of a tensor.
 int64_t global_norm_partials(int64_t size);
 
 template <typename T>

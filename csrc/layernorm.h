@@ -31,7 +31,7 @@ struct LayernormForward {
 
 template <typename T, typename X = T>
 struct LayernormBackward {
-  X* dx;                        // null outputs are not computed
+  X* dx;                        // (N, C); null outputs are not computed
   T* dweight;                   // (C) or null
   T* dbias;                     // (C) or null
   T* dx_bias;                   // (C) or null; requires dx
@@ -52,7 +52,7 @@ struct LayernormBackward {
 template <typename T, typename X>
 Status layernorm_forward(const LayernormForward<T, X>& p, const DropoutArguments& dropout, Stream stream);
 
-// In bytes.
+// Returns the size in bytes.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width);
 

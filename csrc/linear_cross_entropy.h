@@ -10,7 +10,7 @@ namespace gptkernels::GPTKERNELS_DEVICE {
 template <typename A>
 struct MeanScale {
   A* scale;             // scalar
-  A* finite;            // 0 if all targets are ignored; or null
+  A* finite;            // scale, but 0 if all targets are ignored; or null
   const A* dloss;       // scalar; null means 1
   const void* targets;  // (N) int64 or int32
   bool targets_are_int64;

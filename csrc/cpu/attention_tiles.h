@@ -310,7 +310,7 @@ struct ForwardScratch {
   explicit ForwardScratch(TileBuffers<A, kSize, 4>& room)
       : query(room.rows[0]), out(room.rows[1]), key(room.rows[2]), value(room.rows[3]) {}
 
-  A* query;  // (queries, HS) if there are few queries
+  A* query;  // (HS, queries), or transposed if there are few queries
   A* out;    // same shape as query
   A* key;
   A* value;

@@ -11,20 +11,21 @@ struct Strided {
   int64_t column;
 };
 
-// out = a @ b, then the optional operations below, in order. The bits do not depend on the number of threads.
+// out = a @ b, then the optional operations below, in order. One of a's two strides is 1, and one of b's. The bits do
+// not depend on the number of threads.
 struct Matmul {
-  float* out = nullptr;  // rows out_ld apart
+  float* out = nullptr;  // (rows, columns), rows out_ld apart
   int64_t out_ld = 0;
-  Strided a;  // a stride is 1
-  Strided b;  // a stride is 1
+  Strided a;  // (rows, inner)
+  Strided b;  // (inner, columns)
   int64_t rows;
   int64_t columns;
   int64_t inner;
   bool accumulate = false;
-  const float* bias = nullptr;      // added to every row
-  float* pre_gelu = nullptr;        // receives a @ b + bias; out is its tanh GELU
-  const float* dgelu_at = nullptr;  // out is multiplied by GELU's derivative at this
-  float* column_sums = nullptr;     // over out's rows
+  const float* bias = nullptr;      // (columns)
+  float* pre_gelu = nullptr;        // (rows, columns), dense: a @ b + bias; out is its tanh GELU
+  const float* dgelu_at = nullptr;  // (rows, columns), dense: out is multiplied by GELU'(dgelu_at)
+  float* column_sums = nullptr;     // (columns): over out's rows
   void* workspace = nullptr;        // matmul_workspace bytes
 };
 

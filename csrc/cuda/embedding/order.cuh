@@ -70,12 +70,12 @@ struct Run {
 
 template <typename T>
 struct EncoderWorkspace {
-  Entry* tile_entries;
-  int* tile_starts;  // (bins + 1, tiles)
-  int* items;
+  Entry* tile_entries;        // (N), by tile and bin
+  int* tile_starts;           // (bins + 1, tiles)
+  int* items;                 // (windows + 1, kWindow)
   Run* long_runs;             // (windows, 2)
   accumulate_t<T>* partials;  // (partial_rows, C): 2 rows per window, then `pieces` rows per position
-  int* arrived;
+  int* arrived;               // (partial_rows, slabs)
   int n;
   int shift;  // bins = 1 << shift
   int digits;

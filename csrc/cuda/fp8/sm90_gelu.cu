@@ -69,7 +69,7 @@ template <typename T>
 struct GeluProduct {
   CUtensorMap a, b;
   Fp8Quantize<T> pass;
-  T* product;     // written without a scale, or for GELU
+  T* product;     // (rows, columns), not written for GELU's gradient if there is a scale
   const T* bias;  // or null
   const float* scale_a;
   const float* scale_b;

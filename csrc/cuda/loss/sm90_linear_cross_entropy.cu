@@ -36,9 +36,9 @@ constexpr int kRedo = -2;  // a row to be redone
 // A row block is the kCluster * kRows rows of a cluster's tile.
 struct RowState {
   float* shifts;     // (N) c * log2(e)
-  int* targets;      // (N), or kNone or kRedo
+  int* targets;      // (N), target, kNone or kRedo
   float* at_target;  // (N) E at the target
-  float* sums;       // (tiles across, N) per tile, without the target's column
+  float* sums;       // (tiles across, N) sums of E without the target's column
   int* block_redo;   // (row blocks) 1 if a row is redone
   int* redo_blocks;  // (row blocks) the first *redo_count are to be redone
   int* redo_count;   // (1)

@@ -22,13 +22,13 @@ struct ExpClassifier : FusedClassifierForward<bfloat16> {
   int64_t x_stride = 0;
   int64_t weight_stride = 0;
   float* factors = nullptr;      // (N); if null, only the losses are wanted, and E is not stored
-  bfloat16* scaled_x = nullptr;  // (N, C) or null: factor * x, so that dweight = E^T * scaled_x
+  bfloat16* scaled_x = nullptr;  // (N, C), contiguous, or null: factor * x, so that dweight = E^T * scaled_x
 };
 
 // Whether exp_classifier() supports these arguments, and is faster than a matmul and a separate pass.
 bool exp_classifier_supports(const ExpClassifier& p);
 
-// In bytes.
+// Returns the size in bytes.
 int64_t exp_classifier_workspace(const ExpClassifier& p);
 
 cudaError_t exp_classifier(const ExpClassifier& p, void* workspace, Stream stream);

@@ -1,4 +1,13 @@
 // Chooses the kernel of a layernorm call and its launch shape.
+//
+//              rows of whole packs that fit into registers  any other row, and float64
+//   forward    layernorm_forward_registers_kernel           layernorm_forward_simple_kernel
+//   backward   layernorm_backward_ring_kernel               layernorm_backward_simple_kernel, *_columns_kernel
+//              then, for dweight, dbias and dx_bias, partial_sums_kernel
+//
+// T is the dtype of the residual stream, and X the dtype of x, out and their gradients. If X is T, the fast kernels
+// have instances without and with dropout (NoDropout, DenseDropout); otherwise one instance is for both
+// (OptionalDropout).
 #include <algorithm>
 #include <limits>
 #include <type_traits>
