@@ -1,5 +1,5 @@
 // Token plus position embeddings. forward.cuh has the forward; in the backward, order.cuh sorts the positions by token,
-// and sums.cuh adds the rows of dout. All kernels process the columns in slabs (slab.cuh).
+// and sums.cuh adds the rows of dout. The forward and the sums process the columns in slabs (slab.cuh).
 #include <utility>
 
 #include "../../encoder.h"
