@@ -1,6 +1,6 @@
 """Names for a transformer block's parameters, and for the tensors that its operators save for the backward.
 
-The names have the same order as in the schemas in ``ops/library.cpp``; ``tests/ops/test_layer.py`` compares both.
+The order is that of the schemas in ``ops/library.cpp``; ``tests/ops/test_layer.py`` compares both.
 
 Shapes: B batch, T tokens, C channels, F the MLP's hidden width, NH heads, N = B*T rows; weights are (out, in).
 """
@@ -31,7 +31,7 @@ class Matrices(NamedTuple):
 
 
 class BlockParameters(NamedTuple):
-    """The parameters of a transformer block, or their gradients, or for each parameter whether its gradient is needed.
+    """The parameters of a transformer block, or a gradient or a flag for each of them.
 
     The bias of ``mlp_proj`` is missing: it is added after the block, with the last addition to the residual stream.
     """
@@ -52,12 +52,10 @@ class BlockParameters(NamedTuple):
         return Weights(self.qkv_weight, self.attn_proj_weight, self.fc_weight, self.mlp_proj_weight)
 
     def matrices(self) -> Matrices:
-        """Return the parameters that the matmuls read."""
         _, _, qkv_weight, qkv_bias, attn_proj_weight, _, _, _, fc_weight, fc_bias, mlp_proj_weight = self
         return Matrices(qkv_weight, qkv_bias, attn_proj_weight, fc_weight, fc_bias, mlp_proj_weight)
 
     def with_matrices(self, matrices: Matrices) -> "BlockParameters":
-        """Return a copy of these parameters in which ``matrices`` replaces the parameters that the matmuls read."""
         norm_1_weight, norm_1_bias, _, _, _, attn_proj_bias, norm_2_weight, norm_2_bias, _, _, _ = self
         qkv_weight, qkv_bias, attn_proj_weight, fc_weight, fc_bias, mlp_proj_weight = matrices
         return BlockParameters(
@@ -87,8 +85,7 @@ class LayerSaved(NamedTuple):
 class FP8LayerSaved(NamedTuple):
     """The tensors that ``fp8_layer`` returns for ``fp8_layer_backward`` after ``residual_1`` and ``residual_2``.
 
-    A field whose name ends in ``_t`` is a transposed float8 operand (columns, rows rounded up to a multiple of 16). The
-    next field is the operand's scale.
+    A field ending in ``_t`` is a transposed float8 operand (columns, rows rounded up to a multiple of 16).
     """
 
     mean_1: Tensor  # (B, T)

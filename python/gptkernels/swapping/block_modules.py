@@ -1,8 +1,7 @@
 """Finds the modules of a swapped transformer block, so that it can be computed as one node of autograd's graph.
 
-The modules are found once, and at each call they are compared with the modules that were found. For a small batch, host
-time determines the time of a training step, and checking each module with ``untouched`` would take longer than this
-comparison.
+The modules are found once and compared at each call, which takes less host time than checking each with ``untouched``.
+For a small batch, host time determines the time of a training step.
 """
 
 import dataclasses
@@ -44,7 +43,6 @@ class Parts:
     links: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = ()  # each module's dictionary of children, and a copy
 
     def are_as_found(self) -> bool:
-        """Return whether the modules are unchanged: their classes, children, hooks and forwards."""
         for children, found in self.links:
             if children != found:  # modules compare by identity
                 return False
@@ -63,9 +61,7 @@ _known: WeakKeyDictionary[torch.nn.Module, Parts] = WeakKeyDictionary()
 def parts_of(block: Any, kinds: Sequence[str]) -> Parts | None:
     """Return the modules of a transformer block; None if one was replaced, hooked or wrapped.
 
-    Args:
-        block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``, whose submodules are named as in nanoGPT.
-        kinds: the names of the replacements of the block, its attention and its MLP.
+    ``kinds`` are the replacements of the block, its attention and its MLP.
     """
     if kind_of(block) != kinds[0] or _has_any_global_hook():
         return None
@@ -108,7 +104,6 @@ def _find(block: Any, kinds: Sequence[str]) -> Parts | None:
 
 
 def probability(dropout: Any) -> float:
-    """Return the current probability of a dropout; 0 for None."""
     return dropout.p if dropout is not None and dropout.training else 0.0
 
 

@@ -1,7 +1,7 @@
 """GPT-2's layer, computed with the parameters of a user's own modules.
 
-Every function reads the modules at each call. If a module was replaced, hooked or wrapped since the swap, the function
-calls the module instead of the kernel. Shapes: B batch, T tokens, C channels.
+A module that was replaced, hooked or wrapped since the swap is called instead of the kernel. Shapes: B batch, T tokens,
+C channels.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,6 @@ from gptkernels.swapping.layers import gelu_form, norm_of, weight_of
 
 
 def norm(x: Tensor, module: Any) -> Tensor:
-    """Compute layernorm with a norm's parameters: (B, T, C) -> (B, T, C)."""
     if not untouched(module, "LayerNorm"):
         return module(x)  # type: ignore[no-any-return]
     weight, bias, eps = norm_of(module)
@@ -29,7 +28,7 @@ def norm(x: Tensor, module: Any) -> Tensor:
 
 
 def add_and_norm(stream: Tensor, pending: Pending | None, module: Any, narrow: bool = False) -> tuple[Tensor, Tensor]:
-    """Make the pending addition to the residual stream; return the normalised stream, and the stream.
+    """Make the pending addition; return the normalised stream, and the stream.
 
     With ``narrow`` the normalised stream may have autocast's dtype, because only a matmul reads it.
     """
@@ -55,10 +54,7 @@ def _is_narrow(values: Tensor, stream: Tensor, *args: Any) -> bool:
 
 
 def project(x: Tensor, module: Any, bias: bool = True) -> Tensor:
-    """Compute a linear layer or a Conv1D: (..., in) -> (..., out).
-
-    ``bias=False`` has no effect if the layer must be called as a module.
-    """
+    """``bias=False`` has no effect if the layer must be called as a module."""
     if not untouched(module, "Linear"):
         return module(x)  # type: ignore[no-any-return]
     return functional.linear(x, weight_of(module), module.bias if bias else None)
@@ -75,13 +71,9 @@ def mlp(x: Tensor, fc: Any, act: Any, proj: Any, bias: bool = True) -> Tensor:
 
 
 def pending_of(values: Tensor, proj: Any, module: Any, draws: Draws) -> Pending:
-    """Return a sublayer's pending addition to the residual stream.
+    """Return a sublayer's pending addition; ``values`` (B, T, C) is the output of ``proj`` without its bias.
 
-    Args:
-        values: (B, T, C), ``proj``'s output without its bias.
-        proj: the sublayer's last linear layer.
-        module: the dropout module that is applied to proj's output, or None.
-        draws: gives the dropouts' seeds and offsets.
+    ``module`` is the dropout module that is applied to proj's output, or None.
     """
     pending = Pending(values, proj.bias if untouched(proj, "Linear") else None)
     if module is None:
@@ -91,7 +83,6 @@ def pending_of(values: Tensor, proj: Any, module: Any, draws: Draws) -> Pending:
 
 
 def feed_forward(module: Any, x: Tensor, kind: str, activation: Callable[[Any], Any], draws: Draws) -> Pending:
-    """Compute a layer's MLP. A module that is not the replacement ``kind``, or was hooked or wrapped, is called."""
     if not untouched(module, kind) or why_not(x) is not None:
         return called(module, x)
     values = mlp(x, module.c_fc, activation(module), module.c_proj, bias=False)
@@ -114,8 +105,6 @@ def layer(
     narrow: tuple[bool, bool] = (False, False),
 ) -> tuple[Tensor, Pending]:
     """Compute a transformer block without its last residual addition.
-
-    One kernel computes this addition together with the norm that follows it.
 
     Args:
         stream: (B, T, C), the residual stream.

@@ -21,8 +21,7 @@ WITHOUT_DERIVATIVE = (
     ops.layer.default,
     ops.layer_backward.default,
 )
-# The tests of torch.library.opcheck, and the tests among them that do not multiply floating arguments. Torch cannot
-# multiply float8 tensors.
+# Torch cannot multiply float8 tensors; WITHOUT_PRODUCTS are the tests of opcheck that do not multiply.
 ALL_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 WITHOUT_PRODUCTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 NEAR = 2.0**-13  # the largest relative change of elements in the odd trials of other_numbers
@@ -48,29 +47,16 @@ def _checked(case: Case, check: str, function: Callable[[], float | None]) -> Re
 
 
 def exactness(case: Case, dtype: torch.dtype, device: torch.device) -> float:
-    """Compare the results and gradients of two calls, of the sizes ORDINARY and ODD, with the formula.
-
-    Returns the largest ratio of error to allowed error.
-    """
+    """Compare calls of two sizes with the formula; return the largest ratio of error to allowed error."""
     return max(hold_to_the_rule(case.call(size, dtype, device)) for size in (ORDINARY, ODD))
 
 
 def hold_to_the_rule(call: Call, view: str = "contiguous", unused: Sequence[int] = ()) -> float:
-    """Check that a call satisfies the rule of exactness, and that a second call with equal arguments gives equal bits.
+    """Check the rule of exactness, and that a second call gives equal bits; return the largest share of the allowed
+    error.
 
-    If the call violates the rule, it is repeated with other numbers to estimate torch's error again, because torch may
-    happen to be exact for a few numbers.
-
-    Args:
-        call: the call; further trials replace its numbers by ``other_numbers``.
-        view: the layout of the results' gradients.
-        unused: the indices of results without a gradient.
-
-    Returns:
-        The largest ratio, among all results and gradients, of our error to the allowed error.
-
-    Raises:
-        AssertionError: if the rule is violated, or the second call gives other bits.
+    A call that violates the rule is repeated with other numbers, because torch may happen to be exact for a few.
+    ``view`` is the layout of the results' gradients, and ``unused`` has the indices of results without one.
     """
     args = list(call.args.values())
     generator = torch.Generator().manual_seed(1)
@@ -106,17 +92,10 @@ def hold_to_the_rule(call: Call, view: str = "contiguous", unused: Sequence[int]
 def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any], linear: bool = False) -> Tensor | None:
     """Return an argument with other numbers, but the same zeros, equal elements, infinities, magnitudes and strides.
 
-    In even trials a floating argument's rows and columns are permuted, and all elements are multiplied by a random
-    factor between 7/8 and 1. In odd trials the elements keep their places, and change by a factor that differs from 1
-    by at most 2^-13 or four epsilons of the dtype. Equal elements change by the same factor. Then sums that cancel
-    still cancel, and scores that are nearly equal remain nearly equal. Expanded tensors become contiguous.
-
-    Args:
-        t: the argument; an integer tensor or None is returned unchanged.
-        trial: the trial's index.
-        source: arguments of torch's random functions.
-        linear: whether the results are proportional to ``t``. Then all elements are multiplied by a random factor in
-            odd trials as well.
+    In even trials rows and columns are permuted, and all elements multiplied by a random factor between 7/8 and 1. In
+    odd trials the elements keep their places and change by at most 2^-13 or four epsilons, equal elements by the same
+    factor, so that cancelling sums still cancel; if the results are ``linear`` in the argument, all elements are
+    multiplied as well. Expanded tensors become contiguous.
     """
     if t is None or not t.is_floating_point():
         return t
@@ -138,7 +117,7 @@ def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any], linear: 
 def _results(
     call: Call, args: Sequence[Tensor | None], douts: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return, for each output and then for each gradient, this package's tensor, torch's, and the formula's."""
+    """Return (ours, torch's, the formula's) for each output and then for each gradient."""
     doubles = [t.double() if t is not None and t.is_floating_point() else t for t in args]
     ours = with_gradients(call, call.ours, args, douts)
     for a, b in zip(ours, with_gradients(call, call.ours, args, douts), strict=True):
@@ -156,7 +135,6 @@ def outputs(found: Any) -> list[Tensor]:
 def with_gradients(
     call: Call, function: Callable[..., Any], args: Sequence[Tensor | None], douts: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """Return the outputs, followed by the gradients of all arguments that may require one."""
     wanted = call.differentiable()
     named = zip(call.args, args, strict=True)
     leaves = [t if t is None else t.detach().requires_grad_(name in wanted) for name, t in named]
@@ -170,17 +148,12 @@ def with_gradients(
 
 
 def differences(case: Case, check: Callable[..., bool], device: torch.device) -> None:
-    """Compare derivatives with finite differences in float64, by ``gradcheck`` or ``gradgradcheck``."""
     call = case.call(SMALL, torch.float64, device, 1)
     check(call.function(), tuple(t.detach().requires_grad_() for t in call.differentiable().values()))
 
 
 def opcheck(case: Case, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Run ``torch.library.opcheck`` for the op and its backward ops.
-
-    It tests the schema (except with float8 arguments), the registration of autograd, the fake kernel, and tracing by
-    AOTAutograd.
-    """
+    """Run ``torch.library.opcheck`` for the op and its backward ops."""
     for op, args, kwargs in case.call(SMALL, dtype or case.opcheck_dtype(), device, 1).invocations():
         written = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
         tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]

@@ -20,8 +20,8 @@ _MAX_LINE = 4096
 class TrainingStep(NamedTuple):
     """The metrics of a training step. The loss (nats per token) was computed before the update.
 
-    `loss_z` and `gradient_z` are z-scores (`OutlierDetector`), which are NaN in the first steps. `mfu` is a fraction,
-    or None if the device's peak is unknown. `memory` is in bytes.
+    `loss_z` and `gradient_z` are z-scores (`OutlierDetector`), NaN in the first steps. `mfu` is a fraction, or None if
+    the device's peak is unknown. `memory` is in bytes.
     """
 
     step: int
@@ -39,9 +39,9 @@ class TrainingStep(NamedTuple):
 class _Form(NamedTuple):
     """The format that a file must have to be continued."""
 
-    headers: tuple[bytes, ...]  # allowed first lines, of which new files get the first one; empty without a header
+    headers: tuple[bytes, ...]  # allowed first lines; new files get the first one
     line: re.Pattern[bytes]  # its first group is the step
-    unfinished: re.Pattern[bytes]  # the last line, if the process was killed while writing it
+    unfinished: re.Pattern[bytes]  # a last line that a killed process left
     others: bool  # whether lines of other kinds are kept
 
     def is_known(self, line: bytes) -> bool:
@@ -63,24 +63,14 @@ _CSV = _Form(
 
 
 class TrainingLog:
-    """The files to which a run writes its losses.
+    """The files to which a run writes its losses, in nats per token.
 
     The log has llm.c's lines: `s:STEP trl:LOSS` for training, `s:STEP tel:LOSS` for validation, and
-    `s:STEP eval:ACCURACY` for questions. The CSV has a row of `CSV_COLUMNS` for each line, with the split "train",
-    "val" or "eval". Losses are in nats per token.
+    `s:STEP eval:ACCURACY` for questions. The CSV has a row of `CSV_COLUMNS` for each line.
 
-    Existing files are continued, after lines at their end of `first_step` and later steps are removed. A run wrote
-    these lines after its last checkpoint.
-
-    Args:
-        log_file: the log.
-        csv_file: the CSV.
-        first_step: the step with which the run continues; 0 removes all lines of an earlier run.
-        tensorboard: a folder for TensorBoard's files, or None.
-        keep_log: remove nothing from the log, because it also contains lines of other runs.
-
-    Raises:
-        ValueError: if a file exists and is not such a log, or TensorBoard is requested and not installed.
+    Existing files are continued, after lines at their end of `first_step` and later steps are removed, which a run
+    wrote after its last checkpoint. With `keep_log` nothing is removed from the log, because it also has lines of other
+    runs. A ValueError says that a file exists and is not such a log, or that TensorBoard is not installed.
     """
 
     def __init__(
@@ -106,14 +96,12 @@ class TrainingLog:
                 self._board.add_scalar(f"train/{name}", getattr(record, name), record.step)
 
     def validation(self, step: int, loss: float) -> None:
-        """Add the validation loss (nats per token) after `step` updates."""
         self._log.write(f"s:{step} tel:{loss:.4f}\n")
         self._rows.writerow({"step": step, "split": "val", "loss": loss})
         if self._board:
             self._board.add_scalar("val/loss", loss, step)
 
     def evaluation(self, step: int, accuracy: float) -> None:
-        """Add the fraction of questions answered correctly after `step` updates."""
         self._log.write(f"s:{step} eval:{accuracy:.4f}\n")
         self._rows.writerow({"step": step, "split": "eval", "accuracy": accuracy})
         if self._board:
@@ -127,7 +115,6 @@ class TrainingLog:
 
 
 def check_log(path: Path) -> None:
-    """Raise a ValueError if the file exists and is not a log that `TrainingLog` can continue."""
     _check_form(path, _LOG)
 
 
@@ -167,16 +154,12 @@ def _continue(path: Path, form: _Form, first_step: int | None) -> IO[str]:
 
 
 def _columns(csv_file: Path) -> list[str]:
-    """Return the columns in the first line of a CSV."""
     with open(csv_file, "rb") as file:  # other lines may not be UTF-8
         return file.readline().decode().rstrip("\n").split(",")
 
 
 def _kept_lines(lines: list[bytes], form: _Form, first_step: int | None) -> list[bytes]:
-    """Return the lines to keep, without an unfinished last line.
-
-    After the last line of a step before `first_step`, lines of `first_step` and later steps are not kept either.
-    """
+    """After the last line of a step before `first_step`, lines of `first_step` and later steps are dropped."""
     if lines and not lines[-1].endswith(b"\n"):
         lines = lines[:-1]
     if first_step is None:

@@ -23,14 +23,12 @@ attention's output (1) and the GELU's input (4)."""
 
 
 def model_file(path: str | os.PathLike[str]) -> Path:
-    """Return the file or folder of the model that a user names, in any format that `gptkernels.convert` reads."""
     return find(path)[1]
 
 
 def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | None = None) -> GPT2:
-    """Build the model of a resumed run, the model of `--init-from`, or a new model.
-
-    The model is on the CPU, and has the dtype that the options request.
+    """Build the model of a resumed run, the model of `--init-from`, or a new model, on the CPU and in the options'
+    dtype.
 
     A ValueError says that the file of `--init-from` is damaged or has another size than the options, or that the model
     is too small for the sequences or the vocabulary.
@@ -67,7 +65,7 @@ def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | Non
 
 
 def _check_memory(sizes: dict[str, Any]) -> None:
-    """Raise a ValueError if the model does not fit into this machine's memory, before a part of it is allocated."""
+    """A part of a model that is too large must not be allocated first."""
     L, C = sizes["n_layer"], sizes["n_embd"]
     parameters = L * (12 * C * C + 13 * C) + (sizes["vocab_size"] + sizes["block_size"] + 2) * C
     needed = BYTES_PER_PARAMETER * parameters + LAYER_BYTES * L
@@ -93,7 +91,7 @@ def _check_activations(config: TrainConfig, sizes: dict[str, Any]) -> None:
 
 
 def _memory_of_machine() -> int:
-    """Return the bytes of memory of the CPU or of all GPUs, whichever is larger."""
+    """Return the bytes of the CPU or of all GPUs, whichever is larger."""
     cpu = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpus = (torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
     return max(cpu, sum(gpus))
@@ -116,10 +114,7 @@ def _check_fits(sizes: dict[str, Any], sequence_length: int, vocab_size: int) ->
 
 
 class BatchLoss:
-    """A function that computes the loss of a batch, in the precision that the options request.
-
-    With the option `compile`, the model is compiled.
-    """
+    """Computes the loss of a batch in the precision of the options, by a compiled model if they request it."""
 
     def __init__(self, model: GPT2, config: TrainConfig) -> None:
         self._call = torch.compile(model) if config.compile else model
@@ -131,5 +126,4 @@ class BatchLoss:
             return self._call(tokens, targets, return_logits=False)[1]
 
     def precision(self, device: torch.device) -> torch.autocast:
-        """Return the autocast context in which the model is called."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self._autocasts)

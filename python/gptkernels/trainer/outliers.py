@@ -12,7 +12,7 @@ WINDOW = 128
 class OutlierDetector:
     """The last 128 losses and gradient norms, from which a step's z-scores are computed.
 
-    A z-score is the number of standard deviations above the mean. It is NaN until there are 128 earlier values. The
+    A z-score is the number of standard deviations above the mean, and NaN until there are 128 earlier values. The
     computation does not synchronise, and changes the window in place, so that a CUDA graph can capture it.
     """
 
@@ -31,7 +31,6 @@ class OutlierDetector:
         return {"window": self._window}
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue with the window of `state`; raise a ValueError if `state` has none."""
         window = state.get("window") if isinstance(state, dict) else None
         if not isinstance(window, Tensor) or window.shape != self._window.shape or window.dtype != torch.float64:
             raise ValueError(f"outliers: window must be a float64 tensor of shape {tuple(self._window.shape)}")
@@ -46,5 +45,5 @@ class Skipping:
         self._limits = torch.tensor(limits, dtype=torch.float64, device=device)
 
     def found(self, scores: Tensor) -> Tensor:
-        """Return 1 if one of the two scores is above its limit, otherwise 0; 0-dim float32, for AdamW's `found_inf`."""
+        """Return 1 if a score is above its limit, otherwise 0; 0-dim float32, for AdamW's `found_inf`."""
         return (scores > self._limits).any().float()

@@ -26,7 +26,6 @@ class Schedule(NamedTuple):
     decay_steps: int | None = None
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, which is `final` after the decay."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         if self.kind == "constant":
@@ -36,7 +35,6 @@ class Schedule(NamedTuple):
         return self.final + (self.peak - self.final) * _FACTORS[self.kind](min(1.0, max(0.0, progress)))
 
     def _decay(self) -> tuple[int, int]:
-        """Return the first step of the decay and the step at which it has ended."""
         if self.kind != "wsd":
             return self.warmup_steps, self.total_steps if self.decay_steps is None else self.decay_steps
         length = -(-self.total_steps // WSD_DECAY) if self.decay_steps is None else self.decay_steps

@@ -13,7 +13,7 @@ from gptkernels.trainer.processes import Processes
 
 
 class Step:
-    """A function that makes an update without waiting for the device; on CUDA it replays a CUDA graph if possible.
+    """Makes an update without waiting for the device; on CUDA it replays a CUDA graph if possible.
 
     Args:
         loss: computes the loss of a batch of tokens and targets, both (B, T) and on this process's device.
@@ -51,7 +51,6 @@ class Step:
 
     @property
     def is_captured(self) -> bool:
-        """Whether steps are now replayed as a CUDA graph."""
         return self._step.captures > 0 and self._step.eager_because is None
 
     def __call__(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -73,7 +72,7 @@ class Step:
         return torch.stack(numbers)
 
     def _noted_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Compute the loss; if updates may be skipped, also sum it over the batches of the step."""
+        """If updates may be skipped, the loss is also summed over the batches of the step."""
         loss = self._loss(tokens, targets)
         if self._skipping:
             self._total += loss.detach()

@@ -21,15 +21,12 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 
 def values(fp8):
-    """Return the 256 numbers of a float8 format in the order of their bit patterns, in float64."""
     return torch.arange(256, dtype=torch.uint8).view(fp8).double()
 
 
 def rounded(x, fp8):
-    """Return the bit pattern of the float8 number nearest to each element of x (float64).
-
-    Ties are rounded to even. Numbers that are too large become the largest float8 number. Elements that are not finite
-    become NaN.
+    """Return the bit patterns of the float8 numbers nearest to x, ties to even, saturating. NaN replaces what is not
+    finite.
     """
     grid = values(fp8)[:128].to(x.device)
     grid = grid[grid.isfinite()]
@@ -43,7 +40,6 @@ def rounded(x, fp8):
 
 
 def composed_norm(x, residual, weight, bias, history, x_bias):
-    """Call the separate operators that ``fp8_layernorm`` replaces."""
     if residual is None:
         out, *statistics = ops.layernorm(x, weight, bias, 1e-5)
         sum = x.new_empty(0)
@@ -57,14 +53,13 @@ def fp8_dtype(draw):
 
 
 def fp8_size(draw, name, *others, most=20):
-    """Draw a number of features of a float8 matmul whose other sizes are known."""
     return 16 * draw.size(f"{name} / 16", most, 1, real=draw.room(*others) // 16)
 
 
 def fp8_history(draw, name):
     """Draw an amax history on the CPU, with no calls, 3 calls or 16 calls; or return None.
 
-    The amaxes in the history may be smaller than the amax of the tensor with which it is used.
+    Its amaxes may be smaller than the amax of the tensor with which it is used.
     """
     kind = draw.choose(f"{name}.history", ("none", "new", "some", "full"))
     if kind == "none":
@@ -80,8 +75,7 @@ def fp8_scale(x, fp8, history):
     """Return the scale by which x is divided before it is rounded, and x's amax: 0-dim float64 on x's device.
 
     The scale is the smallest power of two for which amax / scale does not exceed the format's largest number, which is
-    7/8 of a power of two. Here amax is the history's largest amax, or x's amax if there is no earlier call. The scale
-    is computed without waiting for the device.
+    7/8 of a power of two. amax is the history's largest, or x's if there is no earlier call.
     """
     own = x.detach().abs().where(x.isfinite(), 0.0).double()
     own = own.max() if x.numel() else own.sum()
@@ -92,20 +86,19 @@ def fp8_scale(x, fp8, history):
 
 
 def exact_fp8(x, fp8, history):
-    """Convert x to float8 by the definition of rounding. Returns the float8 numbers and the scale."""
+    """Convert x to float8 by the definition of rounding."""
     scale, _ = fp8_scale(x, fp8, history)
     return rounded(x.detach().double() / scale, fp8).view(fp8), scale
 
 
 def torchs_fp8(x, fp8, history):
-    """Convert x to float8 by torch. Returns the float8 numbers and the scale."""
     scale, _ = fp8_scale(x, fp8, history)
     most = LARGEST[fp8]
     return (x.detach().float() / scale).clamp(-most, most).where(x.isfinite(), math.nan).to(fp8), scale
 
 
 def exact_fp8_product(a, b, fast):
-    """Compute a @ b^T in float64. Each of a and b is a tuple of float8 numbers and their scale; ``fast`` is ignored."""
+    """Compute a @ b^T in float64 for pairs of float8 numbers and scale; ``fast`` is ignored."""
     return (a[0].double() * a[1]) @ (b[0].double() * b[1]).T
 
 
@@ -122,7 +115,7 @@ def torchs_fp8_product(a, b, fast):
 
 
 def fp8_transposed(pair):
-    """Transpose the numbers of a pair of float8 numbers and scale. Rows of zeros are added up to a multiple of 16."""
+    """Rows of zeros are added up to a multiple of 16."""
     q, scale = pair
     bytes = F.pad(q.view(torch.uint8), (0, 0, 0, -len(q) % 16))
     return bytes.t().contiguous().view(q.dtype), scale
@@ -134,7 +127,7 @@ FAST_SUMS, SUMS = 2.0**-6, 2.0**-10  # relative errors of sums in float8 matmuls
 class FP8Linear(torch.autograd.Function):
     """x (N, K), weight (M, K) -> (N, M) in float32 or float64, with the gradients that ``ops.fp8_linear`` computes.
 
-    ``way`` is a pair of functions: the first one quantises, and the second one multiplies.
+    ``way`` is a pair of functions, which quantise and multiply.
     """
 
     @staticmethod
@@ -173,7 +166,7 @@ def fp8_quantize(draw):
         return read((q, scale)), read((q_t, scale)), *(() if after is None else (after.view(torch.float32),))
 
     def formula(quantise, x):
-        wide = x.float()  # this conversion is exact
+        wide = x.float()
         q, scale = quantise(wide, fp8, history)
         q_t = fp8_transposed((q.reshape(-1, x.shape[-1]), scale))
         outs = read((q, scale)), read(q_t)
@@ -198,7 +191,7 @@ def fp8_quantize(draw):
     weight=0.5, sizes={"a.rows": [2, 19, 96], "inner / 16": [1, 3, 8], "columns / 16": [1, 2, 16]}, dtypes=BFLOAT16
 )
 def fp8_matmul(draw):
-    """Draw a call. Its arguments are float32 tensors, which are converted to float8 before the operator is called."""
+    """The arguments are float32 tensors, which are converted to float8 before the operator is called."""
     dtype, fast = fp8_dtype(draw), draw.chance("fast_accumulation", 0.5)
     formats = draw.choose("formats", ((0, 0), (1, 0), (0, 1)))
     a_format, b_format = ((E4M3, E5M2)[i] for i in formats)
@@ -255,7 +248,6 @@ def new_histories(draw, count):
 
 
 def with_copies(function, histories):
-    """Return a function that calls ``function`` with copies of the histories on the arguments' device."""
     return lambda *args: function(*args, *(copied(h, args[0].device) for h in histories))
 
 
@@ -265,10 +257,9 @@ def copied(history, device):
 
 @operator(weight=0.5, sizes={**NORM_SIZES, "width": [4, 33, 256]}, dtypes=DTYPES)
 def fp8_layernorm(draw):
-    """Draw a call. Torch's counterpart and the formula call this package's separate ops, which have other entries.
+    """Torch's counterpart and the formula call this package's separate ops, which have other entries.
 
-    Torch's norm is not used, because the last bit of the norm's result can decide to which float8 number an element is
-    rounded.
+    With torch's norm, the last bit of a result could decide to which float8 number an element is rounded.
     """
     dtype, rows = fp8_dtype(draw), draw.rows()
     width = draw.width("width", rows)
@@ -343,7 +334,7 @@ def fp8_linear(draw):
         return product.view(*x.shape[:-1], outer).to(x.dtype)
 
     def products(tensors):
-        """Return the matmuls for ``Call.products``, with the operands as they are after rounding to float8."""
+        """The operands are those after rounding to float8."""
         read = {name: t for name, t in tensors.items() if name != "dbias"}  # dbias is the sum of dout before rounding
         forms = (E4M3, histories[0]), (E4M3, None), (E5M2, histories[1])
         for name, form in zip(("x", "weight", "dout"), forms, strict=True):
@@ -371,10 +362,9 @@ def fp8_linear(draw):
     dtypes=BFLOAT16,
 )
 def fp8_mlp(draw):
-    """Draw a call. Torch's counterpart and the formula call this package's separate ops, which have other entries.
+    """Torch's counterpart and the formula call this package's separate ops, which have other entries.
 
-    Torch's ops are not used, because the last bit of the first linear layer's result can decide to which float8 number
-    an element is rounded.
+    With torch's ops, the last bit of the first linear layer could decide to which float8 number an element is rounded.
     """
     dtype, rows = fp8_dtype(draw), draw.rows()
     width = fp8_size(draw, "width", math.prod(rows), most=8)
@@ -417,9 +407,9 @@ def fp8_mlp(draw):
     dtypes=DTYPES,
 )
 def fp8_linear_cross_entropy(draw):
-    """Draw a call. Torch's counterpart and the formula multiply float8 numbers that this package's other ops compute.
+    """Torch's counterpart and the formula multiply float8 numbers that this package's other ops compute.
 
-    The reason is that the last bit of a logit can decide to which float8 number its gradient is rounded.
+    With torch's logits, the last bit could decide to which float8 number a logit's gradient is rounded.
     """
     dtype = draw.choose("dtype", DTYPES)
     wide = torch.float32 if dtype == torch.float16 else dtype
@@ -442,7 +432,6 @@ def fp8_linear_cross_entropy(draw):
         return ops.fp8_linear_cross_entropy_with_gradients(x, weight, targets, *options, fp8_logits, [True, True])
 
     def logits_of(x, weight, chunk):
-        """Compute the logits of each chunk."""
         if not fp8_logits:
             return [ops.linear(some, weight) for some in x.split(chunk)]
         (x, _, scale_x), (weight, _, scale) = (ops.fp8_quantize(t, None, E4M3, True) for t in (x, weight))

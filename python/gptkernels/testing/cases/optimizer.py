@@ -40,10 +40,7 @@ def global_norm(draw):
         return torch.linalg.vector_norm(torch.cat([t.double().flatten() for t in tensors]))
 
     def torchs(*tensors):
-        """Compute torch.nn.utils.get_total_norm in float32.
-
-        The tensors are multiplied by a power of 2 that keeps their squares in float32's range.
-        """
+        """The tensors are scaled by a power of 2 that keeps their squares in float32's range."""
         largest = torch.stack([t.detach().double().abs().amax() for t in tensors if t.numel()] or [draw.number(0)])
         exponent = torch.frexp(largest.amax()).exponent.clamp(-126, 126)
         scale = torch.where(largest.isfinite().all(), (-exponent).double().exp2(), 1.0).float()
@@ -105,7 +102,7 @@ def adamw_(draw):
             args[f"masters{i}"] = torch.where(drawn > 0, drawn, near)
     parts = 5 if masters else 4
     exact_scale = 1.0 if scale is None else torch.tensor(scale, dtype=torch.float32).item()
-    norm = 3.0  # the op reads the norm as an argument and does not compute it
+    norm = 3.0  # the op reads the norm as an argument
 
     def split(tensors):
         return [list(tensors[i::parts]) for i in range(parts)]
