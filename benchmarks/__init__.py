@@ -1,7 +1,6 @@
-"""Benchmarks of this package's kernels and of other libraries' kernels: ``python -m benchmarks [OP ...]``.
+"""Benchmarks of this package's and other libraries' kernels: ``python -m benchmarks [OP ...]`` (docs/benchmarks.md).
 
-docs/benchmarks.md describes them. Each op's file defines the sizes and the cases of its benchmark. ``harness``
-measures, checks and shows the cases.
+Each op's file defines the sizes and cases of its benchmark; ``harness`` measures, checks and shows them.
 """
 
 import gptkernels  # noqa: F401  registers the ops

@@ -15,7 +15,7 @@ P = 0.1
 
 
 class Mask:
-    """The properties of a result that every mask has: the kept values, and about the share P of dropped elements."""
+    """What every mask's result has: the kept values, and about the share P of dropped elements."""
 
     def __init__(self, values):
         self.kept = values / (1 - P)

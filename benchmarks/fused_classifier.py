@@ -14,7 +14,7 @@ TINY = (4, 8)
 
 
 def formula(logits, targets):
-    """Return the sum of the rows' losses. Unlike the mean, the sum gives gradients without a factor 1 / rows."""
+    """Unlike the mean, the sum gives gradients without a factor 1 / rows."""
     return F.cross_entropy(logits, targets, reduction="sum")
 
 
@@ -31,9 +31,8 @@ def exact_loss_and_gradient(logits, targets):
 
 
 def liger_(logits, targets):
-    """Call Liger's kernel, which overwrites the logits.
-
-    Liger's Python function is not called, because it synchronizes with the device three times before the launch.
+    """Call Liger's kernel without its Python function, which synchronizes with the device three times before the
+    launch.
     """
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
     from triton import next_power_of_2

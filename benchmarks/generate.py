@@ -65,14 +65,14 @@ def main(arguments=None):
 
 
 def step_bytes(config, dtype, batch, tokens):
-    """Return the bytes that a decoding step reads on average: every matrix, and half of the final keys and values."""
+    """Count, on average, every matrix, and half of the final keys and values."""
     C, L = config.n_embd, config.n_layer
     elements = 12 * L * C * C + config.padded_vocab_size * C + batch * L * C * tokens
     return elements * dtype.itemsize
 
 
 def measure(name, config, dtype, device, batch, tokens, repeats):
-    """Return the seconds of the fastest of ``repeats`` runs that generate all tokens, after two runs of warm-up."""
+    """Return the seconds of the fastest run, after two runs of warm-up."""
     make = ours if name in ("graph", "eager", "modules") else huggingface
     generate = make(name, config, dtype, device, batch, tokens)
     times = []

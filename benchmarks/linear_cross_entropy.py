@@ -14,7 +14,6 @@ EXACT_ROWS = 1024  # the number of rows whose float64 logits are in memory at a 
 
 
 def formula(x, weight, targets):
-    """Return the sum of the rows' losses, as in fused_classifier."""
     return F.cross_entropy(F.linear(x, weight), targets, reduction="sum")
 
 
@@ -68,6 +67,6 @@ def cases(device, dtype, rows, channels, vocabulary):
         "fp8_linear_cross_entropy",
         ours=both(ops.fp8_linear_cross_entropy.default, reduction="sum"),
         exact=exact_loss,
-        look=lambda out: out[:1],  # only the loss, because the gradients' operands are rounded to 8 bits
+        look=lambda out: out[:1],  # the gradients' operands are rounded to 8 bits
         **common,
     )

@@ -21,7 +21,7 @@ def both(
         dout: the gradient of the result.
         rows: tensors with the same first dimension. The formula computes each row independently.
         shared: tensors that every row uses, such as weights.
-        costs: the bytes and flops of the forward and of the backward (default: the operator's costs in ``OPERATORS``).
+        costs: the bytes and flops of the forward and of the backward (default: those in ``OPERATORS``).
         eager: the function that torch runs eagerly, if it differs from the formula.
         differentiated: the formula and the rows that the backward differentiates, if they differ from the forward's.
         exact_backward: yields the exact results of the backward (default: the formula's gradients in float64).

@@ -24,8 +24,6 @@ MEMORY = 8 << 30  # reserved for each process, enough for the largest case
 
 @dataclass
 class Settings:
-    """The options of the command line."""
-
     device: torch.device
     dtypes: list[torch.dtype]
     peers: list[str]
@@ -35,7 +33,7 @@ class Settings:
 
 
 def copy(nbytes, device):
-    """Return a function that copies on the device with torch. It reads ``nbytes / 2`` bytes and writes as many.
+    """Copy ``nbytes / 2`` bytes on the device with torch, which reads and writes ``nbytes``.
 
     A small kernel is compared with a small copy, because neither reaches the rate of a large copy. The bytes are
     random, because zeros can be copied faster.
@@ -46,7 +44,6 @@ def copy(nbytes, device):
 
 
 def roof(device, repeats) -> list[Row]:
-    """Time a large copy and a large matmul, which show the machine's limits."""
     cuda = device.type == "cuda"
     nbytes, n, dtype = (2 << 30, 8192, torch.bfloat16) if cuda else (2 << 26, 1024, torch.float32)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
@@ -60,10 +57,7 @@ def roof(device, repeats) -> list[Row]:
 
 
 def sizes_of(op, settings):
-    """Yield the dtypes and sizes to measure for an op.
-
-    Sizes from the command line are used if they have as many numbers as the op's sizes.
-    """
+    """Sizes from the command line are used if they have as many numbers as the op's sizes."""
     module = importlib.import_module(f"benchmarks.{op}")
     for dtype in settings.dtypes:
         if settings.sizes:
@@ -79,13 +73,12 @@ def sizes_of(op, settings):
 
 
 def cases(op, settings, dtype, size):
-    """Return the op's cases at one size, with the same random numbers every time."""
+    """The random numbers are the same every time."""
     torch.manual_seed(0)
     return importlib.import_module(f"benchmarks.{op}").cases(settings.device, dtype, *size)
 
 
 def measure(op, settings):
-    """Measure an op's cases and yield the rows."""
     for dtype, size in sizes_of(op, settings):
         for case in cases(op, settings, dtype, size):
             if settings.host and case.name.endswith("bwd"):
@@ -95,7 +88,7 @@ def measure(op, settings):
 
 
 def measure_case(op, case, dtype, settings) -> Row:
-    """Verify all variants and time those that are right."""
+    """Time only variants whose results are right."""
     variants = {"ours": case.ours} | {p: f for p, f in case.peers.items() if p in settings.peers}
     faults = {name: why for name, variant in variants.items() if (why := _fault(case, variant, dtype))}
     timed = {name: variant for name, variant in variants.items() if name not in faults}
@@ -116,7 +109,6 @@ def _fault(case, variant, dtype):
 
 
 def first_line(error) -> str:
-    """Return the type of an exception and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 

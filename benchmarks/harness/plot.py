@@ -19,7 +19,6 @@ STYLE |= {"axes.grid": True, "axes.grid.axis": "y", "grid.color": "#dddddd", "fi
 
 
 def draw(run, folder: Path):
-    """Draw a plot of each op and the roofline, and write a page of tables that shows them."""
     folder.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(STYLE):
         for op, rows in by_op(run["rows"]).items():
@@ -35,7 +34,7 @@ def _save(figure, path):
 
 
 def bars(rows):
-    """Return a figure with a panel for each case name of an op. A panel has a group of bars for each size."""
+    """Each case name has a panel, with a group of bars for each size."""
     panels = {name: [row for row in rows if row.name == name] for name in dict.fromkeys(row.name for row in rows)}
     variants = ["ours", *columns_of(rows)]
     labels = {name: _labels(mine) for name, mine in panels.items()}
@@ -52,7 +51,7 @@ def bars(rows):
 
 
 def _labels(rows):
-    """Return the size and dtype of each row, in lines that are short enough for the space below its bars."""
+    """The lines are short enough for the space below the bars of a row."""
     width = max(11, 120 // len(rows))
     return [f"{textwrap.fill(row.shape, width, break_long_words=False)}\n{row.dtype}" for row in rows]
 
@@ -82,11 +81,7 @@ def _group(axes, rows, variants, labels):
 
 
 def roofline(run):
-    """Return a figure with two panels.
-
-    The first panel plots flops per second against flops per byte. The second panel plots the rate of memory-bound rows,
-    divided by the rate of a copy.
-    """
+    """Plot flops per second against flops per byte, and the rates of memory-bound rows divided by a copy's rate."""
     rows = [row for row in run["rows"] if row.op != "roof" and "ours" in row.times]
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 6), width_ratios=(1, 1.25))
     _roof(left, [row for row in run["rows"] if row.op == "roof"], rows)

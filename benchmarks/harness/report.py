@@ -67,29 +67,26 @@ def number(value):
 
 
 def faults(rows):
-    """Return the reasons why variants have no time."""
     return [f"{row.name} {row.shape} {row.dtype}, {name}: {why}" for row in rows for name, why in row.faults.items()]
 
 
 def table(rows) -> str:
-    """Return the table in Markdown. Baselines that are faster than our kernel are bold."""
+    """Baselines that are faster than our kernel are bold."""
     return markdown(header(rows), [cells(row, columns_of(rows), "**{}**") for row in rows], texts=3)
 
 
 def tables(rows) -> list[str]:
-    """Return the table, and the faults if there are any."""
     lines = "\n".join(f"- {line}" for line in faults(rows))
     return [table(rows), lines] if lines else [table(rows)]
 
 
 def markdown(head, lines, texts) -> str:
-    """Return a table in Markdown whose first ``texts`` columns are texts and whose other columns are figures."""
+    """The first ``texts`` columns are texts, the others figures."""
     rule = ["---" if i < texts else "---:" for i in range(len(head))]
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *lines])
 
 
 def page(run) -> str:
-    """Return a whole run as a Markdown page with its plots."""
     parts = ["# Results", title(run["machine"]) + "; [how to read this](../../docs/benchmarks.md)."]
     parts.append("![Roofline of all ops](roofline.png)")
     for op, rows in by_op(run["rows"]).items():
@@ -98,7 +95,6 @@ def page(run) -> str:
 
 
 def by_op(rows):
-    """Group rows by op, in their order."""
     found = {}
     for row in rows:
         found.setdefault(row.op, []).append(row)

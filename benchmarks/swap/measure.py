@@ -1,4 +1,4 @@
-"""Timing of a variant's steps. Each variant runs in its own process, so that variants share no memory."""
+"""Timing of a variant's steps, in its own process, so that variants share no memory."""
 
 import contextlib
 import dataclasses
@@ -18,10 +18,7 @@ STEPS = 4  # number of steps between two readings of the clock
 
 
 def measure(variant, device, seconds, losses, wait=lambda: None):
-    """Return the time of a step in ms, the peak memory and the first losses.
-
-    ``wait`` is called before the timed steps.
-    """
+    """Return a step's time in ms, the peak memory and the first losses. ``wait`` precedes the timed steps."""
     trainer = Trainer(variant, device)
     data = batches(variant, device)
     fixed = next(data)
@@ -53,10 +50,8 @@ def measure(variant, device, seconds, losses, wait=lambda: None):
 
 
 def measure_in_processes(variants, options):
-    """Yield the figures of each variant after its measurement.
-
-    ``options.at_once`` variants are started together. They compile and run their first steps in parallel, and their
-    timed steps one after the other.
+    """Start ``options.at_once`` variants together, which compile in parallel and run their timed steps one after the
+    other.
     """
     for i in range(0, len(variants), options.at_once):
         yield from _together(variants[i : i + options.at_once], options)
@@ -88,13 +83,11 @@ def _together(variants, options):
 
 
 def until_told():
-    """Print that the first steps are done, and wait for a line on standard input."""
     print("ready", flush=True)
     sys.stdin.readline()
 
 
 def profile(variant, device):
-    """Print a table of the kernels of a step."""
     trainer, tokens = Trainer(variant, device), next(batches(variant, device))
     for _ in range(3):
         trainer.step(tokens)

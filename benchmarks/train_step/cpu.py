@@ -24,10 +24,7 @@ VOCABULARY = 128
 def measured(variants, turns, peak):
     """Measure steps on one thread (process time) and on all threads (wall-clock time), and our operators on one thread.
 
-    Args:
-        variants: the names of the variants.
-        turns: the number of turns of each variant. A turn has TURN steps.
-        peak: the peak GFLOP/s of one thread. The lower bounds of the matmuls' times are computed from it.
+    Each variant has ``turns`` turns of TURN steps. ``peak`` is the peak GFLOP/s of one thread, for the lower bounds.
     """
     preset = PRESETS["tiny"]
     sizes = {"n_layer": preset.layers, "n_head": preset.heads, "n_embd": preset.channels}
@@ -48,7 +45,7 @@ def measured(variants, turns, peak):
 
 
 def _interleaved(variants, turns, clock, config, weights, batch):
-    """Return for each variant the milliseconds of a step (lower quartile, median, minimum) and the last loss."""
+    """Return the milliseconds of a step (lower quartile, median, minimum) and the last loss of each variant."""
     torch._dynamo.reset()
     device = torch.device("cpu")
     data = batches(config, batch, config.block_size, (turns + 2) * TURN, device)
@@ -95,14 +92,12 @@ def _parts(config, weights, batch, steps):
 
 
 def _flops(op, shapes):
-    """Return the flops of a call's matmuls."""
     if op in ("attention", "attention_backward"):
         return timeline.attention_flops(op, shapes)
     return sum(timeline.matmul_flops(op, what, shapes) for what in timeline.PRODUCTS.get(op, ()))
 
 
 def tables(found) -> list[str]:
-    """Return the tables of a result of ``measured``."""
     names = ["1 thread, process time", f"{found['threads']} threads, by the clock"]
     steps = []
     for what, summary in zip(names, found["rows"], strict=True):

@@ -33,7 +33,7 @@ class Row:
 
 
 def batches(config, batch, length, count, device):
-    """Return tokens that a model can learn to predict, so that wrong gradients are visible in the losses."""
+    """A model can learn to predict the tokens, so that wrong gradients are visible in the losses."""
     generator = torch.Generator().manual_seed(0)
     uniform = torch.rand(count, batch, length + 1, generator=generator)
     tokens = (config.vocab_size * uniform**4).long().to(device)  # small tokens are far more frequent
@@ -41,10 +41,7 @@ def batches(config, batch, length, count, device):
 
 
 def measure(variant, precision, config, weights, batch, device, *, warm_up, steps) -> Row:
-    """Time some steps, after a warm-up that compiles the model and captures CUDA graphs.
-
-    The row has the losses of all steps.
-    """
+    """Time some steps, after a warm-up that compiles the model and captures CUDA graphs."""
     row = Row(variant, precision, batch)
     length = config.block_size
     data = batches(config, batch, length, warm_up + steps, device)

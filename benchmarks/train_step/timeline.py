@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness.measure import roof
 
-# The matmuls of an op in launch order, each with the position of its weight among the op's arguments. If an op launches
-# more matmuls, the list starts again. The ops with UNKNOWN have no argument of the weight's shape. For
-# fp8_layer_backward the number is the weight's other dimension divided by C, as in GPT-2.
+# The matmuls of an op in launch order, each with the position of its weight among the op's arguments; the list repeats
+# if an op launches more. The ops with UNKNOWN have no argument of the weight's shape. For fp8_layer_backward the number
+# is the weight's other dimension divided by C, as in GPT-2.
 UNKNOWN = -1
 PRODUCTS: dict[str, dict[str, int]] = {
     "linear": {"out": 1},
@@ -56,9 +56,8 @@ class Launch(NamedTuple):
 
 @dataclass
 class Piece:
-    """All launches of a step that compute the same thing at one size.
-
-    `seconds` and `floor` are sums over these launches.
+    """All launches of a step that compute the same thing at one size. `seconds` and `floor` are sums over these
+    launches.
     """
 
     op: str
@@ -75,7 +74,7 @@ class Piece:
 
 
 class Rates(NamedTuple):
-    """The device's highest rates: the bytes/s of a large copy and the flop/s of a large matmul."""
+    """The bytes/s of a large copy and the flop/s of a large matmul."""
 
     bytes: float
     flops: float
@@ -87,7 +86,6 @@ def rates(device, repeats=10) -> Rates:
 
 
 def launches(step: Callable[[], object]) -> list[Launch]:
-    """Record the launches of one call on the device, in order."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True) as profiler:
         step()
         torch.cuda.synchronize()
@@ -101,7 +99,7 @@ def launches(step: Callable[[], object]) -> list[Launch]:
 
 
 def owner(event):
-    """Return the outermost of our ops around an event. If there is none, return the outermost torch op."""
+    """Return the outermost of our ops around an event, or else the outermost torch op."""
     around = []
     while event is not None:
         around.append(event)
@@ -118,8 +116,6 @@ def shapes_of(event) -> tuple[tuple[int, ...], ...]:
 
 
 class Sizes(NamedTuple):
-    """Sizes that the shapes of a call do not include."""
-
     itemsize: int  # bytes of an activation
     parameters: int
     updates: int  # number of calls that update the parameters
@@ -129,7 +125,7 @@ class Sizes(NamedTuple):
 def pieces(
     found: Iterable[Launch], speed: Rates, *, itemsize: int, parameters: int, fp8_logits: bool = False
 ) -> list[Piece]:
-    """Group the launches of a step by what they compute, and sort the groups by their excess over the floor."""
+    """The groups are sorted by their excess over the floor."""
     by_key: dict[tuple, Piece] = {}
     counted, products, longest = set(), collections.Counter(), collections.Counter()
     updates = len({launch.call for launch in found if launch.op == "adamw_"})
@@ -151,7 +147,7 @@ def pieces(
 
 
 def _what(launch: Launch, products: collections.Counter) -> str:
-    """Return the part of the op that a launch computes. `products` counts the matmuls of each call."""
+    """`products` counts the matmuls of each call."""
     names = list(PRODUCTS.get(launch.op, ()))
     if not names:
         return ""
@@ -168,8 +164,8 @@ def _what(launch: Launch, products: collections.Counter) -> str:
 def least(op, what, shapes, sizes) -> tuple[int, int]:
     """Return the fewest bytes and flops of one call.
 
-    For matmuls and attention the bytes are 0, because their flops take longer than their bytes. Both numbers are 0 for
-    work that another kernel could do without additional time.
+    For matmuls and attention the bytes are 0, because their flops take longer. Both are 0 for work that another kernel
+    could do without additional time.
     """
     n, itemsize = math.prod(shapes[0]) if shapes else 0, sizes.itemsize
     if what in PRODUCTS.get(op, ()):
@@ -200,7 +196,7 @@ def least(op, what, shapes, sizes) -> tuple[int, int]:
 
 
 def matmul_flops(op, what, shapes) -> int:
-    """Return the flops of one matmul of an op. The op's first argument has a row for each token."""
+    """The op's first argument has a row for each token."""
     columns = shapes[0][-1]
     if op == "fp8_linear_backward":  # the arguments are dout and x transposed
         weight = columns, shapes[1][0]
@@ -214,19 +210,18 @@ def matmul_flops(op, what, shapes) -> int:
 
 
 def attention_flops(op, shapes) -> int:
-    """Return the flops of attention's matmuls, without the half that the causal mask hides."""
+    """The half that the causal mask hides does not count."""
     b, t, c3 = shapes[1 if op.endswith("backward") else 0]
     return (5 if op.endswith("backward") else 2) * b * t * t * (c3 // 3)
 
 
 def _short(kernel: str) -> str:
-    """Return a kernel's name without template arguments."""
     name = re.sub(r"^void ", "", kernel).replace("(anonymous namespace)::", "")
     return re.split(r"[<(]", name)[0].split("::")[-1][:60]
 
 
 def cells(found: list[Piece], least_shown=5e-6) -> list[list[str]]:
-    """Return a line for each piece, a line for all pieces that are too short to show, and a line for the sum."""
+    """Pieces that are too short to show share a line."""
     shown = [piece for piece in found if piece.seconds >= least_shown]
     rest = [piece for piece in found if piece.seconds < least_shown]
     lines = [[p.op, p.what, p.size, p.kernel, *_sums([p])] for p in shown]

@@ -56,11 +56,9 @@ def convert(
         target: a `.bin` in llm.c's format, a `.pt` in nanoGPT's, a `.safetensors` in this package's, or, without a
             suffix, a Hugging Face folder.
         dtype: the dtype of the written parameters: "float32", "bfloat16", "float16" or "float64". For a run with
-            bfloat16 parameters, "float32" writes the optimizer's float32 copies of them. None keeps the dtypes; for a
-            `.bin`, which has one dtype, None chooses the smaller of float32 and bfloat16 that represents all parameters
-            exactly.
-        vocab_size: keep only this many rows of the embedding. Use it if the other rows are padding, which the source
-            does not distinguish from tokens.
+            bfloat16 parameters, "float32" writes the optimizer's float32 copies. None keeps the dtypes; for a `.bin`,
+            which has one dtype, None chooses float32 or bfloat16, the smaller one that is exact.
+        vocab_size: keep this many rows of the embedding, if the others are padding that the source does not mark.
         padded_vocab_size: Vp of a `.bin`; None rounds V up to a multiple of 128.
         activation: the model's GELU, "gelu_tanh" or "gelu"; None is the source's.
         bias: add biases of 0 to a model without biases, which does not change its results.
@@ -145,10 +143,7 @@ def _check_holds(form: Form, target: str | os.PathLike[str], model: Model) -> No
 
 
 def _exact_dtype(form: Form, target: str | os.PathLike[str], model: Model) -> torch.dtype | None:
-    """Return the dtype of a `.bin` that represents all parameters exactly.
-
-    Return None for the other formats, in which each parameter keeps its dtype.
-    """
+    """A `.bin` has one dtype; in the other formats each parameter keeps its dtype, and None is returned."""
     if form is not Form.LLMC or model.dtype in _LLMC_DTYPES:
         return model.dtype if form is Form.LLMC else None
     if model.dtype == torch.float16:

@@ -45,7 +45,6 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], StateDict]:
 
 
 def read(form: Form, path: Path, *, with_progress: bool = False) -> Model:
-    """Read the model at a path that `find` returned, and with `with_progress` also the progress of a training run."""
     if form is Form.HUGGING_FACE:
         return read_huggingface(path)
     if form is Form.NANOGPT:
@@ -90,6 +89,6 @@ def write(form: Form, path: Path, model: Model, padded_vocab_size: int | None = 
 
 
 def of_state_dict(state: Mapping[str, Tensor], config: Mapping[str, Any], where: str) -> Model:
-    """Make a model from the state dict and the configuration of a `GPT2`; errors begin with `where`."""
+    """Errors begin with `where`."""
     sizes = check_model_config(config, where)
     return Model(sizes, check_parameters(state, sizes, where), (), config["dropout"])

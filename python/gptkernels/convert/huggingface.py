@@ -47,15 +47,11 @@ _GPT2_VOCABULARY = 50257
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Return whether a folder has Hugging Face's configuration file."""
     return (folder / CONFIG).is_file()
 
 
 def read_huggingface(folder: Path) -> Model:
-    """Read the model in a folder.
-
-    A ValueError names the file or the folder, and the entry or tensor that is wrong or not supported.
-    """
+    """A ValueError names the file or the folder, and the entry or tensor that is wrong or not supported."""
     path = folder / CONFIG
     theirs = _read_json(path)
     config = _config(theirs, path)
@@ -119,7 +115,7 @@ def _shown(value: Any) -> str:
 
 
 def _read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], list[Path]]:
-    """Read the weights: safetensors or pickles, in one file or several. Return the tensors by name, and the files."""
+    """The weights may be safetensors or pickles, in one file or several."""
     for name in (WEIGHTS, WEIGHTS + INDEX, PICKLE, PICKLE + INDEX):
         path = folder / name
         if not path.exists():
@@ -171,8 +167,8 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
 def write_huggingface(folder: Path, model: Model) -> None:
     """Write `config.json` and `model.safetensors`, each atomically, and replace existing ones.
 
-    Hugging Face's GPT-2 always has biases. If the model has none, biases of 0 are written, and `read_huggingface`
-    removes them because of `"bias": false` in `config.json`.
+    Hugging Face's GPT-2 always has biases. For a model without biases, biases of 0 are written, which
+    `read_huggingface` removes because of `"bias": false` in `config.json`.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, must be a folder")
@@ -185,7 +181,7 @@ def write_huggingface(folder: Path, model: Model) -> None:
 
 @contextmanager
 def _removed_if_empty(folder: Path) -> Iterator[None]:
-    """Return a context that, after an error, removes the folder if it did not exist before and is empty."""
+    """After an error, remove the folder if it did not exist before and is empty."""
     existed = folder.exists()
     try:
         yield

@@ -50,12 +50,10 @@ class Model:
 
     @property
     def activation(self) -> str:
-        """Return the GELU: "gelu_tanh" or "gelu"."""
         return self.config.get("activation", "gelu_tanh")
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the smallest dtype that represents every parameter exactly."""
         return common_dtype(self.state.values())
 
 
@@ -69,9 +67,7 @@ def checked_model(
 ) -> Model:
     """Make a model, after checking its parameters against the configuration and the size of the files.
 
-    Raises:
-        ValueError: if an entry of the configuration or a parameter is missing, unknown or wrong; the message begins
-            with `where`.
+    A ValueError begins with `where`, and names the entry or parameter that is missing, unknown or wrong.
     """
     for name, tensor in state.items():
         if not is_dense(tensor):
@@ -95,7 +91,7 @@ def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def with_zero_biases(state: StateDict) -> StateDict:
-    """Add biases of 0 to the parameters of a model without biases, which does not change its results."""
+    """Biases of 0 do not change the results of a model without biases."""
     tensors = dict(state)
     for name, weight in state.items():
         if ".c_" in name or ".ln_" in name:

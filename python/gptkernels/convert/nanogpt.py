@@ -16,8 +16,7 @@ COMPILED = "_orig_mod."
 """The prefix of every name in a model compiled by torch.compile."""
 _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
 _NO_LOSS = 1e9  # the initial value of nanoGPT's train.py
-# The options of a group of torch.optim.AdamW, with nanoGPT's values. (The constructor of torch.optim.AdamW would import
-# torch._dynamo, which takes seconds.)
+# nanoGPT's options of torch.optim.AdamW, whose constructor would import torch._dynamo, which takes seconds.
 _ADAMW = {
     "lr": 6e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False,
     "foreach": None, "capturable": False, "differentiable": False, "fused": None, "decoupled_weight_decay": True,
@@ -63,7 +62,7 @@ def _dropout(arguments: Mapping[str, Any], where: str) -> float:
 
 
 def _progress(checkpoint: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """Return the fields of a Model that describe the run: `progress`, or a note that the optimizer is left out."""
+    """Return `progress`, or a note that the optimizer is left out."""
     if "optimizer" not in checkpoint:
         return {}
     step, optimizer = checkpoint.get("iter_num"), checkpoint["optimizer"]
@@ -75,7 +74,7 @@ def _progress(checkpoint: Mapping[str, Any], model: Model) -> dict[str, Any]:
 
 
 def _finite(loss: Any) -> float | None:
-    """Return a loss as a float; None for nanoGPT's initial value, and for a value that is not a finite number."""
+    """Return None for nanoGPT's initial value, and for a value that is not a finite number."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         loss = loss.item()
     known = type(loss) in (int, float) and math.isfinite(loss) and loss < _NO_LOSS
@@ -125,7 +124,6 @@ def _has_moments(state: Any, shape: torch.Size, more_rows: bool) -> bool:
 
 
 def float32_copies(model: Model) -> dict[str, torch.Tensor]:
-    """Return the optimizer's float32 copies of a run's bfloat16 parameters."""
     if model.progress is None:
         return {}
     states = model.progress.optimizer["state"]
@@ -140,7 +138,7 @@ def float32_copies(model: Model) -> dict[str, torch.Tensor]:
 
 
 def _module_order(config: Mapping[str, Any]) -> list[str]:
-    """Return the parameters' names in the order of `GPT.named_parameters`: layer by layer."""
+    """`GPT.named_parameters` goes layer by layer."""
     names = [*parameter_shapes(config)]
     layers = [name for name in names if name.startswith("transformer.h.")]
     rank = {name: i for i, name in enumerate(names)}
@@ -150,7 +148,7 @@ def _module_order(config: Mapping[str, Any]) -> list[str]:
 
 
 def _optimizer_order(model: Model) -> list[str]:
-    """Return the names in the order of nanoGPT's `configure_optimizers`: matrices, then vectors."""
+    """nanoGPT's `configure_optimizers` orders matrices before vectors."""
     names = _module_order(model.config)
     return sorted(names, key=lambda name: model.state[name].dim() < 2)
 
@@ -173,7 +171,6 @@ def write_nanogpt(path: Path, model: Model) -> None:
 
 
 def _torch_optimizer(model: Model) -> dict[str, Any]:
-    """Make the state dict of a torch.optim.AdamW with nanoGPT's two groups."""
     names = _optimizer_order(model)
     matrices = sum(model.state[name].dim() >= 2 for name in names)
     groups = [

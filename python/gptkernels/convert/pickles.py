@@ -19,16 +19,14 @@ _LEGACY = b"\x80\x02"  # torch's format before 1.6
 
 
 def is_pickle(beginning: bytes) -> bool:
-    """Return whether torch.save may have written a file that begins with these bytes."""
     return beginning.startswith((_ZIP, _LEGACY))
 
 
 def read_pickle(path: Path) -> Any:
-    """Read a file written by torch.save. Tensors are on the CPU and memory-mapped if the format allows it.
+    """Read a file written by torch.save; tensors are on the CPU and memory-mapped if the format allows it.
 
-    Raises:
-        ValueError: if the file is damaged or compressed, or reading it would run code or take more memory than the
-            file's size.
+    A ValueError says that the file is damaged or compressed, or that reading it would run code or take more memory than
+    the file's size.
     """
     with open_regular(path) as file:
         is_zip = file.read(4) == _ZIP
@@ -40,7 +38,6 @@ def read_pickle(path: Path) -> Any:
 
 
 def _check_zip(path: Path) -> None:
-    """Raise an error if reading the file would take more memory than the file's size."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
@@ -54,11 +51,10 @@ def _check_zip(path: Path) -> None:
 
 
 def _check_legacy(path: Path) -> None:
-    """Raise an error if reading a file of the older format would take more memory than the file's size.
-
-    The file is first read with fake tensors, because torch's reader allocates a tensor's memory before it reads it.
+    """Read the older format with fake tensors first, because torch's reader allocates a tensor's memory before it reads
+    it.
     """
-    from torch._subclasses import FakeTensorMode  # here, because the import takes a second
+    from torch._subclasses import FakeTensorMode  # the import takes a second
 
     with FakeTensorMode():
         content = _load(path, mmap=False)
@@ -72,7 +68,7 @@ def _check_legacy(path: Path) -> None:
 
 
 def _tensors(content: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested containers, visiting each container once."""
+    """Each container is visited once."""
     seen: dict[int, Any] = {}
     left = [content]
     while left:
@@ -105,7 +101,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def write_pickle(path: Path, content: Any) -> None:
-    """Write a file by torch.save, atomically."""
     with replace_file(path) as temporary, open(temporary, "wb") as file:
         try:
             torch.save(content, file)

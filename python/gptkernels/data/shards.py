@@ -18,8 +18,6 @@ _WILDCARDS = frozenset("*?[")
 class TokenFiles:
     """The tokens of several files, concatenated and memory-mapped; it is sliced like a `TokenFile`.
 
-    A slice may begin in one file and end in another.
-
     Args:
         paths: the files, in this order.
 
@@ -76,7 +74,7 @@ def is_pattern(name: str) -> bool:
 
 
 def find_files(pattern: str) -> list[Path]:
-    """Return the files that match a pattern, sorted. If the pattern is the name of an existing file, return this file.
+    """Return the files that match a pattern, sorted, or the existing file of this name.
 
     Raises:
         ValueError: if there is no such file.
