@@ -12,9 +12,7 @@ POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 def is_command(arguments: Sequence[str] = sys.argv, command_line: Sequence[str] = sys.orig_argv) -> bool:
     """Return whether this process is `gptkernels ...`, as a script or by `python -m`.
 
-    Args:
-        arguments: `sys.argv` while this package is imported.
-        command_line: the process's command line, with the interpreter and its options.
+    ``command_line`` includes the interpreter and its options.
     """
     if not arguments:
         return False
@@ -27,9 +25,9 @@ def is_command(arguments: Sequence[str] = sys.argv, command_line: Sequence[str] 
 def wait_passively(environment: MutableMapping[str, str] = os.environ) -> None:
     """Let OpenMP's threads sleep while they wait, unless the user has set a policy. torch's import reads the policy.
 
-    The threads of GNU's OpenMP, which torch's CPU wheels contain, spin at every barrier unless there are more threads
-    than processors. If other programs use the processors, a spinning thread delays the threads that the barrier waits
-    for. GNU's, LLVM's and Intel's OpenMP read OMP_WAIT_POLICY.
+    By default the threads of GNU's OpenMP, which torch's CPU wheels contain, spin at every barrier. If other programs
+    use the processors, a spinning thread delays the threads that the barrier waits for. GNU's, LLVM's and Intel's
+    OpenMP read OMP_WAIT_POLICY.
     """
     if not any(name in environment for name in POLICIES):
         environment["OMP_WAIT_POLICY"] = "passive"
@@ -45,6 +43,5 @@ def let_interrupts_end_imports() -> None:
 
 
 def accept_interrupts() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""Functions for DTensors in the optimizer. Each process updates its own part; norms are those of whole tensors.
+"""DTensors in the optimizer: each process updates its own part; norms are those of whole tensors.
 
 This file does not import ``torch.distributed.tensor`` unless there are DTensors.
 """
@@ -30,10 +30,7 @@ def place_of(t: Any) -> Place | None:
 
 
 def local(t: Any, place: Place | None) -> Tensor:
-    """Return this process's part of a DTensor, after redistributing it to ``place`` if necessary.
-
-    A plain tensor, for which ``place`` is None, is returned unchanged.
-    """
+    """Return this process's part of a DTensor, after redistributing it to ``place`` if necessary."""
     if place is None:
         return t
     if (t.device_mesh, t.placements) != place:
@@ -42,7 +39,7 @@ def local(t: Any, place: Place | None) -> Tensor:
 
 
 def held(t: Any) -> Tensor:
-    """Return this process's part of a DTensor in its current distribution. A plain tensor is returned unchanged."""
+    """Return this process's part of a DTensor in its current distribution."""
     return t if place_of(t) is None else t.to_local()
 
 

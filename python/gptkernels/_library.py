@@ -14,7 +14,6 @@ CUDA_LIBRARY = FOLDER / "libgptkernels_cuda.so"
 
 @functools.cache
 def build() -> dict[str, str]:
-    """Read the record of the build: versions of gptkernels, torch, compiler and CUDA, and the CUDA architectures."""
     return json.loads((FOLDER / "build.json").read_text())
 
 
@@ -43,7 +42,6 @@ def _load_cpu() -> None:
 
 
 def _string(function: str) -> str:
-    """Call a function of the CPU library that returns a string."""
     found = getattr(ctypes.CDLL(str(CPU_LIBRARY)), function)
     found.restype = ctypes.c_char_p
     return found().decode()
@@ -52,8 +50,7 @@ def _string(function: str) -> str:
 def cpu_capability() -> str:
     """Return the instruction set that the CPU kernels use: "default", "avx2" or "avx512".
 
-    It is the best one that the processor supports, or the value that the environment variable
-    GPTKERNELS_CPU_CAPABILITY had when the library was loaded.
+    It is the best one that the processor supports, or that of GPTKERNELS_CPU_CAPABILITY when the library was loaded.
     """
     return _string("gptkernels_cpu_capability")
 

@@ -17,11 +17,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute ``cross_entropy(linear(x, weight), targets)`` in chunks of rows, and store only one chunk's logits.
 
-    For "mean" and "sum" the forward also computes the gradients of x and weight, from the same logits, and the backward
-    only scales them. If autograd records nothing, no gradient is computed. In three cases the backward instead computes
-    each chunk's logits a second time: for "none"; for float16, whose gradients must be multiplied by the loss scale
-    before they are rounded; and if gradients are differentiated again (``create_graph=True``). The second
-    differentiation stores all logits. Inside autocast the matmuls have autocast's dtype.
+    For "mean" and "sum" the forward also computes the gradients of x and weight, if autograd records them, and the
+    backward only scales them. The backward instead computes each chunk's logits a second time for "none"; for float16,
+    whose gradients must be multiplied by the loss scale before they are rounded; and with ``create_graph=True``, where
+    differentiating the gradients stores all logits. Inside autocast the matmuls have autocast's dtype.
 
     Args:
         x: (..., C), the input of the LM head.
@@ -57,7 +56,7 @@ def fp8_linear_cross_entropy(
 ) -> Tensor:
     """Compute the loss of :func:`linear_cross_entropy`, with float8 matmuls for the gradients.
 
-    The forward computes the gradients. It rounds the logits' gradient to e5m2, and x and the weight to e4m3. If
+    The forward computes the gradients, with the logits' gradient rounded to e5m2, and x and the weight to e4m3. If
     autograd records nothing, this function is :func:`linear_cross_entropy`. A second derivative or a forward-mode
     derivative raises a RuntimeError.
 
@@ -99,7 +98,6 @@ def _check_shapes(function: str, x: Tensor, weight: Tensor, targets: Tensor, chu
 
 
 def check_reduction(function: str, reduction: str, known: tuple[str, ...] = ("mean", "sum", "none")) -> None:
-    """Raise a ValueError for an unknown reduction."""
     if reduction not in known:
         *names, last = map(repr, known)
         raise ValueError(f"{function}: reduction must be {', '.join(names)} or {last}, got {reduction!r}")

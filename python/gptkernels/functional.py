@@ -1,9 +1,8 @@
 """The operators with ``torch.nn.functional``'s names and signatures, and fused operators that torch does not have.
 
-Shapes: B batch, T tokens, C channels, V vocabulary, Vp padded vocabulary, N rows. All functions run this package's
-kernels. An option that the kernels do not support raises a ValueError that names it; no option is ignored. Only
-:func:`scaled_dot_product_attention` and :func:`causal_attention` call torch's kernels in some cases, which their
-documentation lists.
+Shapes: B batch, T tokens, C channels, V vocabulary, Vp padded vocabulary, N rows. An option that the kernels do not
+support raises a ValueError that names it. Only :func:`scaled_dot_product_attention` and :func:`causal_attention` call
+torch's kernels, in the cases that they list.
 """
 
 import warnings
@@ -76,8 +75,8 @@ def residual_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add ``x`` to the residual stream and normalise the sum, in one pass over memory.
 
-    The bias of the linear layer that computes ``x`` can be added here. Then neither the bias nor its gradient needs a
-    further pass over memory.
+    With ``x_bias``, the bias of the linear layer that computes ``x``, neither the bias nor its gradient needs a further
+    pass.
 
     Args:
         x: (..., *normalized_shape), the values that are added to the residual stream.
@@ -118,7 +117,6 @@ def _check_norm(
     bias: Tensor | None,
     x_bias: Tensor | None = None,
 ) -> int:
-    """Check the shapes, and return the number of normalised dimensions."""
     shape = tuple(normalized_shape)
     if not shape or x.shape[-len(shape) :] != shape:
         raise ValueError(
@@ -132,7 +130,6 @@ def _check_norm(
 
 
 def _as_one(dims: int, *tensors: Tensor | None) -> Iterator[Tensor | None]:
-    """Flatten the last ``dims`` dimensions of each tensor."""
     return (t if t is None or dims == 1 else t.flatten(-dims) for t in tensors)
 
 
@@ -155,9 +152,9 @@ def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: 
 
     Args:
         input: any shape.
-        dim: the dimension along which the output sums to 1. If None, a warning is issued, and the dimension is chosen
-            as in torch: 0 if there are 0, 1 or 3 dimensions, otherwise 1.
-        dtype: the dtype to which ``input`` is converted first. If None, it is not converted.
+        dim: the dimension along which the output sums to 1. None is torch's choice, with a warning: 0 if there are 0, 1
+            or 3 dimensions, otherwise 1.
+        dtype: the dtype to which ``input`` is converted first, or None.
 
     Raises:
         IndexError: if ``dim`` is out of range.
@@ -175,14 +172,9 @@ def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: 
 
 
 def causal_softmax(scores: Tensor, scale: float = 1.0) -> Tensor:
-    """Compute the softmax of ``scale * scores`` over the keys that each query may see.
+    """Compute the softmax of ``scale * scores``, (..., T, T), over the keys that each query may see.
 
-    Args:
-        scores: (..., T, T), a row for each query.
-        scale: the factor of the scores.
-
-    Returns:
-        The probabilities (..., T, T), which are exactly 0 above the diagonal.
+    The probabilities (..., T, T) are exactly 0 above the diagonal.
     """
     return ops.causal_softmax.default(scores, scale)
 
@@ -203,7 +195,7 @@ def mlp(
     proj_bias: Tensor | None,
     recompute_gelu: bool = False,
 ) -> Tensor:
-    """Compute GPT-2's feed-forward layer, ``linear(gelu(linear(x)))`` with the tanh GELU.
+    """Compute GPT-2's feed-forward layer, ``linear(gelu(linear(x)))`` with the tanh GELU: (..., C) -> (..., C).
 
     Args:
         x: (..., C).
@@ -212,9 +204,6 @@ def mlp(
         proj_weight: (C, H).
         proj_bias: (C), or None.
         recompute_gelu: save only the GELU's input for the backward, which computes the GELU's output (..., H) again.
-
-    Returns:
-        The output (..., C).
     """
     return ops.mlp.default(x, fc_weight, fc_bias, proj_weight, proj_bias, not recompute_gelu)[0]
 
@@ -229,9 +218,8 @@ def fp8_linear(
     """Compute :func:`linear` with float8 matmuls: input and weight in e4m3, the output's gradient in e5m2.
 
     An amax history contains the amax of a tensor in each of the last 16 calls. The scale is computed from the history
-    before the tensor is read, and the call adds the tensor's amax to the history. Without a history, and at the first
-    call, the scale is computed from the tensor itself, which is then read twice. The weight's scale is always computed
-    from the weight.
+    before the tensor is read, and the call adds the tensor's amax to the history. Without a history, at the first call,
+    and for the weight, the scale is computed from the tensor itself, which is then read twice.
 
     Args:
         input: (..., I), float32, bfloat16 or float16; I is a multiple of 16.
@@ -331,11 +319,10 @@ def scaled_dot_product_attention(
 ) -> Any:
     """Compute :func:`torch.nn.functional.scaled_dot_product_attention`, in memory linear in T.
 
-    The output of a query that sees no key is 0. Its logsumexp is -inf, and no gradient is NaN. ``attn_mask`` and
+    A query that sees no key has an output of 0 and a logsumexp of -inf, and no gradient is NaN. ``attn_mask`` and
     ``is_causal`` may be given together; then both apply.
 
-    In these cases no kernel of this package supports the call, and torch's function is called, which may raise its own
-    errors:
+    In these cases torch's function is called, which may raise its own errors:
 
     - ``attn_mask`` requires grad, or its dtype is neither bool nor the query's;
     - the value's head size is not the key's, or a head size is above 256;
@@ -362,8 +349,8 @@ def scaled_dot_product_attention(
         return_logsumexp: also return the logsumexp.
 
     Returns:
-        The output (..., NH, Tq, HS). With ``return_logsumexp``, a tuple of the output and the logsumexp of the scaled
-        and masked scores, (..., NH, Tq), float32 (float64 for float64), which is differentiable.
+        The output (..., NH, Tq, HS). With ``return_logsumexp``, also the logsumexp of the scaled and masked scores,
+        (..., NH, Tq), float32 (float64 for float64), which is differentiable.
 
     Raises:
         ValueError: if ``dropout_p`` is not from 0 to 1, or if torch's function is called and ``query_offset``,
@@ -399,7 +386,6 @@ def scaled_dot_product_attention(
 
 
 def _not_ours(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool) -> str | None:
-    """Return the reason why this package's kernels do not support a call, or None if they support it."""
     tensors = (query, key, value)
     device = query.device.type
     dtype = autocast_dtype(device)
@@ -434,12 +420,12 @@ def _not_ours(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | Non
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Compute :func:`torch.nn.functional.dropout`. No mask is stored; the backward generates it again.
 
-    The random numbers come from torch's generator for the device. With the same seed, torch's function would drop other
-    elements. The probability is ``p`` rounded to a multiple of 2^-16.
+    The random numbers come from torch's generator for the device, but with the same seed torch drops other elements.
 
     Args:
         input: any shape.
-        p: the probability with which an element is dropped; elements that are not dropped are divided by 1 - p.
+        p: the probability with which an element is dropped, rounded to a multiple of 2^-16; other elements are divided
+            by 1 - p.
         training: False returns ``input``.
         inplace: not supported.
 
@@ -459,15 +445,11 @@ def _check_dropout(function: str, name: str, p: float) -> None:
 
 
 def _dropout_numbers(dropout_p: float, like: Tensor) -> tuple[Tensor | None, ...]:
-    """Draw the seed and the offset of a dropout mask; return (None, None) if dropout_p is 0."""
     return _draw_numbers(2, like) if dropout_p else (None, None)
 
 
 def _draw_numbers(count: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Draw 0-dim int64 numbers on the device of ``like``. Each replay of a CUDA graph draws new numbers.
-
-    The numbers come from torch's generator for the device.
-    """
+    """Draw 0-dim int64 numbers from torch's generator for the device. Each replay of a CUDA graph draws new numbers."""
     return torch.randint(2**63 - 1, (count,), device=like.device).unbind()
 
 

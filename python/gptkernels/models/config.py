@@ -29,15 +29,12 @@ class GPT2Config:
         n_head: NH, which divides n_embd.
         n_embd: C.
         bias: whether linear layers and norms have a bias.
-        dropout: the probability with which, in training, elements are dropped where nanoGPT drops them: in attention's
-            probabilities, in what a layer adds to the residual stream, and in the sum of the embeddings.
-        activation: the GELU of the feed-forward layers: "gelu_tanh" as in GPT-2 and llm.c, or "gelu", the exact one, as
-            in nanoGPT.
-        fp8: in training, compute the matmuls of the layers' four linear layers in float8 (``gptkernels.nn.Linear``),
-            but not the LM head's matmuls. n_embd must then be a multiple of 16.
-        fp8_head: in training, compute the LM head's gradients by float8 matmuls if the model returns no logits
-            (``gptkernels.functional.fp8_linear_cross_entropy``). n_embd and padded_vocab_size must then be multiples
-            of 16.
+        dropout: in training, the probability of dropout where nanoGPT has it: in attention's probabilities, in what a
+            layer adds to the residual stream, and in the sum of the embeddings.
+        activation: the GELU: "gelu_tanh" as in GPT-2 and llm.c, or "gelu", the exact one, as in nanoGPT.
+        fp8: train with float8 matmuls in the layers (``gptkernels.nn.Linear``); n_embd must be a multiple of 16.
+        fp8_head: in training without logits, compute the LM head's gradients by float8 matmuls
+            (``gptkernels.functional.fp8_linear_cross_entropy``); n_embd and padded_vocab_size must be multiples of 16.
         fp8_logits: in training with fp8_head, also compute the logits by a float8 matmul.
 
     Raises:

@@ -27,7 +27,7 @@ class Files(torch.nn.Module):
     def from_checkpoint(
         cls: type[Model], path: str | os.PathLike[str], device: Any = None, dtype: torch.dtype | None = None
     ) -> Model:
-        """Load a model from a file or folder.
+        """Load a model from a file or folder. Its dropout is 0.
 
         Args:
             path: a ``.safetensors`` (a model or a training state), the folder of a run, llm.c's ``.bin``, a Hugging
@@ -35,9 +35,6 @@ class Files(torch.nn.Module):
             device: the device of the model; None is the CPU.
             dtype: the dtype of the model. None is the file's dtype; if the file has several, the smallest dtype that
                 holds all parameters exactly.
-
-        Returns:
-            The model. Its dropout is 0, even if the file has another value.
 
         Raises:
             ValueError: if the file is damaged or of another format, or describes a model that this GPT-2 cannot
@@ -59,8 +56,8 @@ class Files(torch.nn.Module):
         """Load a Hugging Face GPT-2.
 
         Args:
-            name: a folder that ``save_pretrained`` of this class or of transformers has written. If there is no such
-                folder, a name on the Hugging Face hub, for which ``huggingface_hub`` must be installed.
+            name: a folder that ``save_pretrained`` of this class or of transformers has written, or otherwise a name on
+                the Hugging Face hub, for which ``huggingface_hub`` must be installed.
             dropout: the dropout of the new model.
             device: the device of the model; None is the CPU.
             dtype: the dtype of the model. None is the file's dtype, or the smallest that holds all parameters exactly.
@@ -85,10 +82,9 @@ class Files(torch.nn.Module):
         save_model(path, self.state_dict(), self.config)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write a folder that Hugging Face's ``GPT2LMHeadModel.from_pretrained`` reads.
+        """Write a folder that Hugging Face's ``GPT2LMHeadModel.from_pretrained`` reads, and replace existing files.
 
-        Existing files ``config.json`` and ``model.safetensors`` are replaced. Biases that the model lacks are written
-        as 0.
+        Biases that the model lacks are written as 0.
 
         Raises:
             ValueError: if ``folder`` is a file, or the LM head is not the token embedding.

@@ -26,7 +26,7 @@ from gptkernels.rules.encoder import tied_encoder
 class GPT2(Files, NanoGPT):
     """GPT-2 with an LM head that is tied to the token embedding.
 
-    The embedding has Vp rows. The last Vp - V rows are 0 and are not used. A state dict whose embedding has V or more
+    The embedding has Vp rows, of which the last Vp - V are 0 and unused. A state dict whose embedding has V or more
     rows can be loaded, with or without ``lm_head.weight``.
 
     Args:
@@ -48,8 +48,8 @@ class GPT2(Files, NanoGPT):
     def reset_parameters(self) -> None:
         """Initialise the parameters as in GPT-2, and reset the amax histories.
 
-        Matrices are drawn from N(0, 0.02^2), except that the two ``c_proj`` of each layer are drawn from
-        N(0, 0.02^2 / (2L)). Biases are 0, and the norms' weights are 1. The embedding's padding is 0.
+        Matrices are drawn from N(0, 0.02^2), the two ``c_proj`` of each layer from N(0, 0.02^2 / (2L)). Biases and the
+        embedding's padding are 0, and the norms' weights are 1.
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, parameter in self.named_parameters():
@@ -62,14 +62,12 @@ class GPT2(Files, NanoGPT):
             history.zero_()
 
     def _is_tied(self) -> bool:
-        """Return whether the LM head's weight and the token embedding are one parameter."""
         weight = getattr(self.lm_head, "weight", None)
         return weight is not None and weight is getattr(self.transformer.wte, "weight", None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT2":
-        """Apply ``fn`` to all parameters, and tie the LM head again.
-
-        Torch replaces each parameter that leaves the meta device by a separate one.
+        """Torch replaces each parameter that leaves the meta device by a separate one, so that the LM head is tied
+        again.
         """
         tied = self._is_tied()
         super()._apply(fn, recurse)
@@ -87,9 +85,8 @@ class GPT2(Files, NanoGPT):
         Args:
             tokens: (B, T), int64 or int32, T at most ``block_size``.
             targets: (B, T), int64 or int32; None for no loss.
-            return_logits: if False, and targets are given, the loss is computed in chunks of rows, and only one chunk's
-                logits are stored. If ``lm_head`` was replaced or hooked, it is called instead, and all logits are
-                stored.
+            return_logits: False, if targets are given, computes the loss in chunks of rows and stores only one chunk's
+                logits, unless ``lm_head`` was replaced or hooked.
             ignore_index: the target of positions that have no target; nanoGPT and llm.c use -1.
 
         Returns:
@@ -119,11 +116,7 @@ class GPT2(Files, NanoGPT):
         return logits if return_logits else None, losses.sum() / (flat != ignore_index).sum()
 
     def _hidden_and_head(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the transformer's output, and return it with the LM head's weight.
-
-        If the LM head is tied to the token embedding, ``TiedEncoder`` adds the weight's two gradients without an extra
-        pass.
-        """
+        """For a tied LM head, ``TiedEncoder`` adds the weight's two gradients without an extra pass."""
         transformer, weight = self.transformer, self.lm_head.weight
         if (
             not (is_unmodified(transformer, Transformer) and transformer.embeds_in_one())
@@ -196,17 +189,16 @@ class GPT2(Files, NanoGPT):
         """Generate the tokens that follow ``tokens``. Yields a (B,) tensor for each step, as soon as it is computed.
 
         Keys and values of earlier tokens are cached, so that a step computes one token of each sequence. Beyond
-        ``block_size`` tokens the oldest token is dropped. This changes every position, so that each step computes all
-        ``block_size`` tokens again.
+        ``block_size`` tokens the oldest token is dropped, which changes every position, so that each step computes all
+        ``block_size`` tokens.
 
         A step of at most 8 sequences is one operator, unless a module was replaced or hooked and must be called. On
         CUDA the operator is captured in a CUDA graph, which gives the same tokens.
 
         Args:
-            tokens: (B, T), int64 or int32, T at least 1; if longer than ``block_size``, only the last ``block_size``
-                tokens are used. Or a list of prompts of different lengths, (T_i,) each, which run as one batch. (If
-                modules must be called, each step of such a batch computes all its tokens, because a module's cache has
-                one length for all sequences.)
+            tokens: (B, T), int64 or int32, T at least 1, of which the last ``block_size`` tokens are used. Or a list of
+                prompts of different lengths, (T_i,) each, which run as one batch (without a cache if modules must be
+                called).
             max_new_tokens: the number of steps.
             temperature: the divisor of the logits; 0 always takes the likeliest token.
             top_k: draw from the k likeliest tokens only; None draws from all.

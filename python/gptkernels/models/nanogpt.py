@@ -35,15 +35,12 @@ class NanoGPT(torch.nn.Module):
     def flops_per_token(self, length: int | None = None) -> int:
         """Return the floating-point operations per token of a training step, as counted in PaLM's appendix B.
 
-        The count is 6 for each parameter except the position embedding's, plus 12 * C * T for each layer's attention.
-        The causal mask is not considered.
-
-        Args:
-            length: T; None is ``block_size``.
+        They are 6 for each parameter except the position embedding's, plus 12 * C * T for each layer's attention,
+        without regard to the causal mask. ``length`` is T; None is ``block_size``.
         """
         config = self.config
         length = config.block_size if length is None else length
-        embeddings = config.block_size * config.n_embd  # wpe only: wte is also the LM head's matrix
+        embeddings = config.block_size * config.n_embd  # wte is also the LM head's matrix
         return 6 * (self.num_parameters() - embeddings) + 12 * config.n_layer * config.n_embd * length
 
     def configure_optimizers(
@@ -76,8 +73,7 @@ class NanoGPT(torch.nn.Module):
     def get_num_params(self, non_embedding: bool = True) -> int:
         """Return the number of parameters, without the padding of the vocabulary.
 
-        Args:
-            non_embedding: do not count the position embedding. The token embedding is the LM head too and is counted.
+        ``non_embedding`` leaves out the position embedding; the token embedding, which is the LM head too, is counted.
         """
         positions = self.config.block_size * self.config.n_embd if non_embedding else 0
         return self.num_parameters() - positions
