@@ -36,7 +36,6 @@ def parser():
 
 
 def settings_of(arguments, error):
-    """Print a line for each requested baseline that cannot run."""
     device = torch.device(arguments.device)
     missing = absent(device)
     default = "torch" if arguments.host or device.type == "cpu" else ",".join(PEERS)
@@ -65,7 +64,6 @@ def _sizes(text, error):
 
 
 def run_of(arguments, settings):
-    """After each op, show its table and update the file of ``--json``."""
     dtypes = [str(dtype).removeprefix("torch.") for dtype in settings.dtypes]
     plain = {**vars(settings), "device": str(settings.device), "dtypes": dtypes}
     run = {"machine": describe(settings.device), "settings": plain, "rows": []}

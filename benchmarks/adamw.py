@@ -26,8 +26,6 @@ def label(tensors):
 
 
 class State:
-    """The tensors of an AdamW step. If the parameters have 16 bits, master weights and moments are float32."""
-
     def __init__(self, shapes, device, dtype):
         self.low = dtype.itemsize == 2
         wide = torch.float32 if self.low else dtype
@@ -39,7 +37,7 @@ class State:
         self.wide_grads = [torch.empty_like(t) for t in self.masters] if self.low else self.grads
         self.moments = [[torch.rand(shape, device=device, dtype=wide) for shape in shapes] for _ in range(2)]
         self.steps = [torch.ones((), device=device) for _ in shapes]
-        self.counts = [torch.zeros((), device=device) for _ in shapes]  # for `formula`, which increments them
+        self.counts = [torch.zeros((), device=device) for _ in shapes]
         self.lr = torch.tensor(LR, device=device)
         self.torchs_options = {"lr": self.lr, "amsgrad": False, "maximize": False, **OPTIONS}
         self.written = [*self.masters, *self.moments[0], *self.moments[1], *(self.params if self.low else ())]

@@ -35,7 +35,7 @@ CPU_SIZES = [
     (1, 12, 1, 1024, 64, ALL),
 ]
 TINY = (1, 1, 8, 8, 8, CAUSAL)
-MOST_SCORES = 1 << 26  # the largest number of scores that the float64 reference computes
+MOST_SCORES = 1 << 26
 
 
 @dataclass
@@ -48,7 +48,6 @@ class Seen:
 
     @classmethod
     def of(cls, kind, batch, tokens, dtype, device):
-        """Padded sequences have lengths from half of ``tokens`` to all."""
         if kind not in PADDED:
             return cls(kind in (CAUSAL, TF32))
         lengths = torch.linspace(tokens // 2, tokens, batch, device=device).int()
@@ -62,7 +61,6 @@ class Seen:
 
     @property
     def causal_flag(self):
-        """False if causality is part of the mask."""
         return self.causal and self.mask is None
 
     def allows(self, b, h, q, k):
@@ -71,13 +69,11 @@ class Seen:
         return causal if self.end is None else causal & (k >= self.begin[b]) & (k < self.end[b])
 
     def allowed(self, queries, keys, device):
-        """Return the mask (B, 1, queries, keys), where B is 1 without padding."""
         sizes = 1 if self.end is None else len(self.end), 1, queries, keys
         b, _, q, k = torch.meshgrid(*(torch.arange(n, device=device) for n in sizes), indexing="ij")
         return self.allows(b, 0, q, k)
 
     def ours(self):
-        """Return the arguments that follow ``value`` in our op: mask, dropout, causal, scale, offset, bounds."""
         if self.by_bounds:
             return None, 0.0, True, None, 0, self.begin, self.end
         return self.mask, 0.0, self.causal_flag, None, 0, None, None
@@ -145,10 +141,9 @@ def formula(query, key, value, allowed):
 
 
 def checked(inputs, dout, seen):
-    """Yield the exact results of a few heads: out, or the gradients if ``dout`` is given.
+    """Yield the exact results of a few heads, because all heads would take too long.
 
-    All heads would take too long. Queries that see no key (padding on the left) are skipped, because implementations
-    differ in their outputs.
+    Queries that see no key are left out, because implementations differ in their outputs.
     """
     query, key, _ = inputs
     heads = max(1, min(4, MOST_SCORES // (query.shape[2] * key.shape[2])))

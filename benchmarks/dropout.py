@@ -21,10 +21,7 @@ class Mask:
         self.kept = values / (1 - P)
 
     def look(self, dropped, added=0.0):
-        """Return the result with kept values in place of dropped ones, and 1.0 if about P were dropped, else 0.0.
-
-        Dropped elements equal ``added``.
-        """
+        """Put kept values in place of dropped ones; the second result is 1.0 if about P were dropped, else 0.0."""
         drops = dropped == added
         deviations = (drops.double().mean() - P) / (P * (1 - P) / drops.numel()) ** 0.5
         return dropped + drops * self.kept, (deviations.abs() < 5).double()

@@ -57,7 +57,6 @@ def cases(device, dtype, rows, inner, outer):
     norm_scale = norm()[2]
 
     def separate_kernels():
-        """Two kernels give the same bits as the fused kernel."""
         out = ops.residual_layernorm(x, residual, norm_weight, norm_bias)[0]
         return read(ops.fp8_quantize(out, norm_history.clone(), E4M3)[0], norm_scale)
 
@@ -126,7 +125,6 @@ def mlp_cases(x, fc):
     )
 
     def rounded(t, scale, fp8):
-        """Round to the operator's dtype, and then to float8 with the history's scale."""
         return read((t.to(dtype).float() / scale).to(fp8), scale)
 
     def second(pre, proj):

@@ -1,7 +1,6 @@
 """``python -m benchmarks.generate`` measures the tokens per second of our and of Hugging Face's decoding.
 
-All models have GPT-2's shape, random weights and top-k sampling. Our decoding must give the same tokens with and
-without CUDA graphs. The floor is the time to read the weights and the previous keys and values from memory.
+The floor is the time to read the weights and the previous keys and values from memory.
 """
 
 import argparse
@@ -72,7 +71,6 @@ def step_bytes(config, dtype, batch, tokens):
 
 
 def measure(name, config, dtype, device, batch, tokens, repeats):
-    """Return the seconds of the fastest run, after two runs of warm-up."""
     make = ours if name in ("graph", "eager", "modules") else huggingface
     generate = make(name, config, dtype, device, batch, tokens)
     times = []

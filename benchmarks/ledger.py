@@ -61,7 +61,6 @@ def _matched(family, patterns):
 
 
 def measured(paths) -> dict[str, float]:
-    """The keys are as in ledger.txt."""
     found = {}
     for path in paths:
         run = json.loads(path.read_text())
@@ -87,7 +86,6 @@ def lines_of(files) -> int:
 
 
 def cells(variant, kept, compared) -> list[list[str]]:
-    """Return a line for each of the variant's rows. ``compared`` has the times with and without a variant."""
     count, needed = lines_of(variant.files), variant.instead == "-"
     head = [variant.name, str(count), variant.instead]
     lines = []
@@ -114,7 +112,7 @@ def page() -> str:
         table = []
         for variant in variants:
             first, *others = cells(variant, kept, compared)
-            table += [first, *([""] * 3 + line[3:] for line in others)]  # the variant's name only once
+            table += [first, *([""] * 3 + line[3:] for line in others)]
         named = {path for variant in variants for path in variant.files}
         if rest := [path for path in (CUDA / family).rglob("*.*") if path not in named]:
             table.append(["shared", str(lines_of(rest)), *[""] * 5])

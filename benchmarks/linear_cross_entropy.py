@@ -10,7 +10,7 @@ ops = torch.ops.gptkernels
 SIZES = {"bfloat16": [(8192, 768, 50304), (8192, 2048, 128256)], "float32": [(8192, 768, 50304)]}
 CPU_SIZES = [(256, 256, 4096)]
 TINY = (4, 16, 16)
-EXACT_ROWS = 1024  # the number of rows whose float64 logits are in memory at a time
+EXACT_ROWS = 1024
 
 
 def formula(x, weight, targets):

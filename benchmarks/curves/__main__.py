@@ -1,7 +1,6 @@
 """``python -m benchmarks.curves`` trains GPT-2 with and without float8 matmuls from one seed, and plots the losses.
 
-The file of ``--json`` is updated every few steps. Several processes may train variants and seeds, each with its own
-file; ``--from A.json B.json`` joins the files.
+Several processes may train variants and seeds, each with its own ``--json``; ``--from A.json B.json`` joins the files.
 """
 
 import argparse

@@ -25,7 +25,6 @@ def first_of_seed(curve, curves):
 
 
 def tables(curves) -> list[str]:
-    """Each curve is compared with the first curve of its seed."""
     header = [*HEADER, *(text.format(VARIANTS[curves[0]["variant"]]) for text in COMPARED)]
     lines = [_line(curve, first_of_seed(curve, curves)) for curve in curves]
     return [_machine(curves), markdown(header, lines, texts=1), *_over_seeds(curves)]
@@ -49,9 +48,6 @@ def _line(curve, first):
 
 
 def _beside(curve, first):
-    """Return the largest and the last difference from the first curve, and the difference in validation; None if
-    unknown.
-    """
     found = differences(curve, first)
     if curve is first or not found:
         return [None] * 3
@@ -60,10 +56,7 @@ def _beside(curve, first):
 
 
 def _over_seeds(curves) -> list[str]:
-    """Return, for each variant with several seeds, its mean difference from the first variant.
-
-    If CONTROL was trained too, the difference from the mean of the first variant and CONTROL is added; it varies less.
-    """
+    """The mean of the first variant and CONTROL varies less than the first variant alone."""
     ends = {curve["variant"]: _ends(curves, curve["variant"]) for curve in curves}
     firsts, controls = ends.pop(curves[0]["variant"]), ends.get(CONTROL, {})
     lines = []
@@ -81,7 +74,6 @@ def _over_seeds(curves) -> list[str]:
 
 
 def _ends(curves, variant):
-    """Return the mean of the last AVERAGED losses of each complete curve, by seed."""
     return {
         curve["settings"]["seed"]: _end(curve)
         for curve in curves
@@ -98,7 +90,6 @@ def _mean_and_error(shares):
 
 
 def draw(curves, path):
-    """The second panel has the differences of the averages from the first curve."""
     import matplotlib
 
     matplotlib.use("Agg")

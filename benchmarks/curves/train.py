@@ -27,11 +27,7 @@ KEEP_EVERY = 25  # steps
 
 
 def train(variant: str, settings: dict, files: dict, device: torch.device, keep: Callable[[dict], object]) -> dict:
-    """Train a model whose weights, batches and learning rates depend only on the settings; return its curve.
-
-    All variants have bfloat16 parameters with float32 masters. ``files`` has the lists of token files for "train" and
-    "val". ``keep`` is called with the curve every KEEP_EVERY steps and at the end.
-    """
+    """Train a model whose weights, batches and learning rates depend only on the settings; return its curve."""
     curve = {"variant": variant, "settings": settings, "machine": describe(device)}
     curve |= {"losses": [], "seconds": 0.0, "validation": None}
     model = _model(variant, settings, device)
@@ -57,7 +53,7 @@ def train(variant: str, settings: dict, files: dict, device: torch.device, keep:
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(i)
         result = step(_in_order(data.next_batch(), variant))
-        if waiting:  # read the previous step's loss while the device runs the next step
+        if waiting:
             note(waiting)
         waiting = result
     if waiting:

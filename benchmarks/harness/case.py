@@ -19,12 +19,9 @@ class Case:
     """One op at one size.
 
     Args:
-        name: the name, e.g. ``"layernorm fwd"``.
-        shape: the sizes, as text for the tables.
-        ours: runs this package's kernel.
         exact: yields ``(i, part, value)``: output ``i`` must equal the float64 ``value`` at ``[part]``.
-        bytes: the fewest bytes that the op must read and write: each input once, and each output once.
-        flops: the number of floating-point operations; approximate if the op is memory-bound.
+        bytes: the fewest bytes: each input is read once, and each output written once.
+        flops: approximate if the op is memory-bound.
         peers: the baselines, by their names in ``peers.PEERS``.
         look: selects the tensors to verify from a variant's result, which may be fewer than ``exact`` yields.
         reset: restores the tensors that variants overwrite, before each verification.

@@ -17,7 +17,6 @@ PACKAGES = ["torch", "triton", "liger-kernel", "quack-kernels", "gptkernels"]
 
 
 def describe(device) -> dict:
-    """Return everything on which a run's figures may depend."""
     info = gptkernels.info()
     known = {"torch": torch.__version__, "gptkernels": info["gptkernels"]}
     versions = {name: version for name in PACKAGES if (version := known.get(name) or _version(name))}

@@ -33,10 +33,9 @@ class Settings:
 
 
 def copy(nbytes, device):
-    """Copy ``nbytes / 2`` bytes on the device with torch, which reads and writes ``nbytes``.
+    """A small kernel is compared with a small copy, because neither reaches the rate of a large copy.
 
-    A small kernel is compared with a small copy, because neither reaches the rate of a large copy. The bytes are
-    random, because zeros can be copied faster.
+    The bytes are random, because zeros can be copied faster.
     """
     source = torch.randint(256, (max(1, nbytes // 2),), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -57,7 +56,6 @@ def roof(device, repeats) -> list[Row]:
 
 
 def sizes_of(op, settings):
-    """Sizes from the command line are used if they have as many numbers as the op's sizes."""
     module = importlib.import_module(f"benchmarks.{op}")
     for dtype in settings.dtypes:
         if settings.sizes:
@@ -73,7 +71,6 @@ def sizes_of(op, settings):
 
 
 def cases(op, settings, dtype, size):
-    """The random numbers are the same every time."""
     torch.manual_seed(0)
     return importlib.import_module(f"benchmarks.{op}").cases(settings.device, dtype, *size)
 
@@ -88,7 +85,6 @@ def measure(op, settings):
 
 
 def measure_case(op, case, dtype, settings) -> Row:
-    """Time only variants whose results are right."""
     variants = {"ours": case.ours} | {p: f for p, f in case.peers.items() if p in settings.peers}
     faults = {name: why for name, variant in variants.items() if (why := _fault(case, variant, dtype))}
     timed = {name: variant for name, variant in variants.items() if name not in faults}
@@ -117,13 +113,13 @@ def _name(dtype):
 
 
 def warm(ops, settings):
-    """Run every compiled baseline of these ops once, in other processes, to fill the compilers' caches."""
+    """Run every compiled baseline once, in other processes, to fill the compilers' caches."""
     if settings.device.type != "cuda" or settings.host or not COMPILERS & set(settings.peers):
         return
     tasks = [(op, settings, dtype, size) for op in ops for dtype, size in sizes_of(op, settings)]
     workers = min(len(tasks), os.cpu_count() or 1, max(1, torch.cuda.mem_get_info()[0] // MEMORY))
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_one_thread) as pool:
-        wait([pool.submit(_run_once, *task) for task in tasks])  # the run reports errors
+        wait([pool.submit(_run_once, *task) for task in tasks])
 
 
 def _one_thread():

@@ -16,7 +16,6 @@ def fill(root: Path, run):
 
 
 def filled(root: Path, run) -> dict[Path, str]:
-    """A page without the two comments is unchanged."""
     parts = {root / "README.md": overview(run)}
     parts |= {root / "docs" / f"{op}.md": section(op, rows, run) for op, rows in by_op(run["rows"]).items()}
     return {path: between(path.read_text(), part) for path, part in parts.items() if path.exists()}
@@ -34,7 +33,6 @@ def section(op, rows, run) -> str:
 
 
 def overview(run) -> str:
-    """Return a table of all cases at their first size, in bfloat16 if possible, with the fastest baseline."""
     first = {}
     rows = [row for row in run["rows"] if row.op != "roof" and "ours" in row.times]
     for row in rows:

@@ -1,4 +1,4 @@
-"""The baselines, called peers in the code, and the ways to call them."""
+"""The baselines, called peers in the code."""
 
 import importlib.util
 import warnings
@@ -21,7 +21,6 @@ PACKAGES = {"liger": "liger_kernel", "quack": "quack", "fa3": "flash_attn_interf
 
 
 def absent(device) -> dict[str, str]:
-    """Return the baselines that cannot run here, with the reason."""
     if device.type == "cpu":
         return dict.fromkeys(["cudnn", *PACKAGES], "it has no CPU kernels")
     needed = {**PACKAGES, "compile": "triton", "flex": "triton"}
@@ -29,7 +28,6 @@ def absent(device) -> dict[str, str]:
 
 
 def compiled(function):
-    """Specialize the function to one case's shapes by torch.compile, in the first call."""
     made = []
 
     def call(*inputs):
@@ -46,7 +44,7 @@ def compiled(function):
 
 
 def training(function, *inputs):
-    """The inputs require gradients, so that the function saves what its backward needs."""
+    """The function saves what its backward needs."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     return lambda: function(*leaves)
 
@@ -66,7 +64,6 @@ def backward(function, inputs, douts):
 
 
 def of_forward(formula, inputs, eager=None, saves=False):
-    """With ``saves``, the compiled call saves what its backward needs."""
     call = training if saves else partial
     return {"torch": partial(eager or formula, *inputs), "compile": call(compiled(formula), *inputs)}
 

@@ -34,7 +34,6 @@ def _save(figure, path):
 
 
 def bars(rows):
-    """Each case name has a panel, with a group of bars for each size."""
     panels = {name: [row for row in rows if row.name == name] for name in dict.fromkeys(row.name for row in rows)}
     variants = ["ours", *columns_of(rows)]
     labels = {name: _labels(mine) for name, mine in panels.items()}
@@ -51,7 +50,6 @@ def bars(rows):
 
 
 def _labels(rows):
-    """The lines are short enough for the space below the bars of a row."""
     width = max(11, 120 // len(rows))
     return [f"{textwrap.fill(row.shape, width, break_long_words=False)}\n{row.dtype}" for row in rows]
 
@@ -65,7 +63,7 @@ def _group(axes, rows, variants, labels):
             if variant in row.times:
                 at, rate = i + (j - (len(variants) - 1) / 2) * width, row.rate(variant)
                 axes.bar(at, rate, 0.92 * width, color=COLOURS[variant])
-                inside = rate > (0.17 if narrow else 0.1) * top  # otherwise the bar is shorter than its label
+                inside = rate > (0.17 if narrow else 0.1) * top
                 style = {"fontsize": 8 if narrow else 9, "rotation": 90 if narrow else 0, "ha": "center"}
                 style |= {"va": "top", "xytext": (0, -3)} if inside else {"va": "bottom", "xytext": (0, 3)}
                 colour, behind = ("white", COLOURS[variant]) if inside else ("black", "white")

@@ -9,7 +9,6 @@ PAD = {"justify": "right", "no_wrap": True}
 
 
 def show(rows):
-    """Print one op's table, and a line for each variant without a time."""
     console = Console(width=190)
     table = Table(box=None, header_style="dim")
     for i, column in enumerate(header(rows)):
@@ -30,7 +29,6 @@ def header(rows):
 
 
 def cells(row, peers, strong):
-    """Return a row's texts: our time, rate and share of the copy's rate, then each baseline's time and speedup."""
     texts = [row.name, row.shape, row.dtype]
     if "ours" in row.times:
         median, low, high = row.times["ours"]
@@ -81,7 +79,6 @@ def tables(rows) -> list[str]:
 
 
 def markdown(head, lines, texts) -> str:
-    """The first ``texts`` columns are texts, the others figures."""
     rule = ["---" if i < texts else "---:" for i in range(len(head))]
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *lines])
 

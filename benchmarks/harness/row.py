@@ -44,7 +44,6 @@ class Row:
         return "TFLOP/s" if self.intensity > COMPUTE_BOUND else "GB/s"
 
     def rate(self, name) -> float:
-        """The rate in ``unit`` is the fewest bytes, or the flops, divided by the time."""
         work = self.flops * 1e-12 if self.unit == "TFLOP/s" else self.bytes * 1e-9
         return work / self.times[name].median
 
@@ -59,7 +58,6 @@ class Row:
 
     @property
     def share(self) -> float | None:
-        """Our rate divided by the rate of a copy of as many bytes."""
         return self.ratio("copy") if self.unit == "GB/s" else None
 
     @property

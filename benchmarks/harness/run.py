@@ -20,7 +20,6 @@ def joined_machine(runs) -> dict:
 
 
 def load(*paths):
-    """The settings, the machine and the `roof` rows are those of the first file."""
     runs = [json.loads(path.read_text()) for path in paths]
     rows = [Row.load(row) for i, run in enumerate(runs) for row in run["rows"] if i == 0 or row["op"] != "roof"]
     return {**runs[0], "machine": joined_machine(runs), "rows": rows}

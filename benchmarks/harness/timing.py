@@ -9,8 +9,6 @@ import torch
 
 
 class Time(NamedTuple):
-    """The median and the quartiles of several runs' times, in seconds."""
-
     median: float
     low: float
     high: float
@@ -76,8 +74,6 @@ def _cuda_timer(cycles=1_000_000, most_cycles=16_000_000):
 
 
 def host_times(functions, device, repeats):
-    """The functions alternate; a turn of a function has many calls."""
-
     def seconds(function, calls=200):
         start = time.perf_counter()
         for _ in range(calls):
@@ -86,5 +82,5 @@ def host_times(functions, device, repeats):
         synchronize(device)
         return taken / calls
 
-    _in_turn(functions, seconds, 1)  # warm-up
+    _in_turn(functions, seconds, 1)
     return _in_turn(functions, seconds, repeats)

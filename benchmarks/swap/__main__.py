@@ -88,7 +88,6 @@ def _variants(options, error):
 
 
 def _measured(variants, options, device):
-    """Each variant's figures are shown and saved after its measurement."""
     run = {"machine": describe(device), "rows": []}
     print(title(run["machine"]), flush=True)
     for row in measure_in_processes(variants, options):

@@ -14,11 +14,10 @@ import torch
 from benchmarks.harness.timing import synchronize
 from benchmarks.swap.variants import Trainer, batches
 
-STEPS = 4  # number of steps between two readings of the clock
+STEPS = 4
 
 
 def measure(variant, device, seconds, losses, wait=lambda: None):
-    """Return a step's time in ms, the peak memory and the first losses. ``wait`` precedes the timed steps."""
     trainer = Trainer(variant, device)
     data = batches(variant, device)
     fixed = next(data)
@@ -50,9 +49,7 @@ def measure(variant, device, seconds, losses, wait=lambda: None):
 
 
 def measure_in_processes(variants, options):
-    """Start ``options.at_once`` variants together, which compile in parallel and run their timed steps one after the
-    other.
-    """
+    """``options.at_once`` variants compile in parallel, and run their timed steps one after the other."""
     for i in range(0, len(variants), options.at_once):
         yield from _together(variants[i : i + options.at_once], options)
 

@@ -21,14 +21,12 @@ EXPLAINED = (
 
 
 def load(paths):
-    """The last file's figures of a variant are used."""
     runs = [json.loads(path.read_text()) for path in paths]
     rows = {Variant.of(row): row for run in runs for row in run["rows"]}
     return {"machine": joined_machine(runs), "rows": list(rows.values())}
 
 
 def lines(rows) -> list[list[str]]:
-    """Return a line for each pair of a swapped and an unswapped variant, and for each variant without a counterpart."""
     found = {Variant.of(row): row for row in rows}
     compared = {dataclasses.replace(variant, swapped="no") for variant in found if variant.swapped != "no"}
     made = []

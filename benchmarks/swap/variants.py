@@ -34,7 +34,6 @@ class Variant:
 
 
 def variant_of(row, **options) -> Variant:
-    """Parse MODEL/MODE/BATCH/DROPOUT, such as huggingface/eager/32/0.1."""
     try:
         model, mode, batch, dropout = row.split("/")
         if model in MODELS and mode in MODES:
@@ -45,7 +44,6 @@ def variant_of(row, **options) -> Variant:
 
 
 def made(variant, device):
-    """Return the model, and its loss as a function of the model and of tokens (B, T + 1)."""
     layers, heads, channels = SIZES[variant.size]
     torch.manual_seed(0)
     if variant.model == "huggingface":
@@ -90,7 +88,6 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
 
     def step(self, tokens):
-        """Return the loss before the update, on the device."""
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = self._loss_of(self._call, tokens)
         loss.backward()

@@ -17,14 +17,14 @@ from gptkernels.trainer.config import PRESETS
 
 PRECISION = "tf32"  # float32 parameters; on a CPU the matmuls are float32
 VARIANTS = "ours", "torch-eager", "torch-compile"
-TURN = 5  # number of steps that a variant runs before the next variant
+TURN = 5
 VOCABULARY = 128
 
 
 def measured(variants, turns, peak):
-    """Measure steps on one thread (process time) and on all threads (wall-clock time), and our operators on one thread.
+    """Measure steps on one thread (process time) and on all threads (wall-clock time).
 
-    Each variant has ``turns`` turns of TURN steps. ``peak`` is the peak GFLOP/s of one thread, for the lower bounds.
+    ``peak`` is the peak GFLOP/s of one thread, for the lower bounds.
     """
     preset = PRESETS["tiny"]
     sizes = {"n_layer": preset.layers, "n_head": preset.heads, "n_embd": preset.channels}
@@ -45,7 +45,7 @@ def measured(variants, turns, peak):
 
 
 def _interleaved(variants, turns, clock, config, weights, batch):
-    """Return the milliseconds of a step (lower quartile, median, minimum) and the last loss of each variant."""
+    """The milliseconds are the lower quartile, the median and the minimum."""
     torch._dynamo.reset()
     device = torch.device("cpu")
     data = batches(config, batch, config.block_size, (turns + 2) * TURN, device)
@@ -59,14 +59,13 @@ def _interleaved(variants, turns, clock, config, weights, batch):
                 times[name].append(1e3 * (clock() - start))
     summary = {}
     for name in variants:
-        kept = times[name][2 * TURN :]  # without the first two turns, which compile and warm up
+        kept = times[name][2 * TURN :]
         quartile, median, _ = statistics.quantiles(kept, n=4, method="inclusive")
         summary[name] = [quartile, median, min(kept), float(losses[name])]
     return summary
 
 
 def _parts(config, weights, batch, steps):
-    """Return for each operator of a step its calls, milliseconds (the minimum over the steps) and flops."""
     device = torch.device("cpu")
     data = batches(config, batch, config.block_size, steps, device)
     step = make("ours", PRECISION, config, weights, device)

@@ -30,7 +30,6 @@ def measured(config, weights, device):
 
 
 def _parts(model, plain, length, device):
-    """The variants alternate in each round. The median times are in ms."""
     optimizer = AdamW(groups(model), master_weights=True, max_grad_norm=1.0)
     tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
 
@@ -63,7 +62,6 @@ def _round(loss, update, threads, device):
 
 
 def _calls(model, length, dtype, device):
-    """Return the time in us of a call of each operator that autograd records, and of a call with its backward."""
     config, block = model.config, model.transformer.h[0]
 
     def tensor(*shape):

@@ -18,7 +18,7 @@ PEAK = {"H200": 989.4e12, "H100": 989.4e12, "A100": 312e12, "B200": 2250e12}
 
 @dataclass
 class Row:
-    """A variant at one batch size and precision. If it did not run, `fault` is the reason."""
+    """If a variant did not run, `fault` is the reason."""
 
     variant: str
     precision: str
@@ -41,7 +41,6 @@ def batches(config, batch, length, count, device):
 
 
 def measure(variant, precision, config, weights, batch, device, *, warm_up, steps) -> Row:
-    """Time some steps, after a warm-up that compiles the model and captures CUDA graphs."""
     row = Row(variant, precision, batch)
     length = config.block_size
     data = batches(config, batch, length, warm_up + steps, device)

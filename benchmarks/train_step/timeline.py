@@ -45,7 +45,7 @@ HEADER = ["op", "", "size", "kernel", "launches", "ms", "floor", "excess"]
 
 
 class Launch(NamedTuple):
-    """A kernel, copy or fill that ran on the device, and the op call that launched it."""
+    """A kernel, copy or fill on the device, and the op call that launched it."""
 
     op: str
     call: int
@@ -56,9 +56,7 @@ class Launch(NamedTuple):
 
 @dataclass
 class Piece:
-    """All launches of a step that compute the same thing at one size. `seconds` and `floor` are sums over these
-    launches.
-    """
+    """All launches of a step that compute the same thing at one size; `seconds` and `floor` are their sums."""
 
     op: str
     what: str
@@ -125,7 +123,6 @@ class Sizes(NamedTuple):
 def pieces(
     found: Iterable[Launch], speed: Rates, *, itemsize: int, parameters: int, fp8_logits: bool = False
 ) -> list[Piece]:
-    """The groups are sorted by their excess over the floor."""
     by_key: dict[tuple, Piece] = {}
     counted, products, longest = set(), collections.Counter(), collections.Counter()
     updates = len({launch.call for launch in found if launch.op == "adamw_"})
@@ -147,7 +144,6 @@ def pieces(
 
 
 def _what(launch: Launch, products: collections.Counter) -> str:
-    """`products` counts the matmuls of each call."""
     names = list(PRODUCTS.get(launch.op, ()))
     if not names:
         return ""
@@ -198,9 +194,9 @@ def least(op, what, shapes, sizes) -> tuple[int, int]:
 def matmul_flops(op, what, shapes) -> int:
     """The op's first argument has a row for each token."""
     columns = shapes[0][-1]
-    if op == "fp8_linear_backward":  # the arguments are dout and x transposed
+    if op == "fp8_linear_backward":
         weight = columns, shapes[1][0]
-    elif op == "fp8_mlp_backward":  # the arguments are dout and GELU's input
+    elif op == "fp8_mlp_backward":
         weight = columns, shapes[1][-1]
     elif op == "fp8_layer_backward":
         weight = columns, columns * PRODUCTS[op][what]
@@ -221,7 +217,6 @@ def _short(kernel: str) -> str:
 
 
 def cells(found: list[Piece], least_shown=5e-6) -> list[list[str]]:
-    """Pieces that are too short to show share a line."""
     shown = [piece for piece in found if piece.seconds >= least_shown]
     rest = [piece for piece in found if piece.seconds < least_shown]
     lines = [[p.op, p.what, p.size, p.kernel, *_sums([p])] for p in shown]

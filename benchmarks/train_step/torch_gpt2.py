@@ -25,8 +25,6 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """The vocabulary of the ``gptkernels.models.GPT2Config`` must need no padding."""
-
     def __init__(self, config):
         super().__init__()
         layers = {

@@ -35,7 +35,6 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def make(variant: str, precision: str, config, weights: dict[str, Tensor], device) -> Step:
-    """Make a function of (tokens, targets) that returns the loss before the update, on the device."""
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if variant.startswith("ours"):
@@ -55,7 +54,6 @@ def make(variant: str, precision: str, config, weights: dict[str, Tensor], devic
 
 
 def fp8_options(variant: str) -> dict[str, bool]:
-    """fp8-logits implies fp8-head, and fp8-head implies fp8."""
     logits = "fp8-logits" in variant
     return {"fp8": "fp8" in variant, "fp8_head": logits or "fp8-head" in variant, "fp8_logits": logits}
 

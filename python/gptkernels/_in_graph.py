@@ -1,7 +1,7 @@
 """Marks the functions whose operators ``torch.compile`` records without tracing the functions.
 
-Callers import this module only while ``torch.compile`` traces them, because ``allow_in_graph`` imports torch._dynamo,
-which takes longer than importing torch.
+``allow_in_graph`` imports torch._dynamo, which takes longer than importing torch; so only traced callers import this
+module.
 """
 
 import torch

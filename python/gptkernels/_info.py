@@ -1,4 +1,4 @@
-"""``gptkernels.info()``, which reports the versions, the libraries and the kernels in use."""
+"""``gptkernels.info()``."""
 
 import os
 import platform

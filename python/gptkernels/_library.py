@@ -18,7 +18,6 @@ def build() -> dict[str, str]:
 
 
 def _load_cuda() -> str:
-    """Load the CUDA kernels; return an empty string, or the reason why they are not in use."""
     if torch.version.cuda is None:
         return f"this torch ({torch.__version__}) is built without CUDA"
     if not CUDA_LIBRARY.exists():
@@ -48,9 +47,8 @@ def _string(function: str) -> str:
 
 
 def cpu_capability() -> str:
-    """Return the instruction set that the CPU kernels use: "default", "avx2" or "avx512".
-
-    It is the best one that the processor supports, or that of GPTKERNELS_CPU_CAPABILITY when the library was loaded.
+    """Return "default", "avx2" or "avx512": the processor's best, or GPTKERNELS_CPU_CAPABILITY when the library was
+    loaded.
     """
     return _string("gptkernels_cpu_capability")
 

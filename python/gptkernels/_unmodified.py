@@ -14,9 +14,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def is_unmodified(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
     """Return whether a call of ``module`` would run ``kind.forward`` and nothing else.
 
-    Otherwise the parent must call the module, because it is an adapter, a subclass or a wrapper (parametrisations and
-    FSDP2 replace a module's class), has hooks (pruning and weight normalisation use hooks) or its own forward, or is
-    compiled separately.
+    Otherwise the module must be called: it is an adapter, a subclass or a wrapper (parametrisations and FSDP2 replace a
+    module's class), has hooks (as for pruning) or its own forward, or is compiled separately.
     """
     return are_unmodified((module, kind))
 
@@ -38,9 +37,6 @@ def is_exporting() -> bool:
 
 
 def is_bare(attributes: dict[str, Any]) -> bool:
-    """Return whether a module with this ``__dict__`` has no hooks, no own forward, no ``CHANGED`` mark, and is not
-    compiled.
-    """
     return not (
         attributes["_forward_hooks"]
         or attributes["_forward_pre_hooks"]
@@ -53,10 +49,7 @@ def is_bare(attributes: dict[str, Any]) -> bool:
 
 
 def runs_only_its_forward(module: torch.nn.Module, passive: str | None = None) -> bool:
-    """Return whether a call of ``module`` would run its class's forward and nothing else.
-
-    Hooks from the Python module ``passive`` are ignored, because they only observe.
-    """
+    """Hooks from the Python module ``passive`` are ignored, because they only observe."""
     attributes = module.__dict__
     for hooks in _HOOKS:
         for hook in attributes[hooks].values():

@@ -62,20 +62,14 @@ class Linear(torch.nn.Linear):
     """:class:`torch.nn.Linear` with an option ``fp8``.
 
     With ``fp8``, training uses float8 matmuls (``docs/fp8.md``): the input and the weight in e4m3, the output's
-    gradient in e5m2, with scales from the amax of the last 16 calls. The two amax histories are buffers in the state
-    dict, and are reset if a loaded state dict lacks them. In evaluation, and under ``torch.no_grad()``, the option has
-    no effect.
+    gradient in e5m2, with scales from the amax of the last 16 calls. The two amax histories are buffers, and are reset
+    if a loaded state dict lacks them. In evaluation, and under ``torch.no_grad()``, the option has no effect.
 
     Args:
-        in_features: I.
-        out_features: O.
+        in_features, out_features: multiples of 16 for ``fp8``; a ValueError otherwise.
         bias: whether the layer has a bias.
-        device: the device of the parameters.
-        dtype: the dtype of the parameters.
-        fp8: use float8 matmuls in training; I and O must then be multiples of 16.
-
-    Raises:
-        ValueError: if with ``fp8`` a number of features is not a multiple of 16.
+        device, dtype: of the parameters.
+        fp8: use float8 matmuls in training.
     """
 
     HISTORIES = ("fp8_history", "fp8_dout_history")
@@ -177,15 +171,13 @@ class MLP(torch.nn.Module):
     Args:
         n_embd: C, the number of channels. The hidden layer has 4C channels.
         bias: whether the two linear layers have biases.
-        device: the device of the parameters.
-        dtype: the dtype of the parameters.
+        device, dtype: of the parameters.
         activation: "gelu_tanh", or "gelu" for the exact GELU.
         fp8: the option ``fp8`` of the two linear layers (:class:`Linear`).
 
     Attributes:
         recompute_gelu: save only the GELU's input for the backward, which recomputes the GELU's output (..., 4C). This
-            has no effect if the linear layers are called separately, or use float8 matmuls (which save the GELU's
-            output only in 8 bits).
+            has no effect with separate operators or float8 matmuls.
 
     Raises:
         ValueError: if ``activation`` is unknown, or with ``fp8`` n_embd is not a multiple of 16.
@@ -226,7 +218,6 @@ class MLP(torch.nn.Module):
         return functional.gelu(self.c_fc(x), "tanh" if self.activation == "gelu_tanh" else "none")
 
     def _compute(self, x: Tensor, proj_bias: Tensor | None) -> Tensor:
-        """Compute the MLP, by one operator if possible. The second linear layer must be unmodified."""
         fc, proj = self.c_fc, self.c_proj
         if self.activation == "gelu_tanh" and is_unmodified(fc, Linear):
             eights = fc.multiplies_fp8(), proj.multiplies_fp8()
@@ -243,11 +234,9 @@ class MLP(torch.nn.Module):
 
 
 class KeyValueCache:
-    """The keys and values of a layer's earlier tokens, for decoding.
+    """The keys and values of at most ``capacity`` earlier tokens of a layer, for decoding.
 
-    Args:
-        capacity: the largest number of tokens.
-        memory: (2, B, NH, capacity, HS) for the keys and values. Otherwise the first tokens allocate memory.
+    ``memory`` is (2, B, NH, capacity, HS); otherwise the first tokens allocate memory.
     """
 
     def __init__(self, capacity: int, memory: Tensor | None = None) -> None:
@@ -297,8 +286,7 @@ class CausalSelfAttention(torch.nn.Module):
         n_embd: C.
         n_head: NH, which divides C.
         bias: whether the two linear layers have biases.
-        device: the device of the parameters.
-        dtype: the dtype of the parameters.
+        device, dtype: of the parameters.
         dropout: the probability with which an attention weight is dropped in training.
         fp8: the option ``fp8`` of the two linear layers (:class:`Linear`).
 

@@ -18,17 +18,15 @@ class AdamW(torch.optim.AdamW):
     """:class:`torch.optim.AdamW` with one launch for all parameters of a group that have the same dtype and device.
 
     The arguments, param groups and state dict are torch's; either optimizer can load the other's state dict. A step
-    does not synchronise with the device. Parameters may have any dense layout, for example channels_last. For FSDP2's
-    DTensors each process updates its own part, and the state consists of DTensors of the same distribution.
+    does not synchronise with the device. Parameters may have any dense layout. For FSDP2's DTensors each process
+    updates its own part.
 
     A float16 or bfloat16 parameter may have a float32 master copy (state key ``master_param``): the update is applied
     to the copy and rounded into the parameter, and the moments are float32. If an element of the parameter does not
-    equal its rounded copy, other code has changed it (a loaded state dict, another optimizer), and the update starts
-    from the parameter.
+    equal its rounded copy, other code has changed it, and the update starts from the parameter.
 
     With :class:`torch.amp.GradScaler` the kernel itself divides the gradients by the scale, and skips the step if a
-    gradient is not finite. With ``max_grad_norm`` it clips the gradients as :func:`clip_grad_norm_` of all parameters
-    would, without writing them.
+    gradient is not finite.
 
     Args:
         params: parameters, or groups of parameters with their own options.
@@ -41,11 +39,11 @@ class AdamW(torch.optim.AdamW):
         maximize: maximise the objective instead of minimising it.
         foreach, capturable, fused: kept for state dicts; have no effect.
         master_weights: keep float32 copies of the float16 and bfloat16 parameters.
-        max_grad_norm: clip the gradients of all groups together to this Euclidean norm. None neither clips nor computes
-            the norm; ``math.inf`` only computes it.
-        rounding_seed: round bfloat16 parameters, which then have no float32 copies, and their bfloat16 moments
-            stochastically, so that small updates are right on average. The same seed and step give the same bits. None
-            rounds to nearest.
+        max_grad_norm: clip the gradients of all groups together to this Euclidean norm, without writing them. None
+            neither clips nor computes the norm; ``math.inf`` only computes it.
+        rounding_seed: round bfloat16 parameters, which then have no float32 copies, and their moments stochastically,
+            so that small updates are right on average. The same seed and step give the same bits. None rounds to
+            nearest.
 
     Attributes:
         max_grad_norm: may be set between steps. It is not part of the state dict.
@@ -164,7 +162,6 @@ class AdamW(torch.optim.AdamW):
         return norm if scale is None else norm / scale.to(norm.device)
 
     def _update(self, alike: "_Alike", group: dict[str, Any], number: int) -> None:
-        """``number`` is the call's index in the step."""
         parameters, place = alike.parameters, alike.place
         device = parameters[0].device
         seed = group["rounding_seed"] if parameters[0].dtype == torch.bfloat16 else None
@@ -238,7 +235,6 @@ def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """The kernel requires the parameter's device and strides."""
     value = value.to(parameter.device)
     if value.stride() == parameter.stride():
         return value
@@ -310,7 +306,6 @@ def _by_place(lists: Iterable[tuple[Place | None, list[Tensor]]]) -> _ByPlace:
 
 
 def _total_norm(by_place: _ByPlace) -> Tensor:
-    """Compute the norm of all tensors, on the first device. The tensors may be this process's parts of DTensors."""
     norms = [_dtensor.norm_of_all(_norm_of(group), place) for (_, place), group in by_place.items()]
     if not norms:
         return torch.zeros((), device="cpu")
@@ -335,14 +330,13 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip gradients as :func:`torch.nn.utils.clip_grad_norm_` does for the 2-norm; :class:`AdamW` can clip faster.
 
-    A deterministic kernel computes the norm, which for DTensors is that of the whole tensors. Only
-    ``error_if_nonfinite`` synchronises with the device.
+    A deterministic kernel computes the norm, which for DTensors is that of the whole tensors.
 
     Args:
         parameters: one or several parameters; parameters without a gradient are ignored.
         max_norm: the largest norm of all gradients together after clipping.
-        norm_type: must be 2; no other norm is supported.
-        error_if_nonfinite: raise an error if the norm is nan or infinite.
+        norm_type: must be 2.
+        error_if_nonfinite: raise an error if the norm is nan or infinite, for which the host waits for the device.
         foreach: has no effect.
 
     Returns:

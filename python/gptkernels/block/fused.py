@@ -1,4 +1,4 @@
-"""Describes a transformer block of ``GPT2`` or of a swapped model, and computes it as one node of autograd's graph."""
+"""A transformer block of ``GPT2`` or of a swapped model, computed as one node of autograd's graph."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -51,7 +51,6 @@ class FusedBlock(NamedTuple):
     matrices: Matrices | None = None  # in the matmuls' dtype, if they are already cast
 
     def supports(self, stream: Tensor, pending: Pending | None) -> bool:
-        """The values must have the matmuls' dtype, and the bias the stream's dtype."""
         if pending is None:
             return True
         return pending.values.dtype == self.plan.low and (pending.bias is None or pending.bias.dtype == stream.dtype)
@@ -59,15 +58,10 @@ class FusedBlock(NamedTuple):
     def run(
         self, stream: Tensor, pending: Pending | None, draw: Callable[[float], Dropout]
     ) -> tuple[Tensor, Pending, Tensor]:
-        """Compute the transformer block without its last residual addition.
+        """Compute the block without its last residual addition.
 
-        Args:
-            stream: (B, T, C), the residual stream.
-            pending: the pending addition to the stream, or None.
-            draw: draws a dropout with the given probability.
-
-        Returns:
-            residual_2 (B, T, C); the addition that is now pending; and qkv (B, T, 3C), or None with float8 matmuls.
+        Return residual_2 (B, T, C), the addition that is now pending, and qkv (B, T, 3C), which is None with float8
+        matmuls.
         """
         plan, parameters, mlp_proj_bias, (attention_p, attn_proj_p, mlp_proj_p), matrices = self
         values, bias, dropout = (None, None, NONE) if pending is None else pending
@@ -82,10 +76,7 @@ class FusedBlock(NamedTuple):
 
 
 def cast_all(blocks: Sequence[FusedBlock | None], stream: Tensor) -> Sequence[FusedBlock | None]:
-    """Cast the blocks' matrices to the matmuls' dtype in one launch.
-
-    Nothing is cast if the stream has the matmuls' dtype, or under ``torch.compile``.
-    """
+    """Cast the blocks' matrices to the matmuls' dtype in one launch."""
     given = [block for block in blocks if block is not None]
     if not given or given[0].plan.low == stream.dtype or type(stream) is not Tensor or torch.compiler.is_compiling():
         return blocks

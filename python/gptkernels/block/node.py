@@ -1,12 +1,11 @@
 """A transformer block as one node of autograd's graph, for training.
 
 For a small batch, calling a block's operators one by one takes more host time than device time, because each call
-passes autocast's and autograd's rules. The node calls one operator, ``layer`` or ``fp8_layer``, below both. It casts as
-autocast would: matmuls have autocast's dtype, norms and the residual stream are float32.
+passes autocast's and autograd's rules. The node calls one operator, ``layer`` or ``fp8_layer``, below both, and casts
+as autocast would: matmuls have autocast's dtype, norms and the residual stream are float32.
 
-Under ``torch.func``, with tangents and under a dispatch mode, callers compute the block by single operators instead.
-The node's backward runs the block again by single operators for a second derivative, and if qkv or residual_1 has an
-incoming gradient. With float8 matmuls there is no second derivative.
+For a second derivative, and if qkv or residual_1 has an incoming gradient, the node's backward runs the block again by
+single operators. With float8 matmuls there is no second derivative.
 """
 
 from collections.abc import Sequence
@@ -49,12 +48,12 @@ class Plan(NamedTuple):
     epsilons: tuple[float, float]
     heads: int
     scale: float | None
-    tanh: bool  # GELU by its tanh approximation
+    tanh: bool
     transposed: bool  # the matrices are (in, out)
-    low: torch.dtype  # the dtype of matmuls
+    low: torch.dtype
     adds_past: bool = True  # without values: the first norm's backward adds the gradient of the residual connection
     recompute_gelu: bool = False  # the backward computes the GELU's output again
-    histories: FP8Histories | None = None  # not None if matmuls are in float8
+    histories: FP8Histories | None = None
 
 
 _PARAMETERS, _SAVED = len(BlockParameters._fields), len(LayerSaved._fields)
@@ -68,7 +67,7 @@ class Dtypes(NamedTuple):
 
 
 def dtypes_of(stream: Tensor, compiled: bool = False) -> Dtypes | None:
-    """Return the dtypes of this forward pass, or None if its transformer blocks cannot be computed as nodes.
+    """Return None if the transformer blocks of this forward pass cannot be nodes.
 
     ``compiled`` says whether the caller supports tracing by ``torch.compile``.
     """
@@ -97,24 +96,11 @@ class _Layer(torch.autograd.Function):
         bias: Tensor | None,
         *parameters: Any,
     ):
-        """Compute the transformer block's outputs, and residual_1, the residual stream after the first addition.
+        """Compute residual_2 and the values to be added to it, (B, T, C), qkv (B, T, 3C) and residual_1.
 
-        The backward reads residual_1 instead of the inputs. residual_1 is an output of the node, so that a second
-        derivative can pass through it to the inputs.
-
-        Args:
-            ctx: the context of autograd.
-            plan: how the block is computed.
-            dropouts: of the values, of attention's probabilities, and of attention's output.
-            matrices: the matrices in the matmuls' dtype, or None.
-            stream: (B, T, C).
-            values: (B, T, C) in the matmuls' dtype, added to the stream; or None.
-            bias: (C), added to the values; or None.
-            parameters: the fields of ``BlockParameters``.
-
-        Returns:
-            residual_2 (B, T, C); the values to be added to it (B, T, C); qkv (B, T, 3C), None with float8 matmuls;
-            residual_1 (B, T, C), None without values or with float8 matmuls.
+        qkv is None with float8 matmuls. residual_1, which the backward reads instead of the inputs, is an output of the
+        node, so that a second derivative can pass through it to the inputs; it is None without values or with float8
+        matmuls.
         """
         ctx.plan, ctx.dropouts, ctx.has_values = plan, dropouts, values is not None
         ctx.set_materialize_grads(False)
@@ -168,7 +154,6 @@ def _run(
     bias: Tensor | None,
     parameters: Sequence[Any],
 ) -> tuple[Any, ...]:
-    """Save the parameters, ``LayerSaved``, and cast or transposed weights."""
     plan, dropouts = ctx.plan, ctx.dropouts
     used: Sequence[Any] = parameters
     weights: Sequence[Tensor] = ()
@@ -190,7 +175,6 @@ def _run(
 def _run_fp8(
     ctx: Any, stream: Tensor, values: Tensor | None, bias: Tensor | None, parameters: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Save the norms' weights, residual_1, residual_2, and ``FP8LayerSaved``."""
     plan, dropouts = ctx.plan, ctx.dropouts
     out, residual_1, residual_2, *saved = ops.fp8_layer.default(
         stream, values, bias, *parameters, *plan.histories, plan.heads, plan.scale, *plan.epsilons,
@@ -203,7 +187,6 @@ def _run_fp8(
 
 
 def _gradients(ctx: Any, needs: Sequence[bool], adds_past: bool, dresidual_2: Any, dout: Tensor) -> Sequence[Any]:
-    """Convert the matrices' gradients to the parameters' layout and dtype."""
     plan, dropouts = ctx.plan, ctx.dropouts
     (
         norm_1_weight, _, qkv_weight, _, attn_proj_weight, _, norm_2_weight, _, fc_weight, _, mlp_proj_weight, *kept
@@ -268,7 +251,6 @@ def _compute(
 
 
 def _differentiably(ctx: Any, grads: Sequence[Any], dresidual_1: Tensor | None) -> tuple[Any, ...]:
-    """Compute the gradients by the autograd of single operators, so that they can be differentiated again."""
     plan, dropouts, tensors = ctx.plan, ctx.dropouts, ctx.saved_tensors
     parameters, kept = tensors[:_PARAMETERS], LayerSaved._make(tensors[_PARAMETERS : _PARAMETERS + _SAVED])
     need_stream, need_values, need_bias, *needs = ctx.needs_input_grad[3:]
@@ -291,7 +273,6 @@ def _differentiably(ctx: Any, grads: Sequence[Any], dresidual_1: Tensor | None) 
 def _with_matrices(
     parameters: BlockParameters, matrices: Matrices | None, plan: Plan, stream: Tensor
 ) -> BlockParameters:
-    """Return the parameters with their matrices in the matmuls' dtype and with shape (out, in)."""
     if matrices is None:
         if stream.dtype == plan.low:
             matrices = parameters.matrices()

@@ -143,7 +143,6 @@ def _check_holds(form: Form, target: str | os.PathLike[str], model: Model) -> No
 
 
 def _exact_dtype(form: Form, target: str | os.PathLike[str], model: Model) -> torch.dtype | None:
-    """A `.bin` has one dtype; in the other formats each parameter keeps its dtype, and None is returned."""
     if form is not Form.LLMC or model.dtype in _LLMC_DTYPES:
         return model.dtype if form is Form.LLMC else None
     if model.dtype == torch.float16:

@@ -89,6 +89,5 @@ def write(form: Form, path: Path, model: Model, padded_vocab_size: int | None = 
 
 
 def of_state_dict(state: Mapping[str, Tensor], config: Mapping[str, Any], where: str) -> Model:
-    """Errors begin with `where`."""
     sizes = check_model_config(config, where)
     return Model(sizes, check_parameters(state, sizes, where), (), config["dropout"])

@@ -1,4 +1,4 @@
-"""The formats in which a GPT-2 is stored, and functions that recognise them."""
+"""The formats in which a GPT-2 is stored."""
 
 import enum
 import os
@@ -80,7 +80,6 @@ def _refuse_headerless(path: Path, beginning: bytes) -> None:
 
 
 def form_to_write(path: str | os.PathLike[str]) -> Form:
-    """Return Hugging Face's format for a folder or a path without suffix, otherwise the suffix's format."""
     suffix = Path(path).suffix
     if suffix in _BY_SUFFIX and not Path(path).is_dir():
         _refuse_part(Path(path))

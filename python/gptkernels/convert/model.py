@@ -15,12 +15,8 @@ WTE = "transformer.wte.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """The progress of a training run.
-
-    Attributes:
-        step: the number of updates.
-        optimizer: AdamW's state dict. Its parameters are, as in nanoGPT, first the matrices and then the vectors.
-        best_val_loss: the lowest validation loss, or None.
+    """The number of updates, AdamW's state dict (matrices before vectors, as in nanoGPT), and the lowest validation
+    loss.
     """
 
     step: int
@@ -36,8 +32,6 @@ class Model:
         config: block_size, vocab_size, n_layer, n_head, n_embd, bias, and activation unless it is "gelu_tanh".
         state: the parameters of `gptkernels.checkpoint.parameter_shapes`, with V rows in `wte` and without `lm_head`.
         files: the files from which the model was read.
-        dropout: the dropout; 0.0 if the format does not store it.
-        progress: the progress of the training run, if the format stores it.
         notes: sentences about what was not read.
     """
 
@@ -65,10 +59,7 @@ def common_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
 def checked_model(
     state: Mapping[str, torch.Tensor], config: Mapping[str, Any], where: str, files: tuple[Path, ...], **more: Any
 ) -> Model:
-    """Make a model, after checking its parameters against the configuration and the size of the files.
-
-    A ValueError begins with `where`, and names the entry or parameter that is missing, unknown or wrong.
-    """
+    """Make a model from checked parameters; a ValueError begins with `where`."""
     for name, tensor in state.items():
         if not is_dense(tensor):
             raise ValueError(f"{where}: {name[:80]!r} is no dense tensor")
@@ -81,7 +72,6 @@ def checked_model(
 
 
 def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
-    """Return whether a value from a file is a tensor with all its elements in memory."""
     return (
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout == torch.strided
@@ -91,7 +81,6 @@ def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def with_zero_biases(state: StateDict) -> StateDict:
-    """Biases of 0 do not change the results of a model without biases."""
     tensors = dict(state)
     for name, weight in state.items():
         if ".c_" in name or ".ln_" in name:

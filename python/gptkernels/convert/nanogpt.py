@@ -25,10 +25,7 @@ _HEAD = "lm_head.weight"
 
 
 def read_nanogpt(path: Path) -> Model:
-    """Read the model of a checkpoint and the progress of its run.
-
-    The model has the exact GELU, unless `config` has the entry `activation` that `write_nanogpt` writes.
-    """
+    """The model has the exact GELU, unless `config` has the entry `activation` that `write_nanogpt` writes."""
     checkpoint = read_pickle(path)
     entries = {}
     for name in ("model", "model_args"):
@@ -62,7 +59,6 @@ def _dropout(arguments: Mapping[str, Any], where: str) -> float:
 
 
 def _progress(checkpoint: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """Return `progress`, or a note that the optimizer is left out."""
     if "optimizer" not in checkpoint:
         return {}
     step, optimizer = checkpoint.get("iter_num"), checkpoint["optimizer"]
@@ -84,7 +80,7 @@ def _finite(loss: Any) -> float | None:
 def has_moments(optimizer: Any, model: Model) -> bool:
     """Return whether `optimizer` is a state dict of AdamW for a group of the model's matrices and a group of vectors.
 
-    Its state may be empty. The moments of `wte` may have more rows than the model's `wte`.
+    The moments of `wte` may have more rows than the model's `wte`.
     """
     if not isinstance(optimizer, dict):
         return False
@@ -138,7 +134,6 @@ def float32_copies(model: Model) -> dict[str, torch.Tensor]:
 
 
 def _module_order(config: Mapping[str, Any]) -> list[str]:
-    """`GPT.named_parameters` goes layer by layer."""
     names = [*parameter_shapes(config)]
     layers = [name for name in names if name.startswith("transformer.h.")]
     rank = {name: i for i, name in enumerate(names)}
@@ -154,7 +149,7 @@ def _optimizer_order(model: Model) -> list[str]:
 
 
 def write_nanogpt(path: Path, model: Model) -> None:
-    """Write a checkpoint that nanoGPT can resume and sample from; without progress, the optimizer has no moments."""
+    """Without progress, the optimizer has no moments."""
     state = {name: model.state[name] for name in _module_order(model.config)}
     progress = model.progress
     write_pickle(

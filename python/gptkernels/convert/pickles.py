@@ -23,11 +23,7 @@ def is_pickle(beginning: bytes) -> bool:
 
 
 def read_pickle(path: Path) -> Any:
-    """Read a file written by torch.save; tensors are on the CPU and memory-mapped if the format allows it.
-
-    A ValueError says that the file is damaged or compressed, or that reading it would run code or take more memory than
-    the file's size.
-    """
+    """A ValueError says that the file is damaged or compressed, or that reading it would run code."""
     with open_regular(path) as file:
         is_zip = file.read(4) == _ZIP
         if is_zip:
@@ -68,7 +64,6 @@ def _check_legacy(path: Path) -> None:
 
 
 def _tensors(content: Any) -> Iterator[torch.Tensor]:
-    """Each container is visited once."""
     seen: dict[int, Any] = {}
     left = [content]
     while left:

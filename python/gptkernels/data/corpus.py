@@ -64,7 +64,6 @@ class Document:
                 left -= len(chunk)
 
     def line_end(self, position: int) -> int:
-        """Return the position after the newline of the line that contains byte `position`, or `stop`."""
         with open_regular(self.path) as file:
             file.seek(position)
             return min(self.stop, position + len(file.readline(LINE_BYTES)))
@@ -82,7 +81,6 @@ class Document:
 
 
 def _last_break(text: str) -> int:
-    """Return the start of the last run of whitespace, or the length of a text without whitespace."""
     for i in range(len(text) - 1, 0, -1):
         if text[i] in " \t\r\n" and not text[i - 1].isspace():
             return i
@@ -94,13 +92,9 @@ def find_documents(
 ) -> list[Document]:
     """Return the named files, and the files in the named folders, as documents.
 
-    A file with several names is used once, and empty files are skipped. A folder's files are in a fixed random order
-    (by a hash of their names), so that the last files are a representative sample. In folders, hidden and binary files,
-    linked folders, tokenizer files that `prepare` wrote, and `outputs` are skipped.
-
-    Args:
-        paths: files and folders, or a single one.
-        outputs: the files that will be written.
+    A file with several names is used once. A folder's files are in a fixed random order (by a hash of their names), so
+    that the last files are a representative sample. Empty, hidden and binary files, linked folders, tokenizer files
+    that `prepare` wrote, and `outputs` are skipped.
 
     Raises:
         ValueError: if a path does not exist, is neither a regular file nor a folder, or is one of `outputs`, or if
@@ -132,19 +126,16 @@ def find_documents(
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """All names of a file have the same device and inode."""
     status = path.stat()
     return status.st_dev, status.st_ino
 
 
 def _is_prepared_tokenizer(file: Path) -> bool:
-    """A PREFIX_tokenizer.json beside a PREFIX_train.bin is not text, but written by `prepare`."""
     prefix = file.name.removesuffix("_tokenizer.json")
     return prefix != file.name and file.with_name(f"{prefix}_train.bin").exists()
 
 
 def _walk(root: Path, skip: Container[str] = ()) -> list[Path]:
-    """Return the regular files below a folder, ordered by a hash of their names, without hidden files and folders."""
     files = []
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
@@ -169,10 +160,8 @@ def _is_text(file: Path) -> bool:
 def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Document], list[Document]]:
     """Split documents into training text and validation text, about the last `val_fraction` of the bytes.
 
-    If possible, the validation text begins at the start of a line.
-
-    Raises:
-        ValueError: if val_fraction is not between 0 and 1, or there are too few bytes for both parts.
+    If possible, the validation text begins at the start of a line. A ValueError says that val_fraction is not between 0
+    and 1, or that there are too few bytes for both parts.
     """
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction is {val_fraction}, must lie between 0 and 1, both excluded")
@@ -197,11 +186,8 @@ def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Docu
 def standard_library(max_bytes: int = 16 << 20, val_fraction: float = 0.05) -> tuple[list[Document], list[Document]]:
     """Split the sources of the running Python's standard library into training and validation documents.
 
-    Tests, tables and installed packages are not used. The order and the split depend on a hash of the files' names, so
-    that they are the same on every machine. `max_bytes` is the largest total size.
-
-    Raises:
-        ValueError: if the sources are not installed.
+    The order and the split depend on a hash of the files' names, so that they are the same on every machine.
+    `max_bytes` is the largest total size.
     """
     root = Path(sysconfig.get_path("stdlib"))
     train: list[Document] = []

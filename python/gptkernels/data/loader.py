@@ -21,14 +21,11 @@ class DataLoader:
     """Batches of a token file: `next_batch() -> (tokens, targets)`, both (B, T) int64 on the CPU.
 
     The file is cut into windows of T tokens and the token after them; targets are the tokens shifted by one. Each epoch
-    contains every window once, in an order that depends on (seed, epoch), or in the file's order without `shuffle`. A
-    batch may contain the end of one epoch and the start of the next. Rank 0 gets the first B windows, rank 1 the next
-    B, and so on, as from one batch of `world_size * B`.
+    contains every window once, in an order that depends on (seed, epoch), or in the file's order without `shuffle`.
+    Rank 0 gets the first B windows, rank 1 the next B, and so on, as from one batch of `world_size * B`.
 
-    With `random_offsets` a window starts at a random token, which depends on (seed, the window's index in the sequence)
-    only. Then some tokens occur more often than others, as in nanoGPT.
-
-    Only the windows of a batch are read, and no permutation is stored, so that a file of any size loads immediately.
+    With `random_offsets` a window starts at a random token, which depends only on (seed, the window's index); then some
+    tokens occur more often than others, as in nanoGPT.
 
     Args:
         data: a token file or its path, or several files as one.
@@ -37,8 +34,7 @@ class DataLoader:
         vocab_size: every returned token is checked to be in 0..vocab_size-1.
         seed: the seed of the order.
         shuffle: off for validation, so that `reset()` gives the same batches again.
-        rank: the index of this loader, below `world_size`.
-        world_size: the number of loaders that share the file.
+        rank, world_size: the index of this loader, and the number of loaders that share the file.
         random_offsets: draw windows at random offsets instead of each window once in an epoch.
         pin_memory: return batches in page-locked memory, for `.to(device, non_blocking=True)`.
 
@@ -141,7 +137,6 @@ class DataLoader:
         return (draws % np.uint64(len(self.data) - self.sequence_length)).astype(np.int64)
 
     def _windows(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return the windows' indices in the file for the places start..stop-1 of the endless sequence."""
         epochs, indices = np.divmod(np.arange(start, stop), self.num_windows)
         if not self.shuffle:
             return indices
@@ -151,9 +146,7 @@ class DataLoader:
         return np.concatenate(orders)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the sequence of windows, and the options that define the sequence, equal on every
-        rank.
-        """
+        """Return the position, and the options that define the sequence of windows, equal on every rank."""
         return {
             "position": self.position,
             "seed": self.seed,
@@ -192,9 +185,8 @@ def permute(indices: NDArray[np.int64], n: int, key: tuple[int, ...]) -> NDArray
     """Map `indices`, each in 0..n-1, by a pseudo-random permutation of 0..n-1 that `key` selects.
 
     For small n, random numbers are sorted, because the method for larger n yields only some permutations. For larger n,
-    the numbers are arranged in a nearly square table with at least n cells. Each of four rounds shifts each row by a
-    hash of the column, and each column by a hash of the row. Results from n on are mapped again until they are below n
-    ("cycle walking"), so that the map is a permutation.
+    the numbers are arranged in a nearly square table. Each of four rounds shifts each row by a hash of the column, and
+    each column by a hash of the row. Results from n on are mapped again until they are below n ("cycle walking").
     """
     if n <= MAX_SORTED:
         return _sorted_order(n, key)[indices]

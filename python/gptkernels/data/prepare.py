@@ -124,7 +124,6 @@ def _is_tokenizer_json(file: BinaryIO) -> bool:
 
 
 def _check_writable(prefix: str | os.PathLike[str]) -> None:
-    """Raise an OSError before the text is read if no file can be created in the folder."""
     folder = Path(f"{prefix}_train.bin").parent
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
@@ -180,7 +179,6 @@ def _write(
     tokenizer: Tokenizer,
     progress: Progress = _silent,
 ) -> dict[str, Any]:
-    """The files get their final names when all of them are written."""
     summary: dict[str, Any] = {"vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
     with ExitStack() as renamed_at_the_end:
         for name, documents in (("train", train), ("val", val)):

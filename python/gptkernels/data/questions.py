@@ -42,8 +42,7 @@ def read_questions(path: str | os.PathLike[str], vocab_size: int) -> list[Questi
     """Read a file of questions.
 
     Raises:
-        ValueError: if the file is damaged or of another format, or a token is outside 0..vocab_size-1; the message
-            names the file and the question.
+        ValueError: if the file is damaged or of another format, or a token is outside 0..vocab_size-1.
         OSError: if the file cannot be read.
     """
     path = Path(path)

@@ -113,12 +113,8 @@ class ByteTokenizer(Tokenizer):
 class CharTokenizer(Tokenizer):
     """A tokenizer for which every character is a token; only characters of its vocabulary can be encoded.
 
-    Args:
-        vocabulary: the UTF-8 encoding of one character for every token other than `eot`.
-        eot: the end-of-text token, or None.
-
-    Raises:
-        ValueError: if a token is not one character, or occurs twice.
+    ``vocabulary`` has the UTF-8 encoding of one character for every token other than `eot`. A ValueError says that a
+    token is not one character, or occurs twice.
     """
 
     def __init__(self, vocabulary: Sequence[bytes], eot: int | None = None) -> None:
@@ -156,11 +152,8 @@ class LLMCTokenizer(Tokenizer):
     """
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text.
-
-        Raises:
-            ValueError: if tiktoken is not installed, the vocabulary contains a token twice, or it has no token for a
-                byte of the text.
+        """Encode a text; raise a ValueError if tiktoken is missing, a token occurs twice, or a byte of the text has no
+        token.
         """
         tokens = self._encoding.encode_ordinary(_replace_surrogates(text))
         if self._missing and tokens and max(tokens) >= self.vocab_size:
@@ -230,12 +223,8 @@ class BPETokenizer(Tokenizer):
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     """Train a byte-level byte-pair encoding, with text split into words as in GPT-2; end-of-text is token 0.
 
-    Args:
-        texts: pieces of text, read once, one at a time.
-        vocab_size: the largest number of tokens; there are fewer if the text has no more pairs to merge.
-
-    Raises:
-        ValueError: vocab_size is too small for the 256 bytes and end-of-text, or `tokenizers` is missing.
+    `texts` is read once, one piece at a time. There are fewer than `vocab_size` tokens if the text has no more pairs to
+    merge. A ValueError says that vocab_size is below 257 (bytes and end-of-text), or that `tokenizers` is missing.
     """
     if vocab_size < 257:
         raise ValueError(f"vocab_size is {vocab_size}, must be at least 257: bytes and end-of-text")
@@ -281,7 +270,6 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
 
 
 def _encoder_of(tokenizer: LLMCTokenizer) -> Tokenizer:
-    """The file does not say of which kind the tokenizer is, but its vocabulary does."""
     if tokenizer.vocabulary == ByteTokenizer().vocabulary and tokenizer.eot in (0, None):
         return ByteTokenizer(tokenizer.eot)
     try:
@@ -325,7 +313,6 @@ def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
 
 
 def _vocabulary(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
-    """Byte-level tokens are spelled in GPT-2's alphabet, added tokens in UTF-8."""
     spelled = {token: text for text, token in tokenizer.get_vocab(with_added_tokens=True).items()}
     if sorted(spelled) != list(range(len(spelled))):
         raise ValueError(f"vocab: the {len(spelled)} tokens are not numbered 0..{len(spelled) - 1}")
@@ -372,7 +359,6 @@ def write_llmc_tokenizer(path: str | os.PathLike[str], tokenizer: Tokenizer) -> 
 
 
 def read_llmc_tokenizer(path: str | os.PathLike[str]) -> LLMCTokenizer:
-    """Read an llm.c tokenizer file; a ValueError names the file and the field that is wrong."""
     with open_regular(path) as file:
         size = file_size(file)
         _, version, vocab_size, eot, *_ = read_header(file, path, TOKENIZER_MAGIC, (1, 2))

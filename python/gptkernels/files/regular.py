@@ -16,7 +16,6 @@ _KINDS = {
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise a ValueError unless `path` is a regular file or a link to one; an OSError if it does not exist."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "no file")
@@ -41,5 +40,5 @@ def open_regular(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 def is_regular(path: str | os.PathLike[str]) -> bool:
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
-    except OSError:  # a dangling link, a loop of links, or a file that was removed meanwhile
+    except OSError:
         return False

@@ -1,7 +1,7 @@
 """Reads and writes safetensors files with checksums, and writes files without checksums for other programs.
 
-The metadata also contains the file's kind and version, the CRC-32 of every tensor ("checksums", over its dtype, shape
-and bytes), and the CRC-32 of all other entries ("checksum"). The checksums detect damage, not forgery.
+The metadata contains the CRC-32 of every tensor ("checksums", over its dtype, shape and bytes), and the CRC-32 of all
+other entries ("checksum"), which detect damage, not forgery.
 
 The safetensors library only reads the files. Its temporary files are readable only by the owner and have names that
 cannot be recognised after a kill, and it reports a full disk by no OSError.
@@ -32,11 +32,7 @@ _DTYPES = {
 def write_safetensors(
     path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], kind: str, fields: Mapping[str, str]
 ) -> None:
-    """Write a file with checksums, atomically; one tensor at a time is copied to the CPU.
-
-    ``kind`` is the kind of content, which `open_safetensors` checks, and ``fields`` are more entries of the metadata. A
-    ValueError says that the format does not support a tensor's dtype.
-    """
+    """Write a file with checksums, atomically; one tensor at a time is copied to the CPU."""
     ordered = _ordered(path, tensors)
     metadata = {"format": "pt", "kind": f"gptkernels.{kind}", "version": FORMAT_VERSION, **fields}
     checksums = dict.fromkeys(ordered, "0" * 8)
@@ -47,11 +43,10 @@ def write_safetensors(
             checksums[name] = _tensor_checksum(tensor, data)
             file.write(data)
         file.seek(0)
-        file.write(_checksummed_header(ordered, metadata, checksums))  # has the same size
+        file.write(_checksummed_header(ordered, metadata, checksums))
 
 
 def write_plain_safetensors(temporary: Path, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Messages name `path`, to which `temporary` will be renamed."""
     ordered = _ordered(path, tensors)
     with open(temporary, "wb") as file:
         file.write(_header(ordered, {"format": "pt"}))
@@ -91,7 +86,6 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _tensor_checksum(tensor: torch.Tensor, data: memoryview) -> str:
-    """Return the CRC-32 of a tensor's dtype, shape and bytes as 8 hexadecimal digits."""
     kind = f"{_DTYPES.get(tensor.dtype)} {list(tensor.shape)}"
     return f"{zlib.crc32(data, zlib.crc32(kind.encode())):08x}"
 
@@ -135,7 +129,6 @@ def _parse_checksums(metadata: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def open_safetensors(path: Path, *kinds: str) -> Iterator[CheckedFile]:
-    """A ValueError says that the file is damaged, or of another kind or version."""
     try:
         with open_regular(path), safe_open(path, "pt") as file:
             metadata = file.metadata() or {}

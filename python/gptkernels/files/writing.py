@@ -27,7 +27,6 @@ _KINDS = {
 
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:
-    """Raise a ValueError if there is anything but a regular file at `path`, such as a link or a device."""
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         kind = "a symbolic link" if os.path.islink(path) else "not a regular file"
         raise ValueError(f"{path}: {kind}, which is not replaced: name another file")
@@ -37,9 +36,8 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
 def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Write a file atomically: yield a temporary path, which is renamed to `path` when the file is on the disk.
 
-    The temporary file is in the same folder (created if missing), so that the renaming is atomic. If the body raises,
-    `path` is unchanged. A killed process also leaves a hidden file `.NAME.PID.tmp` for `remove_unfinished`. The message
-    of an OSError names `path`.
+    If the body raises, `path` is unchanged. A killed process also leaves a hidden file `.NAME.PID.tmp` for
+    `remove_unfinished`. The message of an OSError names `path`.
     """
     path = Path(path)
     check_replaceable(path)
@@ -61,7 +59,6 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path, names: Iterable[str]) -> None:
-    """Remove the temporary files of killed processes; no other process may be writing in the folder."""
     for name in names:
         for temporary in folder.glob(f".{name}.*.tmp"):
             temporary.unlink(missing_ok=True)
@@ -84,7 +81,6 @@ def describe_magic(magic: int) -> str:
 
 
 def read_header(file: BinaryIO, path: str | os.PathLike[str], magic: int, versions: Sequence[int]) -> list[int]:
-    """Read the 256 int32 of an llm.c header; a ValueError names the file and the wrong field."""
     raw = file.read(HEADER_BYTES)
     if len(raw) < HEADER_BYTES:
         raise ValueError(f"{path}: header is truncated: {len(raw)} bytes of {HEADER_BYTES}")

@@ -34,11 +34,9 @@ class StepNumbers(NamedTuple):
 class StepResult:
     """The results of a step, on the device. The device also copies them to the host, for :meth:`read`.
 
-    Attributes:
-        loss: 0-dim float32 (float64 for float64), on the parameters' device: the mean of the micro-batches' losses
-            before the update.
-        grad_norm: the norm of all gradients before clipping, likewise; None if the optimizer's ``max_grad_norm`` is
-            None.
+    ``loss`` is 0-dim float32 (float64 for float64): the mean of the micro-batches' losses before the update.
+    ``grad_norm``, likewise, is the norm of all gradients before clipping, or None if the optimizer's ``max_grad_norm``
+    is None.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -84,24 +82,22 @@ def graphed_step(
             print(result.read())  # better one step later
 
     ``step(batch, batch, batch)`` is one update with the mean of the three losses. The results, including dropout's
-    masks, are bitwise identical to the eager step's results.
+    masks, are bitwise those of the eager step.
 
     Two steps run eagerly before the first capture, and again for each new shape of a batch. Python code in ``loss`` and
     in hooks of the model runs only in these steps and the capture.
 
     Learning rates may change at every step. The step is captured again if one of these changes: the shapes or the
     number of batches, an option of a param group, ``requires_grad`` of a parameter, autocast, or the memory of a
-    parameter or of the optimizer's state, as after ``load_state_dict``. After other changes of what ``loss`` computes,
-    such as ``model.train()`` or ``model.eval()``, call :meth:`GraphedStep.reset`.
+    parameter or of the optimizer's state. After other changes of what ``loss`` computes, such as ``model.eval()``, call
+    :meth:`GraphedStep.reset`.
 
-    In these cases the step runs eagerly, and the log of ``gptkernels.graphs`` says why: the parameters are on the CPU;
-    ``optimizer`` is not :class:`gptkernels.optim.AdamW`, or has step hooks; the parameters are not plain tensors on one
-    CUDA device; there are several processes and no ``before_update``; the loss or a hook synchronises with the device,
-    or cannot be captured.
+    The step runs eagerly, and the log of ``gptkernels.graphs`` says why, if the parameters are not plain tensors on one
+    CUDA device; ``optimizer`` is not :class:`gptkernels.optim.AdamW`, or has step hooks; there are several processes
+    and no ``before_update``; or the loss or a hook synchronises with the device, or cannot be captured.
 
     Args:
-        loss: ``loss(*batch)`` returns a 0-dim tensor. It may enter ``torch.autocast``; the step may also be called
-            inside autocast.
+        loss: ``loss(*batch)`` returns a 0-dim tensor; it, or its caller, may enter ``torch.autocast``.
         optimizer: the optimizer of the trained parameters. Their gradients are None before and after each step.
         before_update: called between the last backward and the update, outside the graphs. It may change the gradients
             in ``.grad`` in place, for example average them over processes.
@@ -117,9 +113,7 @@ def graphed_step(
 class GraphedStep:
     """The training step that :func:`graphed_step` returns.
 
-    Attributes:
-        eager_because: the reason why steps are not captured; None if they are.
-        captures: the number of captures so far.
+    ``eager_because`` is the reason why steps are not captured, or None. ``captures`` counts the captures so far.
     """
 
     def __init__(
@@ -194,9 +188,8 @@ class GraphedStep:
         return numbers
 
     def _micro_step(self, batch: Batch, count: int, total: Tensor | None = None) -> Tensor:
-        """Run forward and backward of ``loss / count``; return this loss, or ``total`` with it added."""
         if total is None:
-            self._drop_gradients()  # so that the backward writes gradients instead of adding to them
+            self._drop_gradients()
         torch.clear_autocast_cache()  # drops casts from before the parameters' update, or from outside the graph
         loss = self._loss(*batch)
         if count > 1:
@@ -208,7 +201,6 @@ class GraphedStep:
         return loss if total is None else total.add_(loss)
 
     def _update(self, total: Tensor) -> Tensor:
-        """Return the loss, and the norm if there is one, as one tensor."""
         self._optimizer.step()
         self._drop_gradients()
         norm = getattr(self._optimizer, "grad_norm", None)
@@ -288,12 +280,11 @@ class GraphedStep:
             result = function(*args)
         # Torch writes the generator's seed and offset to the device when a capture begins, on the capture's CUDA
         # stream, and when a replay begins, on the replay's CUDA stream. So a replay must wait for the capture's stream.
-        assert capture.capture_stream is not None  # for mypy: torch annotates it as optional
+        assert capture.capture_stream is not None
         torch.cuda.current_stream(self._device).wait_stream(capture.capture_stream)
         return graph, result
 
     def _captured_update(self, total: Tensor) -> Tensor:
-        """The learning rates are read on the device."""
         groups = self._optimizer.param_groups
         given = [group["lr"] for group in groups]
         try:
@@ -327,7 +318,6 @@ class _Program:
             parameter.grad = gradient
 
     def check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise an error if a later micro-step replaced a gradient of the first micro-step instead of adding to it."""
         for parameter, gradient in zip(_parameters(optimizer), self.gradients, strict=True):
             if parameter.grad is not gradient:
                 raise RuntimeError("a gradient was replaced, not added to")
@@ -352,10 +342,7 @@ class _Rate:
 
 
 class _Watch:
-    """A context that records in ``place`` where the host waits for the device, of which torch warns.
-
-    All other warnings are issued again at the end.
-    """
+    """A context that records in ``place`` where the host waits for the device, of which torch warns."""
 
     place: str | None = None
 
@@ -382,7 +369,6 @@ _ON_CPU = "the parameters are on the CPU"
 
 
 def _why_not(loss: Callable[..., Tensor], optimizer: torch.optim.Optimizer, exchanges_gradients: bool) -> str | None:
-    """Return the reason why the step cannot be captured; None if no reason is known before the step runs."""
     parameters = _parameters(optimizer)
     if all(parameter.is_cpu for parameter in parameters):
         return _ON_CPU

@@ -1,9 +1,8 @@
 """Text generation, one token at a time: the implementation of ``GPT2.stream``, with CUDA graphs on CUDA.
 
-A buffer (B, columns) on the device contains the tokens, and a tensor (B) the length of each sequence. Prompts of
-different lengths are padded on the right, and a sequence's new tokens overwrite its padding. ``ops.decode`` and
-``ops.sample_`` read and append tokens on the device, so that the host launches several steps before it reads their
-tokens.
+A buffer (B, columns) on the device contains the tokens, padded on the right; new tokens overwrite a sequence's padding.
+``ops.decode`` and ``ops.sample_`` read and append tokens on the device, so that the host launches several steps before
+it reads their tokens.
 """
 
 import collections
@@ -81,12 +80,12 @@ class TokenStream(Iterator[Tensor]):
 def steps(model: "GPT2", prompt: Tensor, lengths: list[int], count: int, draw: Draw) -> Iterator[Tensor]:
     """Generate the tokens of ``count`` steps, int64 (B,) on the host.
 
-    The rows of ``prompt`` (B, T), T at most ``block_size``, are padded on the right by any tokens; ``lengths`` counts
-    each row without its padding. A FloatingPointError says that a step's logits are NaN or infinite.
+    The rows of ``prompt`` (B, T) are padded on the right by any tokens; ``lengths`` counts each row without its
+    padding. A FloatingPointError says that a step's logits are NaN or infinite.
     """
     kept = _Kept.take(model, prompt, count)
     state = _State(model, prompt, lengths, kept.buffers, draw)
-    length = prompt.shape[1]  # of the longest sequence
+    length = prompt.shape[1]
     last = length + count
     weights = None
     try:
@@ -152,13 +151,11 @@ class _State:
         self.caches = [nn.KeyValueCache(capacity, memory) for memory in self.keys_values]
 
     def new_tokens(self, begin: int, size: int) -> Tensor:
-        """Return the tokens (B, size) that the steps from ``begin`` to ``begin + size - 1`` have appended."""
         if self.same_length:
             return self.sequences[:, self.prompt + begin : self.prompt + begin + size]
         return self.sequences.gather(1, self._prompts + torch.arange(begin, begin + size, device=self.lengths.device))
 
     def step(self, length: int, weights: "_Weights | None") -> None:
-        """``length`` is the longest sequence's. Without ``weights`` the modules are called."""
         logits = self.logits(length, weights)
         noise = self.draw.noise(logits.shape[0], logits.shape[1], logits.device)
         self.draw(logits, noise, self.sequences, self.lengths)
@@ -185,7 +182,6 @@ class _State:
         return self._call(self.sequences.gather(1, window), self.lengths - first, None)
 
     def _call(self, tokens: Tensor, lengths: Tensor, caches: list[nn.KeyValueCache] | None) -> Tensor:
-        """Compute logits (B, Vp) after the first ``lengths`` (B,) of these tokens (B, T)."""
         hidden = self.model.transformer(tokens) if caches is None else self.model.transformer(tokens, caches)
         newest = hidden[torch.arange(len(lengths), device=lengths.device), lengths - 1]
         padded: Tensor = self.model.lm_head(newest)
@@ -216,7 +212,6 @@ class _Weights(NamedTuple):
 
     @classmethod
     def of(cls, model: "GPT2", prompt: Tensor) -> "_Weights | None":
-        """Return None if the model's modules must be called."""
         if prompt.shape[0] > MOST_SEQUENCES or autocast_dtype(prompt.device.type):
             return None
         config, transformer = model.config, model.transformer
@@ -323,10 +318,9 @@ class _Graphs:
         return *options, draw[:3], *((t.data_ptr(), t.dtype, t.shape) for t in tensors)
 
     def run(self, state: _State, weights: _Weights, length: int, count: int) -> Iterator[Tensor]:
-        """Generate the tokens of ``count`` steps, (B,) on the host, from a longest sequence of ``length`` tokens.
+        """The host launches a second graph before it reads the tokens of the first one.
 
-        The host launches a second graph before it reads the tokens of the first one. If the caller stops early, the
-        random generator is set back to its state after the last step that was read.
+        If the caller stops early, the random generator is set back to its state after the last step that was read.
         """
         generator = state.draw.generator or torch.cuda.default_generators[state.sequences.device.index]
         start = generator.get_offset() if self._offset else 0

@@ -18,9 +18,8 @@ FP8_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def run(block: torch.nn.Module, stream: Tensor, pending: Pending | None) -> tuple[Tensor, Pending] | None:
     """Compute a ``Block`` without its last residual addition, bitwise as its modules would.
 
-    Return the stream (B, T, C) and the addition that is now pending. Return None if the modules must be called one by
-    one, for example because one of them was replaced, hooked or parametrised, the block is traced or transformed, or no
-    gradients are recorded.
+    Return the stream (B, T, C) and the pending addition, or None if the modules must be called one by one: one of them
+    was replaced, hooked or parametrised, the block is traced or transformed, or no gradients are recorded.
     """
     dtypes = dtypes_of(stream)
     if dtypes is None or stream.device.type not in KEYS:

@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al., 2019). This package's kernels compute the whole training step.
 
 Shapes: B batch, T tokens, C channels, V vocabulary, Vp padded vocabulary, L layers, NH heads. Parameters have nanoGPT's
-and Hugging Face's names; matrices are (out, in) as in ``torch.nn.Linear``.
+and Hugging Face's names; matrices are (out, in).
 """
 
 import math
@@ -28,11 +28,6 @@ class GPT2(Files, NanoGPT):
 
     The embedding has Vp rows, of which the last Vp - V are 0 and unused. A state dict whose embedding has V or more
     rows can be loaded, with or without ``lm_head.weight``.
-
-    Args:
-        config: the shape of the model.
-        device: the device of the parameters.
-        dtype: the dtype of the parameters.
     """
 
     def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
@@ -188,17 +183,13 @@ class GPT2(Files, NanoGPT):
     ) -> TokenStream:
         """Generate the tokens that follow ``tokens``. Yields a (B,) tensor for each step, as soon as it is computed.
 
-        Keys and values of earlier tokens are cached, so that a step computes one token of each sequence. Beyond
-        ``block_size`` tokens the oldest token is dropped, which changes every position, so that each step computes all
-        ``block_size`` tokens.
-
-        A step of at most 8 sequences is one operator, unless a module was replaced or hooked and must be called. On
-        CUDA the operator is captured in a CUDA graph, which gives the same tokens.
+        Keys and values of earlier tokens are cached. Beyond ``block_size`` tokens the oldest token is dropped, which
+        changes every position, so that each step computes all ``block_size`` tokens. A step of at most 8 sequences is
+        one operator, on CUDA in a CUDA graph, unless a module was replaced or hooked.
 
         Args:
             tokens: (B, T), int64 or int32, T at least 1, of which the last ``block_size`` tokens are used. Or a list of
-                prompts of different lengths, (T_i,) each, which run as one batch (without a cache if modules must be
-                called).
+                prompts of different lengths, (T_i,) each, which run as one batch.
             max_new_tokens: the number of steps.
             temperature: the divisor of the logits; 0 always takes the likeliest token.
             top_k: draw from the k likeliest tokens only; None draws from all.
@@ -223,7 +214,6 @@ class GPT2(Files, NanoGPT):
         return TokenStream(steps(self, window, lengths, max_new_tokens, draw), window)
 
     def _windows(self, tokens: Tensor | Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-        """Return the last ``block_size`` tokens of each prompt, padded on the right to (B, T), and their lengths."""
         if isinstance(tokens, Tensor):
             window = tokens[:, -self.config.block_size :] if tokens.dim() == 2 else tokens
             return window, [window.shape[-1]] * window.shape[0] if window.dim() == 2 else []
@@ -236,8 +226,7 @@ class GPT2(Files, NanoGPT):
 def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
     """Pad or cut a state dict's embedding to the model's Vp rows, and add it as the LM head if there is none.
 
-    With ``assign=True`` the embedding and the LM head become one parameter if they are one in the model. A model
-    without fp8 ignores amax histories.
+    With ``assign=True`` a tied embedding and LM head stay one parameter. A model without fp8 ignores amax histories.
     """
     if not model.config.fp8:
         for name in [name for name in state_dict if name.endswith(nn.Linear.HISTORIES)]:

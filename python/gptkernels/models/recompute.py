@@ -24,11 +24,7 @@ _NO_DROPOUT = (
 
 
 def uses_dropout(layer: torch.nn.Module, kind: type[torch.nn.Module], *others: torch.nn.Module) -> bool:
-    """Return whether a layer may draw random numbers: a dropout is active, or a submodule is of an unknown class.
-
-    ``kind`` is the layer's expected class, whose code draws no random numbers. The result may change between calls, if
-    an adapter, a probability or the mode changes.
-    """
+    """Return whether a layer may draw random numbers: a dropout is active, or a submodule is of an unknown class."""
     if not is_unmodified(layer, kind):
         return True
     return any(_draws(part) for part in layer.modules() if part is not layer) or any(map(_draws, others))
@@ -45,8 +41,7 @@ def _draws(part: Any) -> bool:
 def checkpointed(run: Callable[..., Any], layer: torch.nn.Module, *args: Any, draws: bool) -> Any:
     """Compute ``run(layer, *args)``, and save only the arguments; the backward repeats the computation.
 
-    ``draws`` says whether the recomputation must draw the layer's random numbers again. ``torch.compile`` does not
-    support ``context_fn``, so that compiled code recomputes with the current float8 scales.
+    ``torch.compile`` does not support ``context_fn``, so that compiled code recomputes with the current float8 scales.
     """
     options: Any = {} if torch.compiler.is_compiling() else {"context_fn": partial(_contexts, layer)}
     return checkpoint(run, layer, *args, use_reentrant=False, preserve_rng_state=draws, **options)
@@ -61,7 +56,7 @@ class _Histories(AbstractContextManager[None]):
     """A context in which layers use copies of the amax histories that they had when this object was made.
 
     The recomputation then rounds to the same float8 numbers as the first forward, and leaves the layers' histories
-    unchanged. Several backward passes of a retained graph may enter this context.
+    unchanged.
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:

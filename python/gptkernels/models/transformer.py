@@ -1,8 +1,4 @@
-"""GPT-2 (Radford et al., 2019) without its LM head: embeddings, layers and the final norm.
-
-Shapes: B batch, T tokens, C channels. Parameters have nanoGPT's and Hugging Face's names; matrices are (out, in) as in
-``torch.nn.Linear``.
-"""
+"""GPT-2 (Radford et al., 2019) without its LM head: embeddings, layers and the final norm."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -63,7 +59,6 @@ class Block(torch.nn.Module):
 
 
 def _pending(values: Tensor, bias: Tensor | None, dropout: torch.nn.Module) -> Pending:
-    """A dropout that was replaced or hooked is called at once."""
     if is_unmodified(dropout, nn.Dropout):
         return Pending(values, bias, draw(cast(nn.Dropout, dropout).p if dropout.training else 0.0, values))
     return Pending(dropout(values if bias is None else values + bias.to(values.dtype)))
@@ -84,7 +79,6 @@ def _add_and_norm(stream: Tensor, pending: Pending | None, norm: nn.LayerNorm) -
 def _run(
     layer: torch.nn.Module, stream: Tensor, pending: Pending | None, cache: nn.KeyValueCache | None = None
 ) -> tuple[Tensor, Pending | None]:
-    """Run a layer, which may be replaced or wrapped; return the residual stream, and its pending addition or None."""
     if is_unmodified(layer, Block):
         return cast(Block, layer).without_last_addition(stream, pending, cache)
     stream = add(stream, pending)
@@ -94,8 +88,8 @@ def _run(
 class Transformer(torch.nn.Module):
     """GPT-2 without its LM head.
 
-    One kernel computes an addition and the norm that follows it, and one kernel computes both embeddings, unless a norm
-    or an embedding was replaced, wrapped, hooked or parametrised.
+    One kernel computes an addition and the norm that follows it, and one kernel computes both embeddings, unless a
+    module was replaced or hooked.
 
     Attributes:
         recompute_blocks: save only a layer's inputs for the backward, which computes the layer again.

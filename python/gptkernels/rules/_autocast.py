@@ -1,7 +1,7 @@
 """Casts inside ``torch.autocast``, by torch's rules.
 
-Torch casts a weight that is used several times only once, but its cache cannot be called from Python. This module's
-cache stores the same casts and is cleared when torch clears its cache.
+Torch casts a weight that is used several times once, but its cache cannot be called from Python. This module's cache
+stores the same casts and is cleared when torch clears its cache.
 """
 
 import weakref
@@ -17,7 +17,6 @@ KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return None if autocast is off or the device type is not "cpu" or "cuda"."""
     if device_type in KEYS and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
@@ -45,8 +44,6 @@ def below() -> Any:
 
 
 def kernel(op: Callable[..., Any], device_type: str, policy: str) -> Callable[..., Any]:
-    """Make the op's kernel for the autocast key; ``_register.autocast`` lists the policies."""
-
     def target(values: Sequence[Any]) -> torch.dtype:
         if policy == "lower":
             return torch.get_autocast_dtype(device_type)

@@ -20,10 +20,9 @@ def operators() -> Iterator[Any]:
 
 
 def register_fallbacks() -> None:
-    """Register every op, if Inductor is loaded.
+    """Every fake rule calls this function, because Inductor is loaded before it traces a graph.
 
-    Every fake rule calls this function, because Inductor is loaded before it traces a graph. So this package need not
-    import Inductor.
+    So this package need not import Inductor.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     if _done or lowering is None or not hasattr(lowering, "make_fallback"):

@@ -59,7 +59,6 @@ def active() -> bool:
 
 
 def unpack(t: Tensor) -> forward_ad.UnpackedDualTensor:
-    """Split a tensor into its primal and tangent. Level 0 is the only level that torch supports."""
     return forward_ad.unpack_dual(t, level=0)
 
 

@@ -53,12 +53,10 @@ def like(position: int) -> Callable[..., Tensor]:
 
 
 def empty_gradients(like: Tensor, shapes: Sequence[Sequence[int]], mask: Sequence[bool]) -> tuple[Tensor, ...]:
-    """A gradient that the mask excludes has 0 elements."""
     return tuple(like.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, mask, strict=True))
 
 
 def autograd(name: str, function: type[torch.autograd.Function], *, jvp: _jvp.Rule) -> None:
-    """Register the op's derivative. ``Function.forward`` takes the op's arguments by position."""
     op = getattr(ops, name).default
     complete = completer(op)
     apply, apply_forward = recorder(function), recorder(_jvp.with_jvp(function, jvp))
@@ -92,11 +90,8 @@ def saved(ctx: Any) -> list[Any]:
 def autograd_by_formula(name: str, formula: Callable[..., Any], *, inputs: int) -> None:
     """Register the derivatives of an op, usually a ``_backward`` op, from its formula in torch ops.
 
-    Args:
-        name: the op's name.
-        formula: takes the op's arguments by position; returns its outputs, None for one that ``output_mask`` excludes.
-        inputs: the number of leading arguments with a derivative. The formula must not depend on other tensors that the
-            forward op computed from them.
+    Only the ``inputs`` leading arguments have a derivative. The formula must not depend on other tensors that the
+    forward op computed from them.
     """
     op = getattr(ops, name).default
     call = call_by_position(op, op)
@@ -174,7 +169,6 @@ def call_by_position(function: Callable[..., Any], op: torch._ops.OpOverload) ->
 
 
 def completer(op: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]:
-    """Make a function that returns all arguments by position, with the defaults that the dispatcher omits."""
     defaults = [argument.default_value for argument in op._schema.arguments]
     keywords = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
     positional = len(defaults) - len(keywords)
@@ -214,10 +208,7 @@ def differentiate(
     needs: Sequence[bool],
     grad_outputs: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """Differentiate ``formula(*inputs)`` by torch's autograd, for backward ops, whose derivatives have no kernels.
-
-    The result can be differentiated again. Absent inputs and unused ``grad_outputs`` are None.
-    """
+    """Differentiate ``formula(*inputs)`` by torch's autograd, for backward ops, whose derivatives have no kernels."""
     if torch._C._are_functorch_transforms_active():
         return _differentiate_by_func(formula, inputs, needs, grad_outputs)
     create_graph = torch.is_grad_enabled()
@@ -275,10 +266,10 @@ def vmap(name: str, rule: _vmap.Rule) -> None:
 
 
 def autocast(name: str, *, cuda: str | None = None, cpu: str | None = None) -> None:
-    """Make ``torch.autocast`` cast the op's floating tensors, as it does for torch's counterpart on that device type.
+    """Cast the op's floating tensors as torch's counterpart on that device type does.
 
-    The policies are ``"float32"``, ``"lower"`` (autocast's dtype), ``"promote"`` (the arguments' widest dtype) and
-    None for no rule.
+    The policies are ``"float32"``, ``"lower"`` (autocast's dtype), ``"promote"`` (the arguments' widest dtype) and None
+    for no rule.
     """
     for device_type, policy in (("cuda", cuda), ("cpu", cpu)):
         if policy is not None:
@@ -289,7 +280,7 @@ def autocast(name: str, *, cuda: str | None = None, cpu: str | None = None) -> N
 def autocast_by(name: str, device_type: str, rule: Callable[..., Any]) -> None:
     """Register ``rule(op, cast, *arguments)``, for an op whose arguments are cast to different dtypes.
 
-    ``cast(value, dtype)`` changes only floating tensors that autocast may cast. Autocast is off inside the rule.
+    ``cast(value, dtype)`` changes only tensors that autocast may cast. Autocast is off inside the rule.
     """
     kernel = _autocast.kernel_by(getattr(ops, name).default, device_type, rule)
     _registrations.impl(name, kernel, _autocast.KEYS[device_type])
@@ -311,8 +302,8 @@ def mutates(name: str) -> None:
 def without_derivative(name: str) -> None:
     """Make the op raise an error if autograd would have to differentiate it.
 
-    This rule also increments versions. The rule of ``mutates`` is skipped, because passing lists of hundreds of tensors
-    through Python a second time takes as long as the op itself.
+    This rule also increments versions, because passing lists of hundreds of tensors through Python a second time, in
+    the rule of ``mutates``, takes as long as the op itself.
     """
     op = getattr(ops, name).default
     count_versions = _version_counter(op)
@@ -365,7 +356,4 @@ if _library.without_cuda_because:
 
 
 def flops(name: str, formula: Callable[..., int]) -> None:
-    """Register ``formula``, which takes the op's arguments, with shapes in place of tensors, for
-    ``torch.utils.flop_counter``.
-    """
     register_flop_formula(getattr(ops, name))(formula)

@@ -1,8 +1,7 @@
 """Rules for ``torch.vmap``, which calls an op on tensors with one more dimension, over which the op is mapped.
 
 A rule takes the op, the mapped dimension's size and its index in each argument (or None), and all arguments by
-position. It returns the outputs and the dimension's index in each. Outer transforms are still active in the op's call,
-so that vmap composes with derivatives.
+position. It returns the outputs and the dimension's index in each.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,7 +32,6 @@ def loop(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequen
 
 
 def _dims_of(in_dims: Sequence[Any], args: Sequence[Any]) -> list[int | None]:
-    """Return the mapped dimension, or None, of each argument, with arguments that are lists flattened."""
     flat: list[int | None] = []
     for dim, arg in zip(in_dims, args, strict=True):
         if isinstance(arg, list | tuple):
@@ -66,7 +64,7 @@ def rows(*positions: int, least: int = 1) -> Rule:
 def rows_and_sums(*positions: int) -> Rule:
     """Make a rule for a backward whose first output has rows and whose other outputs are sums over all rows.
 
-    The first output takes one call. The sums take a call for each index. The last argument is the output mask.
+    The first output takes one call, the sums a call for each index.
     """
     over_rows = rows(*positions)
 
@@ -91,7 +89,6 @@ def _only(positions: Sequence[int], in_dims: Sequence[Any]) -> bool:
 
 
 def leading(t: Any, dim: int | None, size: int) -> Any:
-    """Move a tensor's mapped dimension to the front, or expand a tensor without it."""
     if not isinstance(t, Tensor):
         return t
     return t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(dim, 0)

@@ -53,7 +53,6 @@ def _fake_backward(dout, dlogsumexp, query, key, value, *args, **kwargs):
 
 
 def visible_keys(query: Tensor, key: Tensor, options: Options) -> Tensor:
-    """Return a mask that broadcasts to (B, NH, Tq, Tk), True where the query sees the key."""
     rows = torch.arange(query.shape[2], device=query.device)[:, None]
     columns = torch.arange(key.shape[2], device=query.device)
     seen = columns <= rows + options.query_offset if options.is_causal else (columns >= 0).expand(len(rows), -1)
@@ -72,7 +71,7 @@ def _shared(t: Tensor, heads: int) -> Tensor:
 
 
 def _scores(query: Tensor, key: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return the masked scores, and which queries see any key. The scores of queries that see no key are 0."""
+    """The scores of queries that see no key are 0."""
     scale = 1 / math.sqrt(query.shape[3]) if options.scale is None else options.scale
     scores = query @ _shared(key, query.shape[1]).mT * scale
     seen = visible_keys(query, key, options)
@@ -165,7 +164,6 @@ def sdpa_flops(query_shape, key_shape, value_shape, *args, **kwargs) -> int:
 
 
 def sdpa_backward_flops(dout_shape, dlogsumexp_shape, query_shape, key_shape, value_shape, *args, **kwargs) -> int:
-    """Count five matmuls: one for the scores, and four for the gradients."""
     return 5 * sdpa_flops(query_shape, key_shape, value_shape) // 2
 
 

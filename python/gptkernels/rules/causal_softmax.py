@@ -25,7 +25,7 @@ class CausalSoftmax(torch.autograd.Function):
 
 
 def tangent(inputs, tangents, outputs):
-    """Use the backward, because a row's Jacobian is symmetric."""
+    """The tangent is computed by the backward, because a row's Jacobian is symmetric."""
     return ops.causal_softmax_backward.default(tangents[0], outputs[0], inputs[1])
 
 

@@ -104,7 +104,6 @@ class EmbeddingBackward(torch.autograd.Function):
 
 
 def encoder_tangent(inputs, tangents, outputs):
-    """Use the op itself, which is linear in both weights together."""
     tokens, *weights, vocab_size = inputs
     filled = (torch.zeros_like(w) if t is None else t for w, t in zip(weights, tangents[1:3], strict=True))
     return ops.encoder.default(tokens, *filled, vocab_size)

@@ -105,14 +105,13 @@ def _in_place(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
 
 
 def _in_place_by_copy(logits, *args):
-    """Use the out-of-place op and ``copy_``, which support tangents, mapped dimensions and transforms."""
+    """``copy_`` supports tangents, mapped dimensions and transforms."""
     losses, dlogits = ops.fused_classifier.default(logits.clone(), *args)
     logits.copy_(dlogits)
     return losses
 
 
 def refuse_leaf(logits):
-    """Raise the error that torch's in-place ops raise for a leaf, before anything is written."""
     view = logits._is_view() and not logits.is_leaf and logits._base.is_leaf and logits._base.requires_grad
     if logits.is_leaf or view:
         raise RuntimeError(

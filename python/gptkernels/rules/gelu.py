@@ -38,7 +38,7 @@ def backward_formula(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
 
 
 def tangent(inputs, tangents, outputs):
-    """Use the backward, because the Jacobian is diagonal."""
+    """The tangent is computed by the backward, because the Jacobian is diagonal."""
     x, approximate = inputs
     return ops.gelu_backward.default(tangents[0], x, approximate=approximate)
 

@@ -11,7 +11,6 @@ from gptkernels.rules.linear import fake_weight_gradient, linear_flops
 
 
 def by_name(name, function):
-    """Make a rule that calls ``function`` with all of the op's arguments by name."""
     arguments = getattr(ops, name).default._schema.arguments
     names = [argument.name for argument in arguments]
     defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
@@ -19,7 +18,6 @@ def by_name(name, function):
 
 
 def fake_tensors(stream, qkv_weight, fc_weight, num_heads):
-    """The tensors that the layer saves both with and without float8."""
     rows, channels = stream.shape[:-1], stream.shape[-1]
 
     def statistic():

@@ -62,7 +62,6 @@ class MLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dpre_gelu, dpost_gelu):
-        """Use the formula if pre_gelu or post_gelu also has an incoming gradient, otherwise kernels."""
         *inputs, pre_gelu, post_gelu = ctx.saved_tensors
         mask = ctx.needs_input_grad[:5]
         if dout is None or dpre_gelu is not None or dpost_gelu is not None:

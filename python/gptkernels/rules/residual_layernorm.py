@@ -1,8 +1,7 @@
 """Addition to the residual stream, and layernorm: sum = dropout(x + x_bias) + residual, out = layernorm(sum).
 
-x_bias is the bias of the linear layer that computed x; adding it here and summing its gradient take no further memory
-traffic. With a float32 residual, x and out may have 16 bits, because matmuls write x and read out; all other tensors
-are float32.
+x_bias is the bias of the linear layer that computed x; adding it here takes no further memory traffic. With a float32
+residual, x and out may have 16 bits, because matmuls write x and read out; all other tensors are float32.
 """
 
 import torch
@@ -55,7 +54,6 @@ class ResidualLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dsum, _dmean, _drstd):
-        """Without dropout and casts, x and residual have the same gradient, which is computed once."""
         sum, weight, mean, rstd, seed, offset = ctx.saved_tensors
         needs_x, needs_residual, needs_weight, needs_bias, _, needs_x_bias = ctx.needs_input_grad[:6]
         dropout = ctx.dropout_p, seed, offset

@@ -23,7 +23,7 @@ class Softmax(torch.autograd.Function):
 
 
 def tangent(inputs, tangents, outputs):
-    """Use the backward, because a row's Jacobian is symmetric."""
+    """The tangent is computed by the backward, because a row's Jacobian is symmetric."""
     return ops.softmax_backward.default(tangents[0], outputs[0])
 
 

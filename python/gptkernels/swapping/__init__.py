@@ -38,8 +38,8 @@ def swap(model: Model, *, leave: str | Iterable[str] = (), return_logits: bool |
         model: any module.
         leave: names of modules that are not replaced, as in ``named_modules``, with ``*`` and ``?``. The modules inside
             them are replaced unless they are named too.
-        return_logits: the logits that a language model returns in training when it is given labels or targets: True for
-            all; False for None, with only one chunk of rows stored at a time; "detached" for logits without a gradient.
+        return_logits: what a language model returns in training when it is given labels or targets: all logits; with
+            False None, so that only one chunk of rows is stored; with "detached" logits without a gradient.
 
     Returns:
         The same model.
@@ -113,7 +113,6 @@ def _describe(decision: tuple[Any, ...]) -> str:
 
 
 def _decide_all(model: torch.nn.Module, leave: set[torch.nn.Module]) -> dict[torch.nn.Module, tuple[str, Decision]]:
-    """Decide for each module what replaces it. The modules inside a module are decided first."""
     tried: dict[Any, Any] = {}
     longest = min(1024, max(128, min(_tables(model), default=0)))
     decisions: dict[torch.nn.Module, tuple[str, Decision]] = {}
@@ -195,7 +194,6 @@ def _tables(model: torch.nn.Module) -> list[int]:
 
 
 def _replace_parts(made: Any, module: Any, decisions: Any, own: tuple[Any, ...] | None = None) -> None:
-    """Apply the decisions to a copy of a module; ``own`` is the decision for the copy itself."""
     report, by_name = Report(), dict(module.named_modules())
     for name, one in list(made.named_modules()):
         decision = own
@@ -206,7 +204,6 @@ def _replace_parts(made: Any, module: Any, decisions: Any, own: tuple[Any, ...] 
 
 
 def _pair(module: Any, decisions: Any, own: tuple[Any, ...], instead: Any = None) -> tuple[Any, Any]:
-    """Make two copies of a module that share parameters, and apply the decisions to the second copy."""
     first = equivalence.copy_with_random_parameters(module, instead)
     second = copy.deepcopy(first, {id(p): p for p in first.parameters()})
     _replace_parts(second, module, decisions, own)
@@ -249,8 +246,6 @@ def _call(x: Tensor, module: Any) -> Any:
 
 
 def _compared(replacement: str, width_of: Any) -> Any:
-    """Make a function for ``_TRIALS`` that tests this replacement of a module whose input is (B, T, C)."""
-
     def found(module: Any, decisions: Any, longest: int) -> Decision:
         width, pair = width_of(module), _pair(module, decisions, (replacement,))
         longest = min((b.shape[-1] for b in module.buffers() if b.dim() >= 2), default=longest)  # masks
@@ -277,7 +272,7 @@ _STATES = ("training", True), ("evaluation", False)
 
 
 def _model(module: Any, decisions: Any, longest: int) -> Decision:
-    """Test a GPT with all layers and positions, but a small vocabulary and stand-ins for attention and MLPs."""
+    """The tested copies have all layers and positions, but a small vocabulary and stand-ins for attention and MLPs."""
     trunk = module.transformer
     if any(type(one) is not torch.nn.Embedding for one in (trunk.wte, trunk.wpe)):
         return "its embeddings are not torch.nn.Embedding"

@@ -61,24 +61,9 @@ def transformers_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention with the signature of transformers' ``sdpa_attention_forward``.
 
-    Args:
-        module: the attention module.
-        query: (B, NH, Tq, HS).
-        key: (B, KH, Tk, HS), KH a divisor of NH.
-        value: (B, KH, Tk, HS).
-        attention_mask: (B, 1 or NH, Tq, at least Tk), bool or added to the scores; None if ``is_causal`` decides.
-        dropout: the probability with which an attention weight is dropped.
-        scaling: the factor of the scores; None is 1/sqrt(HS).
-        is_causal: whether queries see only keys up to their position, if there is no mask and more than one query; None
-            reads the module's ``is_causal``.
-        kwargs: the model's other keywords. With ``position_bias`` or a paged ``cache``, transformers' function is
-            called. The mask must already include ``sliding_window`` and ``cu_seq_lens_q``.
-
-    Returns:
-        The output (B, Tq, NH, HS), and None for the probabilities.
-
-    Raises:
-        ValueError: if a keyword that changes the result is not supported.
+    Without a mask, each of several queries sees only keys up to its position if ``is_causal`` (None: the module's
+    ``is_causal``). With ``position_bias`` or a paged ``cache``, transformers' function is called. A keyword that
+    changes the result and is not supported raises a ValueError.
     """
     name = "transformers_attention"
     functional.refuse(name, **{option: kwargs.get(option) for option in _UNSUPPORTED})

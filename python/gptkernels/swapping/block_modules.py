@@ -1,7 +1,6 @@
 """Finds the modules of a swapped transformer block, so that it can be computed as one node of autograd's graph.
 
 The modules are found once and compared at each call, which takes less host time than checking each with ``untouched``.
-For a small batch, host time determines the time of a training step.
 """
 
 import dataclasses
@@ -59,10 +58,7 @@ _known: WeakKeyDictionary[torch.nn.Module, Parts] = WeakKeyDictionary()
 
 
 def parts_of(block: Any, kinds: Sequence[str]) -> Parts | None:
-    """Return the modules of a transformer block; None if one was replaced, hooked or wrapped.
-
-    ``kinds`` are the replacements of the block, its attention and its MLP.
-    """
+    """Return the modules of a transformer block; None if one was replaced, hooked or wrapped."""
     if kind_of(block) != kinds[0] or _has_any_global_hook():
         return None
     if torch.compiler.is_compiling():  # torch guards what it has traced
@@ -110,10 +106,7 @@ def probability(dropout: Any) -> float:
 def fused_block(
     parts: Parts, dtypes: Dtypes, stream: Tensor, heads: int, scale: float | None, p: float
 ) -> FusedBlock | None:
-    """Describe a transformer block with its current parameters and settings; None if the node does not support it.
-
-    ``scale`` is the factor of the scores, or None for 1/sqrt(HS), and ``p`` the probability of attention's dropout.
-    """
+    """Describe a transformer block with its current parameters and settings; None if the node does not support it."""
     if stream.shape[-1] > functional.MAX_HEAD_SIZE * heads:
         return None
     parameters, mlp_proj_bias = parameters_of(

@@ -19,7 +19,6 @@ _TENSORS = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 
 def why_not(*tensors: Tensor | None) -> str | None:
-    """Return the reason why the kernels do not support these floating-point tensors; None if they do."""
     given = [t for t in tensors if t is not None]
     first = given[0]
     if first.device.type not in DEVICES:
@@ -44,7 +43,6 @@ def has_librarys_forward(kind: Any) -> bool:
 
 
 def count(module: torch.nn.Module, reason: str) -> None:
-    """Record in the model's report that a call of the module ran the original code."""
     if not torch.compiler.is_compiling():
         report = module.__dict__.get("gptkernels_report")
         if report is not None:
@@ -57,7 +55,6 @@ def bare(module: torch.nn.Module) -> bool:
 
 
 def untouched(module: torch.nn.Module, kind: str) -> bool:
-    """Return whether a parent may compute the module without calling it."""
     return kind_of(module) == kind and bare(module)
 
 

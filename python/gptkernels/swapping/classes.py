@@ -112,7 +112,7 @@ def original_of(module: torch.nn.Module) -> type | None:
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
-    """Return the name of the module's replacement; None for other classes, even subclasses of a replacement.
+    """Return None for classes without a replacement, even subclasses of a replacement.
 
     The ``__dict__`` of the class is not read, because ``torch.compile`` cannot trace it in ``functional_call``.
     """

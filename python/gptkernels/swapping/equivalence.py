@@ -31,7 +31,6 @@ _FLOAT64_TOLERANCE, _FLOAT32_TOLERANCE, _LOW_TOLERANCE = 1e-10, 1e-4, 0.05  # re
 
 @contextlib.contextmanager
 def random_generators_kept(device: torch.device) -> Iterator[None]:
-    """Restore the random generators of Python, NumPy and torch (CPU and device) on exit."""
     python, numpys = random.getstate(), _numpys_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
@@ -57,7 +56,6 @@ def _seed(device: torch.device) -> None:
 
 
 def _has_drawn() -> bool:
-    """Return whether the CPU's generators were used since they were seeded, and seed them again."""
     states = []
     for _ in range(2):
         numpys = _numpys_state()
@@ -121,12 +119,11 @@ def _copy(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
 
 
 def copy_sharing_parameters(module: torch.nn.Module) -> torch.nn.Module:
-    """Copy a module without hooks; its parameters are new objects that share the data."""
     return _copy(module, {id(p): torch.nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()})
 
 
 def difference(original: torch.nn.Module, replaced: torch.nn.Module, *trials: Trial) -> str | None:
-    """Compare two modules in every state and trial; return a description of the first difference, or None."""
+    """Return a description of the first difference in any state and trial, or None."""
     calls = _calls_of_dropouts(original)
     before = _stored(original)
     first, second = _states(original), _states(replaced)
@@ -173,7 +170,6 @@ def _gradients(trial: Trial, wanted: list[Tensor], module: Any) -> list[Tensor]:
 
 
 def difference_in(state: str, original: torch.nn.Module, replaced: torch.nn.Module, trial: Trial) -> str | None:
-    """Compare two modules in one state, for a trial that takes long."""
     for module in (original, replaced):
         _states(module)[state]()
     reason = _unequal(_run(trial, original), _run(trial, replaced))
@@ -194,7 +190,7 @@ def difference_of_models(
 ) -> str | None:
     """Compare the outputs of two models for tokens, with the models' own parameters and on their device.
 
-    None means no difference beyond rounding, or that the models cannot be compared because they do not take tokens.
+    None means no difference beyond rounding, or that the models do not take tokens.
     """
     parameters = list(original.parameters())
     if not parameters or any(
@@ -235,7 +231,6 @@ def difference_of_models(
 
 
 def _calls_of_dropouts(module: torch.nn.Module) -> list[str]:
-    """Return a list to which a dropout's name is appended at each call of the dropout."""
     calls: list[str] = []
     for name, one in module.named_modules():
         if isinstance(one, torch.nn.Dropout):
@@ -272,7 +267,6 @@ def _run(trial: Trial, module: torch.nn.Module, device: torch.device = _CPU, gra
 
 
 def _states(module: torch.nn.Module) -> dict[str, Callable[[], None]]:
-    """Return, for each state's name, a function that puts the module into this state."""
     dropouts = [(name, one) for name, one in module.named_modules() if isinstance(one, torch.nn.Dropout)]
     numbers = [(name, one) for name, one in module.named_modules() if isinstance(one.__dict__.get("dropout"), float)]
 

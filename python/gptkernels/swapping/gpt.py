@@ -1,7 +1,7 @@
 """Replacements of the modules of nanoGPT's ``model.py``, of llm.c's ``train_gpt2.py``, and of files derived from them.
 
-These classes are in the user's own code. They are therefore recognised by their attributes and tested: a replacement is
-used only if it computes the same as the original (``equivalence.py``).
+These classes are in the user's own code. They are therefore recognised by their attributes, and a replacement is used
+only if it computes the same as the original (``equivalence.py``).
 """
 
 import inspect
@@ -37,7 +37,7 @@ def looks_like_attention(module: Any) -> bool:
 
 
 def attention_dropout(module: Any) -> float | None:
-    """Return the current probability, or None if ``attn_dropout`` and the attribute ``dropout`` leave it unknown."""
+    """Return None if ``attn_dropout`` and the attribute ``dropout`` leave the probability unknown."""
     p = 0.0
     if "attn_dropout" in module._modules:
         found = dropout_of(module.attn_dropout)
@@ -66,12 +66,10 @@ def attention(original: Any) -> Namespace:
 
 
 def _attended(self: Any, x: Tensor, p: float, draws: Draws) -> Tensor:
-    """Compute attention without its output projection."""
     return attend(project(x, self.c_attn), self.n_head, None, draws(p))
 
 
 def looks_like_mlp(module: Any) -> bool:
-    """The one other submodule besides ``dropout`` must be the activation."""
     rest = children(module) - {"c_fc", "c_proj", "dropout"}
     return {"c_fc", "c_proj"} <= children(module) and len(rest) == 1
 
@@ -101,7 +99,6 @@ def looks_like_block(module: Any) -> bool:
 
 
 def _fused(block: Any, dtypes: Dtypes | None, stream: Tensor) -> FusedBlock | None:
-    """Describe the transformer block as one node of autograd's graph; return None if it cannot be one."""
     if dtypes is None or not untouched(block, BLOCK):
         return None
     p = attention_dropout(block.attn) if untouched(block.attn, ATTENTION) else None
@@ -133,8 +130,6 @@ def _layer(
 
 @replacement(BLOCK)
 def block(original: Any) -> Namespace:
-    """One kernel computes attention's residual addition and the norm that follows it."""
-
     def forward(self: Any, x: Tensor) -> Tensor:
         if (reason := why_not(x)) is not None:
             count(self, reason)

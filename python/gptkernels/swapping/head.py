@@ -28,18 +28,11 @@ def head_and_loss(
     divisor: Any = None,
     return_logits: bool | Literal["detached"] = True,
 ) -> tuple[Tensor | None, Tensor]:
-    """Compute logits (..., V), a view of (..., Vp), and their cross-entropy with targets (...).
+    """Compute logits (..., V), a view of (..., Vp) or None, and their cross-entropy, 0-dim float32 (float64 for
+    float64).
 
-    Args:
-        hidden: (..., C).
-        weight: (V, C).
-        targets: (...), int64 or int32.
-        ignore_index: rows with this target are ignored.
-        divisor: the divisor of the sum of the losses; None for the number of targets that are not ignored.
-        return_logits: False for no logits, "detached" for logits without a gradient.
-
-    Returns:
-        The logits or None, and the loss, 0-dim float32 (float64 for float64).
+    ``divisor`` divides the sum of the losses; None stands for the number of targets that are not ignored.
+    ``return_logits`` is False for no logits, "detached" for logits without a gradient.
     """
     V = weight.shape[0]
     if not return_logits:
@@ -116,15 +109,14 @@ def _dtype_of_one_node(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
 class _HeadAndLoss(torch.autograd.Function):
     """LM head and loss in eager training. The forward also computes the gradients of hidden and weight for dloss = 1.
 
-    The operator works in chunks of rows, so that the gradient of the logits is never stored as a whole: it would be as
-    large as the logits, when most memory is in use.
+    The operator works in chunks of rows, because the gradient of the logits would be as large as the logits, when most
+    memory is in use.
     """
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any, low: torch.dtype
     ):
-        """hidden (..., C), weight (V, C), targets (...) -> logits (..., Vp), loss."""
         with below():
             x = hidden if hidden.dtype == low else hidden.to(low)
             logits, loss, dx, dweight = ops.linear_cross_entropy_with_logits.default(
@@ -211,7 +203,6 @@ class _CompiledHeadAndLoss(torch.autograd.Function):
 
 
 def _padded(weight: Tensor, low: torch.dtype) -> Tensor:
-    """Cast the weight to ``low`` and pad it as ``padded_weight`` does, in one pass over the weight."""
     V, C = weight.shape
     padded = weight.new_empty((V + -V % 64, C), dtype=low)
     padded[:V].copy_(weight)
@@ -237,8 +228,6 @@ def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tenso
 def _differentiably(
     ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, grads: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
-    """Compute the gradients by the autograd of single operators, so that they can be differentiated again."""
-
     def formula(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         with without_autocast(hidden.device.type):
             return _by_operators(hidden.to(ctx.low), weight.to(ctx.low), targets, ctx.ignore_index, ctx.divisor)

@@ -1,8 +1,7 @@
 """Replacements of the modules of Hugging Face's GPT-2 (transformers 4.57 and 5.x).
 
-Each call is computed by kernels at the highest level that supports it: ``GPT2Model``, each block, each attention, each
-MLP. An unsupported call runs the original code, which calls the submodules. This file uses the transformers modules
-that the model has imported, and imports none.
+Kernels compute a call at the highest level that supports it: ``GPT2Model``, each block, each attention, each MLP. An
+unsupported call runs the original code, which calls the submodules.
 """
 
 import functools
@@ -38,7 +37,6 @@ def library() -> Any:
 
 
 def decide(module: torch.nn.Module) -> tuple[Any, ...] | None:
-    """Choose the replacement, with its options, of a module of transformers; None for any other module."""
     theirs = library()
     if theirs is None:
         return None
@@ -95,7 +93,6 @@ def _only_matmul_reads(mlp: Any) -> bool:
 
 @replacement(ATTENTION)
 def attention(original: Any) -> Namespace:
-    """Any mask and any cache is supported, if no probabilities are requested."""
     complete = _completer(original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -148,10 +145,7 @@ def _why_not_attention(self: Any, hidden: Tensor, options: dict[str, Any]) -> st
 
 
 def scale_of(attention: Any) -> float | None:
-    """Return the factor of the scores; None for 1/sqrt(HS).
-
-    Transformers 4.57 divides by the layer's number only in its eager attention.
-    """
+    """Transformers 4.57 divides by the layer's number only in its eager attention."""
     if hasattr(attention, "scaling"):
         return float(attention.scaling)
     if attention.config._attn_implementation != "eager":
@@ -171,7 +165,6 @@ def _is_plain_cache(cache: Any) -> bool:
 
 @replacement(BLOCK)
 def block(original: Any) -> Namespace:
-    """One kernel computes attention's residual addition and the norm that follows it."""
     complete = _completer(original)
     gives_a_tuple = "output_attentions" in inspect.signature(original.forward).parameters  # 4.57
 
@@ -206,7 +199,7 @@ def block(original: Any) -> Namespace:
 
 @replacement("Hugging Face GPT2Model")
 def model(original: Any) -> Namespace:
-    """Replace the model without LM head. One kernel computes a layer's last addition and the norm that follows it."""
+    """One kernel computes a layer's last addition and the norm that follows it."""
     complete = _completer(original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -349,8 +342,8 @@ Masks = tuple[Tensor | None, Tensor | None, Tensor | None]  # attn_mask, key_beg
 def _masks(attention_mask: Tensor | None, start: int, keys: int) -> Masks:
     """Convert a mask (B, Tk) of the keys, 0 for padding, to the attention op's arguments.
 
-    As in transformers, a mask of ones is dropped, for which its values are read, except in compiled code. With cached
-    keys, padding becomes a range of keys, outside which decoding reads nothing. Without a cache the mask stays a mask,
+    Except in compiled code the mask is read, and a mask of ones is dropped, as in transformers. With cached keys,
+    padding becomes a range of keys, outside which decoding reads nothing. Without a cache the mask stays a mask,
     because the kernels for sm_90a support masks but not ranges.
     """
     if attention_mask is None:
@@ -437,16 +430,12 @@ def _on(number: Any, like: Tensor) -> Any:
 
 
 def shifted(labels: Any, ignore_index: int) -> Tensor:
-    """Shift labels to the previous position; the last position gets ``ignore_index``."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 
 @replacement("Hugging Face GPT2LMHeadModel")
 def language_model(original: Any) -> Namespace:
-    """Fuse the loss with the LM head if labels are given.
-
-    ``loss_function`` computes this package's loss unless the user has replaced it.
-    """
+    """``loss_function`` computes this package's loss unless the user has replaced it."""
     complete = _completer(original)
     theirs = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
     mapping = sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING

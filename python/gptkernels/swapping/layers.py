@@ -55,8 +55,6 @@ def gelu_form(module: Any) -> str:
 
 @replacement("Linear")
 def linear(original: Any, transposed: bool = False) -> Namespace:
-    """If transposed, this replaces Hugging Face's Conv1D, whose weight (in, out) is not copied."""
-
     def forward(self: Any, input: Tensor) -> Tensor:
         if (reason := why_not(input, self.weight, self.bias)) is not None:
             count(self, reason)
@@ -67,7 +65,6 @@ def linear(original: Any, transposed: bool = False) -> Namespace:
 
 
 def weight_of(module: Any) -> Tensor:
-    """The weight (out, in) of a Conv1D is a view."""
     weight = module.weight
     if not module._gptkernels_transposed:
         return weight  # type: ignore[no-any-return]
@@ -76,7 +73,6 @@ def weight_of(module: Any) -> Tensor:
 
 
 def products_dtype(t: Tensor) -> torch.dtype:
-    """Return autocast's dtype, except for float64 and without autocast."""
     return t.dtype if t.dtype == torch.float64 else autocast_dtype(t.device.type) or t.dtype
 
 
@@ -125,10 +121,7 @@ def cross_entropy(original: Any) -> Namespace:
 
 
 def torch_layer(module: torch.nn.Module) -> tuple[Any, ...] | str | None:
-    """Return the replacement, or the reason why the module is not replaced; None for other modules than torch.nn's.
-
-    A subclass that does not override ``forward`` is replaced too.
-    """
+    """Return the replacement, or the reason why the module is not replaced; None for other modules than torch.nn's."""
     forward = type(module).forward
     for kind, name, unless in _TORCHS:
         if isinstance(module, kind):
@@ -140,8 +133,6 @@ def torch_layer(module: torch.nn.Module) -> tuple[Any, ...] | str | None:
 
 
 def _without(**defaults: Any) -> Any:
-    """Make a function that names an option of a module that differs from these defaults, or returns None."""
-
     def unless(module: Any) -> str | None:
         for name, default in defaults.items():
             value = getattr(module, name)

@@ -21,10 +21,6 @@ _FOREIGN = ("torch.", "torch", "transformers.", "gptkernels.")
 
 
 def methods_that_call_it(kind: type) -> dict[str, Any]:
-    """Return the methods, own and inherited, whose code names ``F.scaled_dot_product_attention``.
-
-    Methods that torch, transformers or this package define are skipped.
-    """
     return {
         name: method
         for owner in kind.__mro__
@@ -35,7 +31,6 @@ def methods_that_call_it(kind: type) -> dict[str, Any]:
 
 
 def _names(method: Any) -> list[str]:
-    """Return the names in the method's code that refer to torch's function and to nothing else."""
     names = []
     for name in method.__code__.co_names:
         imported = method.__globals__.get(name) is F.scaled_dot_product_attention

@@ -47,7 +47,6 @@ def _checked(case: Case, check: str, function: Callable[[], float | None]) -> Re
 
 
 def exactness(case: Case, dtype: torch.dtype, device: torch.device) -> float:
-    """Compare calls of two sizes with the formula; return the largest ratio of error to allowed error."""
     return max(hold_to_the_rule(case.call(size, dtype, device)) for size in (ORDINARY, ODD))
 
 
@@ -56,7 +55,6 @@ def hold_to_the_rule(call: Call, view: str = "contiguous", unused: Sequence[int]
     error.
 
     A call that violates the rule is repeated with other numbers, because torch may happen to be exact for a few.
-    ``view`` is the layout of the results' gradients, and ``unused`` has the indices of results without one.
     """
     args = list(call.args.values())
     generator = torch.Generator().manual_seed(1)
@@ -117,7 +115,6 @@ def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any], linear: 
 def _results(
     call: Call, args: Sequence[Tensor | None], douts: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return (ours, torch's, the formula's) for each output and then for each gradient."""
     doubles = [t.double() if t is not None and t.is_floating_point() else t for t in args]
     ours = with_gradients(call, call.ours, args, douts)
     for a, b in zip(ours, with_gradients(call, call.ours, args, douts), strict=True):
@@ -153,7 +150,6 @@ def differences(case: Case, check: Callable[..., bool], device: torch.device) ->
 
 
 def opcheck(case: Case, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Run ``torch.library.opcheck`` for the op and its backward ops."""
     for op, args, kwargs in case.call(SMALL, dtype or case.opcheck_dtype(), device, 1).invocations():
         written = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
         tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]

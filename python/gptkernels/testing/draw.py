@@ -22,7 +22,6 @@ LARGEST_SIZE = 2**17
 
 
 def as_view(t, kind):
-    """With "expanded", every row equals the first row; other layouts keep the values."""
     if kind == "transposed":
         return t.transpose(0, -1).contiguous().transpose(0, -1)
     if kind == "sliced":
@@ -43,9 +42,6 @@ class Draw:
     """The choices of one call.
 
     Args:
-        seed: the seed of a run of the fuzzer.
-        index: the index of the call in the run.
-        device: the device of the tensors.
         replaced: maps names of choices to values, as text, which are used in place of drawn values.
 
     Attributes:
@@ -73,7 +69,6 @@ class Draw:
         return random.Random(f"{self.key}/{name}")
 
     def choose(self, name, options, weights=None):
-        """The first option is the simplest."""
         value = self.random(name).choices(options, weights)[0]
         if name in self.replaced:
             value = next(o for o in options if str(o) == self.replaced[name])
@@ -84,7 +79,7 @@ class Draw:
         return self.choose(name, (False, True), (1 - probability, probability))
 
     def size(self, name, most, least=0, real=None):
-        """Choose a number from least to most; small numbers are more frequent.
+        """Small numbers are more frequent.
 
         In a call of real size the largest number is ``real``, and the number may also be uniformly drawn, or near a
         multiple of one of ``EDGES``.
@@ -113,16 +108,12 @@ class Draw:
         return max(min(LARGEST_SIZE, 4 * self.most_elements // max(others), self.most_products // math.prod(others)), 1)
 
     def tiles(self, name):
-        """Choose one to five tiles for each SM, plus 1, 0, -1, or half of the number of SMs."""
         each = self.choose(f"{name}.tiles each", (1, 2, 3, 4, 5))
         more = self.choose(f"{name}.more tiles", (1, 0, -1, self.multiprocessors // 2))
         return each * self.multiprocessors + more
 
     def rows(self, name="x", most_dims=4):
-        """Choose the dimensions before the last: usually one or two, and sometimes of size 0 or 1.
-
-        At real size the rows fill several tiles for each SM, and the last tile has fewer rows.
-        """
+        """At real size the rows fill several tiles for each SM, and the last tile has fewer rows."""
         dims = self.choose(f"{name}.dims", range(most_dims), weights=(2, 6, 3, 1)[:most_dims])
         sizes = []
         if self.real and dims:
@@ -142,7 +133,6 @@ class Draw:
         return self.size(name, min(most, 60_000), least, real=real or min(most, LARGEST_SIZE))
 
     def source(self, name):
-        """At real size numbers are drawn on the device."""
         device = self.device if self.real else torch.device("cpu")
         generator = torch.Generator(device).manual_seed(self.random(f"{name} (values)").getrandbits(60))
         return {"generator": generator, "device": device}
@@ -151,9 +141,6 @@ class Draw:
         """Draw a floating tensor in a random layout.
 
         Args:
-            name: the prefix of the choices' names.
-            shape: the shape.
-            dtype: the dtype.
             scale: the standard deviation of ordinary values.
             special: which special values may occur: "all" (infinities and NaN), "nan" or "none".
             huge: the largest number that the formula supports in this dtype; None for no huge values.
@@ -206,7 +193,6 @@ class Draw:
         return torch.full((), value, dtype=dtype, device=self.device)
 
     def indices(self, name, shape, count, dtype=None):
-        """Draw integers below ``count``, uniformly or with a few frequent values."""
         dtype = dtype or self.choose(f"{name}.dtype", (torch.int64, torch.int32))
         source = self.source(name)
         frequent = self.choose(f"{name}.frequent", (0, 1, 2, 5))

@@ -95,8 +95,8 @@ def assert_norm_as_exact_as_torch(
 
     The root mean square averages rounding errors, and so detects smaller faults, such as a few missing terms of a long
     sum. Equal elements have equal rounding errors, which do not average out; therefore the mean's rounding is added. A
-    factor of two would be too strict if a few elements have most of the error. Results with fewer than 1000 elements,
-    too few for an average, and float64 results are not checked.
+    factor of two would be too strict if a few elements have most of the error. Fewer than 1000 elements are too few for
+    an average.
     """
     if exact.numel() < 1000 or ours.dtype == torch.float64:
         return
@@ -163,19 +163,15 @@ def assert_product(
 class Errors:
     """Our and torch's largest errors of one result in several trials.
 
-    The errors of a trial whose result is larger than the first trial's are scaled down in proportion. The errors of all
-    trials are compared by their root mean square, because the largest error may occur in only a few random trials, for
-    example if a softmax is nearly always one-hot.
+    The errors of a trial whose result is larger than the first trial's are scaled down in proportion. All trials are
+    compared by their root mean square error, because the largest error may occur in only a few random trials.
 
     A result no larger than torch's error consists only of the rounding errors of terms that cancel, which depend on the
-    order of the sum. Torch's error is then multiplied by four, and is at least ``noise``.
+    order of the sum. Torch's error is then multiplied by four, and is at least ``noise``; otherwise it is multiplied by
+    ``luck``.
 
-    If torch's error is 0 in all trials, its order of summation suits the numbers: 64 equal terms, for example, have no
-    rounding error if they are added in pairs. Torch's error then counts as one rounding of the output.
-
-    Args:
-        noise: the error that sums of cancelling terms may have in this call.
-        luck: the factor of torch's error if the terms do not cancel.
+    If torch's error is 0 in all trials, its order of summation suits the numbers, as for 64 equal terms that are added
+    in pairs. Torch's error then counts as one rounding of the output.
     """
 
     def __init__(self, noise: float = 0.0, luck: float = 1.0) -> None:

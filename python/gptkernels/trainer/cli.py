@@ -78,7 +78,6 @@ def _status(error: Exception) -> int:
 
 
 def _sentence(command: str, error: Exception) -> str | None:
-    """Return the message for the user; None if the error is a bug of this program."""
     if _is_out_of_memory(error):
         if command != "train":
             return "out of memory"
@@ -150,7 +149,6 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_option(parser: argparse._ArgumentGroup, option: Field, kind: Any) -> None:
-    """The flag has no default, so that a resumed run keeps its value."""
     metadata = option.metadata
     names = [name for name in (metadata.get("short"), flag(option.name)) if name]
     keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "help": metadata["help"]}

@@ -62,10 +62,8 @@ _EXCLUSIVE = (
 
 
 def _option(group: str, default: Any, help: str, **metadata: Any) -> Any:
-    """Declare a field that is also a command-line flag in one of `GROUPS`.
-
-    `short` is llm.c's flag; `at_least`, `at_most`, `above` and `below` are bounds; a `fixed` option cannot change in a
-    resumed run.
+    """`short` is llm.c's flag; `at_least`, `at_most`, `above` and `below` are bounds; a `fixed` option cannot change in
+    a resumed run.
     """
     return field(default=default, metadata={"help": help, "group": group, **metadata})
 
@@ -315,7 +313,6 @@ class TrainConfig:
         return self.total_batch_tokens // at_a_time
 
     def updated(self, given: dict[str, Any]) -> "TrainConfig":
-        """Return the options of a run that is resumed with the options `given`; some of them cannot change."""
         saved = asdict(self)
         for option in fields(self):
             name = option.name

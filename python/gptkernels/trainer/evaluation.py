@@ -32,11 +32,7 @@ class Score(NamedTuple):
 def mean_loss(
     loss: Callable[[Tensor, Tensor], Tensor], data: DataLoader, max_batches: int, processes: Processes
 ) -> float:
-    """Compute the mean loss (nats per token) of the first `max_batches` batches of an epoch, averaged over all
-    processes.
-
-    `data` is reset first.
-    """
+    """Average the loss (nats per token) of the first `max_batches` batches of an epoch over all processes."""
     data.reset()
     batches = min(data.batches_per_epoch, max_batches)
     total = torch.zeros((), device=processes.device)
@@ -59,10 +55,9 @@ def answer(
     processes: Processes,
     tick: Callable[[], object] = lambda: None,
 ) -> Score:
-    """Count the questions that a model in evaluation mode answers correctly.
+    """The model's answer is the ending with the lowest mean loss, as in llm.c's accuracy normalised by length.
 
-    The model's answer is the ending with the lowest mean loss, as in llm.c's accuracy normalised by length. The
-    processes share the questions, and `tick` is called after each batch of about `tokens_per_batch` tokens.
+    The processes share the questions.
     """
     own = questions[processes.rank :: processes.world_size]
     losses = []
@@ -75,7 +70,6 @@ def answer(
 
 
 def _batches(questions: Sequence[Question], tokens_per_batch: int) -> Iterator[list[Question]]:
-    """A batch has one row per ending, padded to its longest question."""
     batch: list[Question] = []
     rows = length = 0
     for question in questions:

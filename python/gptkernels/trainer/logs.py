@@ -65,12 +65,11 @@ _CSV = _Form(
 class TrainingLog:
     """The files to which a run writes its losses, in nats per token.
 
-    The log has llm.c's lines: `s:STEP trl:LOSS` for training, `s:STEP tel:LOSS` for validation, and
-    `s:STEP eval:ACCURACY` for questions. The CSV has a row of `CSV_COLUMNS` for each line.
+    The log has llm.c's lines: `s:STEP trl:LOSS` for training, `s:STEP tel:LOSS` for validation, and `s:STEP
+    eval:ACCURACY` for questions. The CSV has a row of `CSV_COLUMNS` for each line.
 
-    Existing files are continued, after lines at their end of `first_step` and later steps are removed, which a run
-    wrote after its last checkpoint. With `keep_log` nothing is removed from the log, because it also has lines of other
-    runs. A ValueError says that a file exists and is not such a log, or that TensorBoard is not installed.
+    Lines of `first_step` and later steps at the end of existing files are removed: a run wrote them after its last
+    checkpoint. With `keep_log` the log also has lines of other runs, and nothing is removed from it.
     """
 
     def __init__(
@@ -138,7 +137,6 @@ def _check_form(path: Path, form: _Form) -> None:
 
 
 def _continue(path: Path, form: _Form, first_step: int | None) -> IO[str]:
-    """Open `path` for appending, after removing lines at its end of `first_step` and later steps."""
     _check_form(path, form)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:

@@ -29,9 +29,6 @@ def model_file(path: str | os.PathLike[str]) -> Path:
 def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | None = None) -> GPT2:
     """Build the model of a resumed run, the model of `--init-from`, or a new model, on the CPU and in the options'
     dtype.
-
-    A ValueError says that the file of `--init-from` is damaged or has another size than the options, or that the model
-    is too small for the sequences or the vocabulary.
     """
     sizes: dict[str, Any] = {
         "n_layer": config.layers,
@@ -65,7 +62,6 @@ def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | Non
 
 
 def _check_memory(sizes: dict[str, Any]) -> None:
-    """A part of a model that is too large must not be allocated first."""
     L, C = sizes["n_layer"], sizes["n_embd"]
     parameters = L * (12 * C * C + 13 * C) + (sizes["vocab_size"] + sizes["block_size"] + 2) * C
     needed = BYTES_PER_PARAMETER * parameters + LAYER_BYTES * L
@@ -78,7 +74,6 @@ def _check_memory(sizes: dict[str, Any]) -> None:
 
 
 def _check_activations(config: TrainConfig, sizes: dict[str, Any]) -> None:
-    """Raise a ValueError if what a batch keeps for its backward pass certainly exceeds this machine's memory."""
     values = sizes["n_layer"] * sizes["n_embd"] * (1 if config.recompute == "blocks" else CHANNELS_KEPT)
     item = 4 if config.dtype == "float32" and not config.fp8 else 2
     needed = config.batch_tokens * values * item
@@ -91,7 +86,6 @@ def _check_activations(config: TrainConfig, sizes: dict[str, Any]) -> None:
 
 
 def _memory_of_machine() -> int:
-    """Return the bytes of the CPU or of all GPUs, whichever is larger."""
     cpu = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpus = (torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
     return max(cpu, sum(gpus))

@@ -20,7 +20,6 @@ class OutlierDetector:
         self._window = torch.full((WINDOW, 2), math.nan, dtype=torch.float64, device=device)
 
     def scores(self, loss_and_norm: Tensor) -> Tensor:
-        """Add a step's loss and gradient norm, (2,), to the window, and return their z-scores, (2,) float64."""
         values = loss_and_norm.double()
         unknown = self._window[0] * 0  # NaN until the window is full
         self._window.copy_(torch.cat([self._window[1:], values.unsqueeze(0)]))
@@ -45,5 +44,4 @@ class Skipping:
         self._limits = torch.tensor(limits, dtype=torch.float64, device=device)
 
     def found(self, scores: Tensor) -> Tensor:
-        """Return 1 if a score is above its limit, otherwise 0; 0-dim float32, for AdamW's `found_inf`."""
         return (scores > self._limits).any().float()

@@ -33,7 +33,6 @@ class Processes:
         return self.rank == 0
 
     def average_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """One all-reduce for each dtype averages the gradients in place."""
         if self.world_size == 1:
             return
         buckets: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)

@@ -85,7 +85,6 @@ class Bar(Progress):
 
 
 def _score(z: float) -> str:
-    """Format a z-score as llm.c does."""
     return "" if math.isnan(z) else f" ({z:+.2f}z)"
 
 

@@ -28,8 +28,7 @@ class HeldOutData:
     Attributes:
         tokenizer: the tokenizer of the data, or None; without a tokenizer, tokens are assumed to be GPT-2's.
         vocab_size: the number of tokens; by default the tokenizer's.
-        val: the validation data of this process, or None.
-        why_no_val: the reason why `val` is None; otherwise empty.
+        val: the validation data of this process, or None, for the reason `why_no_val`.
         questions: the questions of `eval_file`.
     """
 
@@ -115,7 +114,6 @@ def _find_files(config: TrainConfig, processes: Processes) -> _Files:
 
 
 def _pattern(config: TrainConfig) -> str | None:
-    """Return the pattern of the training files; None if the options have a data prefix instead."""
     if config.train_files is not None or config.data is None:
         return config.train_files
     is_files = (is_pattern(config.data) or config.data.endswith(".bin")) and not os.path.exists(

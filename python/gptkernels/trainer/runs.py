@@ -25,10 +25,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def new_run(folder: str | None, model: str) -> Path:
-    """Make the folder of a new run: the named folder, or the first free one of runs/MODEL, runs/MODEL-2, ...
-
-    A ValueError says that the named folder has a checkpoint, or a file with the name of a run's file but no run.
-    """
+    """A ValueError says that the named folder has a checkpoint, or a file with the name of a run's file but no run."""
     if folder is not None:
         path = Path(folder)
         _check_own(path)
@@ -50,7 +47,6 @@ def new_run(folder: str | None, model: str) -> Path:
 
 
 def _check_own(folder: Path) -> None:
-    """A folder with the names of a run's files that was never locked is not of a run."""
     if (folder / LOCK_FILE).exists() or (folder / CHECKPOINT).exists():
         return
     for name in (*FILES, *(path.name for path in folder.glob(NUMBERED))):
@@ -109,14 +105,12 @@ def log_of_run(log_file: str | None, folder: Path) -> str | None:
 
 
 def is_other_file(log_file: str, folder: Path) -> bool:
-    """Return whether this log would overwrite the checkpoint or another file of the run."""
     others = [folder / name for name in (*FILES, LOCK_FILE) if name != LOG]
     others += [numbered(folder, step) for step in kept_steps(folder)]
     return os.path.realpath(log_file) in map(os.path.realpath, others)
 
 
 def find_run(folder: str | None) -> Path:
-    """None selects the folder in runs/ with the newest checkpoint."""
     if folder is None:
         checkpoints = sorted(RUNS.glob(f"*/{CHECKPOINT}"), key=lambda path: path.stat().st_mtime)
         if not checkpoints:

@@ -36,10 +36,7 @@ _DESCRIPTIONS: dict[tuple[type, ...], str] = {
 
 
 def saved_options(saved: TrainingState, path: Path) -> TrainConfig:
-    """Check a checkpoint's options, model, counters and generators, and return the options.
-
-    A ValueError names the entry that is missing, of another type, out of its range, or inconsistent with other entries.
-    """
+    """Check a checkpoint's options, model, counters and generators, and return the options."""
     options = _check_options(saved.trainer.get("options"), path)
     _check_model(saved, options, path)
     _check_counters(saved.trainer, options, path)
@@ -78,7 +75,6 @@ def _check_options(options: Any, path: Path) -> TrainConfig:
 
 
 def _has_type(value: Any, wanted: tuple[type, ...]) -> bool:
-    """True and False do not count as integers; infinities, NaN, and integers of magnitude 2^62 or more are refused."""
     if type(value) not in wanted:
         return False
     if type(value) is float:

@@ -17,8 +17,6 @@ class Step:
 
     Args:
         loss: computes the loss of a batch of tokens and targets, both (B, T) and on this process's device.
-        optimizer: the optimizer, which computes the norm of the gradients.
-        processes: the processes that average their gradients.
         max_scores: the z-scores of the loss and of the gradient's norm above which the update is skipped; 0 never
             skips.
         capture: False runs every step eagerly.
@@ -56,9 +54,8 @@ class Step:
     def __call__(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Update the parameters with the mean gradient of the batches, or skip the update.
 
-        Returns:
-            A tensor (2,) on the device: this process's loss and the norm of the averaged gradients. If updates may be
-            skipped, it is (5,), with the two z-scores, and 1 if this update was skipped, otherwise 0.
+        Return a tensor (2,) on the device: this process's loss and the norm of the averaged gradients. If updates may
+        be skipped, it is (5,), with the two z-scores, and 1 if this update was skipped, otherwise 0.
         """
         self._batches = len(batches)
         if self._skipping:
@@ -72,7 +69,6 @@ class Step:
         return torch.stack(numbers)
 
     def _noted_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """If updates may be skipped, the loss is also summed over the batches of the step."""
         loss = self._loss(tokens, targets)
         if self._skipping:
             self._total += loss.detach()

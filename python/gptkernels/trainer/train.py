@@ -119,13 +119,7 @@ def resume(run: str | None = None, **given: Any) -> TrainResult:
 class Trainer:
     """A run: the model, its data, the optimizer, and their progress.
 
-    The constructor checks the options and the data.
-
-    Args:
-        config: the options.
-        output: the folder of a resumed run; None makes the folder of a new run.
-        saved: the state to resume, checked by `saved_options`.
-        keep_log: whether the log contains lines of other runs.
+    The constructor checks the options and the data. ``saved`` is the state to resume, checked by `saved_options`.
     """
 
     def __init__(
@@ -198,7 +192,7 @@ class Trainer:
                 "with the training data it had"
             )
         self.data.train.load_state_dict(saved.trainer["data"])
-        groups = self.optimizer.state_dict()["param_groups"]  # from the options
+        groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": saved.optimizer["state"], "param_groups": groups})
         if step:  # if no further step is made, the checkpoint has the last step's learning rate
             self._set_learning_rate(step - 1)
@@ -322,7 +316,6 @@ class Trainer:
         )
 
     def _utilization(self, tokens_per_second: float) -> float | None:
-        """Return the model's flops per second divided by the devices' peak; None if the peak is unknown."""
         if self._peak_flops is None:
             return None
         flops = tokens_per_second * self.model.flops_per_token(self.config.sequence_length)
@@ -422,7 +415,6 @@ class Trainer:
         return text
 
     def _save(self) -> None:
-        """Write the checkpoint atomically, if all its tensors are finite."""
         self._finish_pending()
         with self._watchdog.watch("saving the checkpoint"):
             state = (tensor for state in self.optimizer.state.values() for tensor in state.values())

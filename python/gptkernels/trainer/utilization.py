@@ -7,7 +7,6 @@ import torch
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes: what torch has allocated on a GPU, or what is resident on the CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

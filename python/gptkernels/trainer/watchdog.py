@@ -37,7 +37,6 @@ class Watchdog:
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
-        """Watch one unit of work, or several if the body calls `tick`."""
         self._what = what
         try:
             yield

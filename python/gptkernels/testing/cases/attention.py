@@ -12,7 +12,7 @@ from gptkernels.testing.cases.table import Call, invoke, largest_of, operator, o
 
 
 def attention_formula(q, k, v, scale=None, product=torch.matmul, seen=None, added=None, kept=None):
-    """Compute attention of q, k and v, (..., T, HS) each, causal unless ``seen`` is given.
+    """Compute attention, causal unless ``seen`` is given.
 
     ``added`` is added to the scaled scores, and ``kept`` has dropout's factors of the probabilities.
     """
@@ -29,9 +29,8 @@ def attention_formula(q, k, v, scale=None, product=torch.matmul, seen=None, adde
 def attention_noise(args, douts, dtype, scale):
     """Return the error of a query's gradient that should be 0: the query sees only one key, or all values are equal.
 
-    ``args`` are q, k and v, or one tensor that contains them. In float32 the error comes from the matmuls with dout. In
-    16-bit dtypes it comes from the rounding of out: if all values are equal, torch's out may be exact, while ours may
-    differ by one rounding.
+    In float32 the error comes from the matmuls with dout. In 16-bit dtypes it comes from the rounding of out: if all
+    values are equal, torch's out may be exact, while ours may differ by one rounding.
     """
     size = largest_of(douts) * largest_of(args[-1:]) * largest_of(args[:2]) * abs(scale or 1)
     return (8 if dtype.itemsize > 2 else 1) * torch.finfo(dtype).eps * size
@@ -47,7 +46,7 @@ MOST_SCORES = 2**25  # the largest number of scores that the formula computes at
 def by_sequences(function, scores, *args):
     """Call ``function`` for some sequences at a time, and again in the backward, so that few scores are in memory.
 
-    The arguments are tensors (B, ...), tensors (1, ...) for all sequences, or None. A sequence has ``scores`` scores.
+    The arguments are tensors (B, ...), tensors (1, ...) for all sequences, or None.
     """
     batch, each = args[0].shape[0], max(MOST_SCORES // max(scores, 1), 1)
     if batch <= each:
@@ -163,10 +162,7 @@ COMMON_HEAD_SIZES = [3 if size in (32, 64, 128) else 1 for size in HEAD_SIZES]
 
 
 def many_heads(draw, batch, heads, scores, queries, elements):
-    """Choose the numbers of sequences and heads: at real size, several tiles of 256 queries for each SM.
-
-    ``scores``, ``queries`` and ``elements`` are the numbers of scores, queries and elements of one head.
-    """
+    """At real size there are several tiles of 256 queries for each SM. The last three arguments count one head's."""
     if not draw.real:
         return draw.size("batch", batch), draw.size("heads", heads, 1)
     pairs = math.ceil(draw.tiles("queries") / math.ceil(queries / 256))
@@ -296,7 +292,7 @@ def attention_probabilities(draw):
 
 
 def attention_mask(draw, batch, heads, queries, keys, dtype):
-    """Draw None, a bool mask, or a tensor that is added to the scores. Some rows may mask all keys."""
+    """Some rows may mask all keys."""
     kind = draw.choose("mask", ("none", "bool", "added"), (4, 3, 3))
     if kind == "none":
         return None

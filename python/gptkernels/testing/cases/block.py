@@ -29,7 +29,6 @@ def layer_arguments(draw):
 
 
 def layer_formula(linear, heads, *args):
-    """Compute the layer's output, and residual_2, to which the output is added."""
     stream, values, values_bias, w1, b1, qkv_w, qkv_b, attn_w, attn_b, w2, b2, fc_w, fc_b, proj_w = args
     x = values + values_bias + stream
     qkv = linear(layernorm_formula(x, w1, b1), qkv_w, qkv_b)

@@ -107,7 +107,6 @@ def decode(draw):
 
 
 def sample_formula(logits, noise, temperature=1.0, top_k=None, top_p=None):
-    """Return the tokens that torch.multinomial draws with this noise, after top-k and top-p."""
     if noise is None:
         return logits.argmax(-1)
     x = logits.float() / temperature

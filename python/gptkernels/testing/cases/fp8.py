@@ -57,10 +57,7 @@ def fp8_size(draw, name, *others, most=20):
 
 
 def fp8_history(draw, name):
-    """Draw an amax history on the CPU, with no calls, 3 calls or 16 calls; or return None.
-
-    Its amaxes may be smaller than the amax of the tensor with which it is used.
-    """
+    """The history's amaxes may be smaller than the amax of the tensor with which it is used."""
     kind = draw.choose(f"{name}.history", ("none", "new", "some", "full"))
     if kind == "none":
         return None
@@ -86,7 +83,6 @@ def fp8_scale(x, fp8, history):
 
 
 def exact_fp8(x, fp8, history):
-    """Convert x to float8 by the definition of rounding."""
     scale, _ = fp8_scale(x, fp8, history)
     return rounded(x.detach().double() / scale, fp8).view(fp8), scale
 
@@ -98,12 +94,11 @@ def torchs_fp8(x, fp8, history):
 
 
 def exact_fp8_product(a, b, fast):
-    """Compute a @ b^T in float64 for pairs of float8 numbers and scale; ``fast`` is ignored."""
     return (a[0].double() * a[1]) @ (b[0].double() * b[1]).T
 
 
 def torchs_fp8_product(a, b, fast):
-    """Compute a @ b^T in float32. On CUDA, tensor cores are used, whose sums have as few bits as the operator's."""
+    """On CUDA, tensor cores are used, whose sums have as few bits as the operator's."""
     (a, scale_a), (b, scale_b) = a, b
     if a.device.type == "cpu" or not a.numel():
         return (a.float() @ b.float().T) * (scale_a * scale_b)
@@ -191,7 +186,6 @@ def fp8_quantize(draw):
     weight=0.5, sizes={"a.rows": [2, 19, 96], "inner / 16": [1, 3, 8], "columns / 16": [1, 2, 16]}, dtypes=BFLOAT16
 )
 def fp8_matmul(draw):
-    """The arguments are float32 tensors, which are converted to float8 before the operator is called."""
     dtype, fast = fp8_dtype(draw), draw.chance("fast_accumulation", 0.5)
     formats = draw.choose("formats", ((0, 0), (1, 0), (0, 1)))
     a_format, b_format = ((E4M3, E5M2)[i] for i in formats)
@@ -257,10 +251,7 @@ def copied(history, device):
 
 @operator(weight=0.5, sizes={**NORM_SIZES, "width": [4, 33, 256]}, dtypes=DTYPES)
 def fp8_layernorm(draw):
-    """Torch's counterpart and the formula call this package's separate ops, which have other entries.
-
-    With torch's norm, the last bit of a result could decide to which float8 number an element is rounded.
-    """
+    """With torch's norm, the last bit of a result could decide to which float8 number an element is rounded."""
     dtype, rows = fp8_dtype(draw), draw.rows()
     width = draw.width("width", rows)
     added = draw.chance("has residual", 0.7)
@@ -362,9 +353,8 @@ def fp8_linear(draw):
     dtypes=BFLOAT16,
 )
 def fp8_mlp(draw):
-    """Torch's counterpart and the formula call this package's separate ops, which have other entries.
-
-    With torch's ops, the last bit of the first linear layer could decide to which float8 number an element is rounded.
+    """With torch's ops, the last bit of the first linear layer could decide to which float8 number an element is
+    rounded.
     """
     dtype, rows = fp8_dtype(draw), draw.rows()
     width = fp8_size(draw, "width", math.prod(rows), most=8)
@@ -407,10 +397,7 @@ def fp8_mlp(draw):
     dtypes=DTYPES,
 )
 def fp8_linear_cross_entropy(draw):
-    """Torch's counterpart and the formula multiply float8 numbers that this package's other ops compute.
-
-    With torch's logits, the last bit could decide to which float8 number a logit's gradient is rounded.
-    """
+    """With torch's logits, the last bit could decide to which float8 number a logit's gradient is rounded."""
     dtype = draw.choose("dtype", DTYPES)
     wide = torch.float32 if dtype == torch.float16 else dtype
     rows, _, _, ignore_index, targets = classifier_arguments(draw)
@@ -438,7 +425,6 @@ def fp8_linear_cross_entropy(draw):
         return [ops.fp8_matmul(some, weight, scale_x, scale, None, dtype, True) for some in x.split(chunk)]
 
     def parts(multiply, nudge, x, weight, targets):
-        """Compute loss, dx and dweight. dlogits are multiplied by ``nudge`` before they are rounded to float8."""
         x, weight = x.to(dtype), weight.to(dtype)
         flat, classes = x.reshape(-1, inner), targets.reshape(-1)
         chunk = max(len(flat), 1) if rows_of_chunk == -1 else rows_of_chunk

@@ -25,7 +25,6 @@ def classifier_arguments(draw):
 
 
 def losses_of(logits, targets, vocab_size, ignore_index, loss):
-    """An ignored row has a loss of 0 and no gradient."""
     kept = targets != ignore_index
     used = torch.where(kept.unsqueeze(-1), logits[..., :vocab_size], 0.0)
     return torch.where(kept, loss(used, targets.long().where(kept, 0).unsqueeze(-1)).squeeze(-1), 0.0)

@@ -33,7 +33,6 @@ def residual_layernorm_formula(x, residual, weight, bias, eps=1e-5, dtype=torch.
 
 
 def norm_arguments(draw, inputs):
-    """If x has 16 bits, all other arguments may be float32."""
     dtype = draw.dtype()
     rows = draw.rows()
     dims = draw.choose("normalised dims", (1, 2), (9, 1))
@@ -52,8 +51,6 @@ def norm_arguments(draw, inputs):
 
 
 def flat(exact, dims):
-    """Flatten the last ``dims`` dimensions of the arguments of ``exact``, which normalises over one dimension."""
-
     def function(*args):
         found = exact(*(None if t is None else t.flatten(-dims) for t in args[:-1]), args[-1])
         views = [t.reshape(args[0].shape) for t in (found if isinstance(found, tuple) else (found,))]
@@ -88,7 +85,6 @@ def layernorm_backward(dout, x, weight, mask):
 
 
 def residual_backward(op, more, dout, dsum, total, weight=None):
-    """``more`` returns the further arguments of the backward op for a sum, whose device it reads."""
     _, mean, rstd = ops.layernorm(total, weight, None)
     return op(dout, dsum, total, weight, mean, rstd, *more(total))
 
@@ -185,7 +181,6 @@ def layernorm(draw):
     },
 )
 def residual_layernorm(draw):
-    """If x has 16 bits, the residual and the parameters may be float32, and so is the sum."""
     args, shape, eps, functional = norm_arguments(draw, ("x", "residual"))
     dtype, wide = args["x"].dtype, args["residual"].dtype
     args["x_bias"] = draw.tensor("x_bias", shape, wide, special="nan") if draw.chance("has x_bias", 0.4) else None

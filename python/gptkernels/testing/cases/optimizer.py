@@ -128,7 +128,6 @@ def adamw_(draw):
         return tuple(t for i, part in enumerate(lists) if i != 1 for t in part)
 
     def formula(*tensors):
-        """Compute torch.optim.AdamW's step in float32 or float64, and round the results to the arguments' dtypes."""
         lists = [[t.clone() for t in part] for part in split(tensors)]
         doubles = all(t.dtype == torch.float64 for t in tensors)
         params, grads, exp_avgs, exp_avg_sqs = lists[:4]

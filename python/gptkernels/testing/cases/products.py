@@ -27,7 +27,7 @@ class Linear(torch.autograd.Function):
     equal.
 
     F.linear may make other calls, such as a matrix-vector function for one row. ``chunk`` is the number of rows of x
-    (or dout) in each BLAS call for out and dx; dweight is computed in one call.
+    (or dout) in each BLAS call for out and dx.
     """
 
     @staticmethod
@@ -45,10 +45,7 @@ class Linear(torch.autograd.Function):
 
 
 def linear_products(tensors, accumulation=(0.0, 0.0)):
-    """Yield the arguments of ``assert_product`` for each matmul of a linear layer.
-
-    ``accumulation`` has the relative errors of sums over features and of sums over rows.
-    """
+    """``accumulation`` has the relative errors of sums over features and of sums over rows."""
     matrices = {
         name: tensors[name].flatten(0, -2) if tensors[name].dim() > 1 else tensors[name][None]
         for name in ("x", "weight", "out", "dout", "dx", "dweight")

@@ -141,9 +141,6 @@ class Case:
         view: str = "contiguous",
         **choices: Any,
     ) -> Call:
-        """``seed`` determines the random numbers, ``view`` is the layout of every tensor, and ``choices`` replace the
-        entry's.
-        """
         sizes = self.operator.sizes or {}
         choices = {**sizes, **self.operator.variants[self.variant], **choices}
         of_size = {name: value[size] if isinstance(value, list) else value for name, value in choices.items()}
@@ -160,8 +157,6 @@ OPERATORS: dict[str, Operator] = {}
 
 
 def operator(**options: Any) -> Callable[[Callable[[Draw], Call]], Callable[[Draw], Call]]:
-    """Add a function to the table under its name, with these options of :class:`Operator`."""
-
     def put(function: Callable[[Draw], Call]) -> Callable[[Draw], Call]:
         OPERATORS[function.__name__] = Operator(function.__name__, function, **options)
         return function
@@ -182,8 +177,8 @@ def nbytes(*tensors: Tensor | None) -> int:
 
 
 def row_costs(arrays: tuple[int, int], flops: tuple[int, int]) -> Callable[..., tuple[Cost, Cost]]:
-    """Return ``Operator.costs`` of an op on rows: the arrays of x's size, and the flops per element, of (forward,
-    backward).
+    """Each pair is for forward and backward: the arrays of x's size that are read or written, and the flops per
+    element.
     """
 
     def costs(x: Tensor, *others: Tensor) -> tuple[Cost, Cost]:
@@ -199,7 +194,6 @@ def largest_of(tensors: Sequence[Tensor | None]) -> float:
 
 
 def wide(t: Tensor) -> Tensor:
-    """Convert to the dtype of losses and statistics: float64 for float64, otherwise float32."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
