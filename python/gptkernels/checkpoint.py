@@ -201,7 +201,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def check_model_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Return the entries of a configuration that a file stores; a ValueError begins with `where`."""
+    """Check and return the entries of a configuration that a file stores; a ValueError begins with `where`."""
     for name in _SIZES:
         value = config.get(name)
         if type(value) is not int or not 1 <= value < 2**31:

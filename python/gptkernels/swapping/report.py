@@ -40,7 +40,7 @@ class Report:
     return_logits: bool | Literal["detached"] = True
 
     def line(self) -> str:
-        """Return how many modules of each class were replaced, and how many were not."""
+        """Return one line: how many modules of each class were replaced, and how many were not."""
         kinds = collections.Counter(entry.kind for entry in self.replaced)
         counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         return f"gptkernels.swap: {len(self.replaced)} modules replaced ({counted or 'none'}), {len(self.left)} left"

@@ -46,7 +46,7 @@ class Report:
         return [result for result in self.results if not result.passed]
 
     def line(self) -> str:
-        """Return the numbers of checks and of failures, the device and the duration."""
+        """Return one line: the numbers of checks and of failures, the device and the duration."""
         failed = f"{len(self.failures)} FAILED" if self.failures else "all passed"
         return f"gptkernels: {len(self.results)} checks on {self.device} in {self.seconds:.0f} s: {failed}"
 
