@@ -47,9 +47,7 @@ def _string(function: str) -> str:
 
 
 def cpu_capability() -> str:
-    """Return "default", "avx2" or "avx512": the processor's best, or GPTKERNELS_CPU_CAPABILITY when the library was
-    loaded.
-    """
+    """Return "default", "avx2" or "avx512": the processor's best, or what GPTKERNELS_CPU_CAPABILITY said at loading."""
     return _string("gptkernels_cpu_capability")
 
 

@@ -29,8 +29,8 @@ class Matrices(NamedTuple):
 
 
 class BlockParameters(NamedTuple):
-    """A transformer block's parameters, gradients or flags. ``mlp_proj``'s bias is added after the block and is missing
-    here.
+    """A transformer block's parameters, gradients or flags, without ``mlp_proj``'s bias, which is added after the
+    block.
     """
 
     norm_1_weight: Any  # (C) or None

@@ -27,8 +27,9 @@ _BY_SUFFIX = {".bin": Form.LLMC, ".pt": Form.NANOGPT, ".safetensors": Form.OWN}
 
 
 def find(path: str | os.PathLike[str]) -> tuple[Form, Path]:
-    """Recognise the format at a path, or raise a ValueError; for a folder of a run or of nanoGPT, return the file in
-    it.
+    """Recognise the format at a path; for a folder of a run or of nanoGPT, return the file in it.
+
+    A path with none of the formats raises a ValueError.
     """
     path = Path(path)
     if path.is_dir():

@@ -15,9 +15,7 @@ WTE = "transformer.wte.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """The number of updates, AdamW's state dict (matrices before vectors, as in nanoGPT), and the lowest validation
-    loss.
-    """
+    """The progress of a training run. The optimizer's state dict has matrices before vectors, as nanoGPT's."""
 
     step: int
     optimizer: dict[str, Any]

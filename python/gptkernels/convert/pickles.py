@@ -47,9 +47,7 @@ def _check_zip(path: Path) -> None:
 
 
 def _check_legacy(path: Path) -> None:
-    """Read the older format with fake tensors first, because torch's reader allocates a tensor's memory before it reads
-    it.
-    """
+    """Read the older format with fake tensors first, because torch's reader allocates memory before it reads."""
     from torch._subclasses import FakeTensorMode  # the import takes a second
 
     with FakeTensorMode():

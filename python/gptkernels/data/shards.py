@@ -67,8 +67,9 @@ def is_pattern(name: str) -> bool:
 
 
 def find_files(pattern: str) -> list[Path]:
-    """Return the files that match a pattern, sorted, or the existing file of this name; raise a ValueError if there is
-    none.
+    """Return the files that match a pattern, sorted, or the existing file of this name.
+
+    A ValueError says that there is none.
     """
     if os.path.exists(pattern):
         return [Path(pattern)]

@@ -152,8 +152,9 @@ class LLMCTokenizer(Tokenizer):
     """
 
     def encode(self, text: str) -> list[int]:
-        """Encode a text; raise a ValueError if tiktoken is missing, a token occurs twice, or a byte of the text has no
-        token.
+        """Encode a text.
+
+        A ValueError says that tiktoken is missing, a token occurs twice, or a byte of the text has no token.
         """
         tokens = self._encoding.encode_ordinary(_replace_surrogates(text))
         if self._missing and tokens and max(tokens) >= self.vocab_size:

@@ -108,9 +108,7 @@ class Transformer(torch.nn.Module):
         self.ln_f = nn.LayerNorm(C, bias=config.bias, device=device, dtype=dtype)
 
     def forward(self, tokens: Tensor, caches: Sequence[nn.KeyValueCache] | None = None) -> Tensor:
-        """Tokens (B, T) -> the final norm's output (B, T, C). With a cache for each layer, the tokens follow the cached
-        ones.
-        """
+        """Tokens (B, T) -> the final norm's output (B, T, C). With caches, the tokens follow the cached ones."""
         return self.after_embedding(self._embed(tokens, 0 if caches is None else caches[0].length), caches)
 
     def after_embedding(self, stream: Tensor, caches: Sequence[nn.KeyValueCache] | None = None) -> Tensor:

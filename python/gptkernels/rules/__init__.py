@@ -1,6 +1,4 @@
-"""The operators' Python rules for torch: fake kernels, autograd, vmap, autocast, flops; ``rules.ops`` has the
-operators.
-"""
+"""The operators' Python rules for torch: fake kernels, autograd, vmap, autocast and flops."""
 
 import importlib
 import pkgutil

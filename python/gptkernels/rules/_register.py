@@ -142,9 +142,7 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def _single_level(function: type[torch.autograd.Function]) -> Any:
-    """From torch 2.15 on, ``Function.apply`` enters transforms itself, in C++. This copy is applied inside one
-    transform.
-    """
+    """Copy a ``Function`` to apply it inside one transform: from torch 2.15 on, ``apply`` enters transforms itself."""
     methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward", "jvp")}
     return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)
 

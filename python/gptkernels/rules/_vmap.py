@@ -117,8 +117,6 @@ def _unfold(t: Tensor, size: int) -> Tensor:
 
 
 def offset_tokens(tokens: Tensor, vocab_size: Any) -> Tensor:
-    """Shift the tokens of vocabulary b by b * vocab_size, so that one lookup covers B vocabularies; invalid tokens
-    become -1.
-    """
+    """Shift the tokens of vocabulary b by b * vocab_size, so that one lookup covers all. Invalid tokens become -1."""
     first = torch.arange(tokens.shape[0], device=tokens.device).view(-1, *(1,) * (tokens.dim() - 1)) * vocab_size
     return torch.where((tokens >= 0) & (tokens < vocab_size), tokens + first, -1)

@@ -39,9 +39,7 @@ class LayerNorm(torch.autograd.Function):
 
 
 def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
-    """Torch's layer_norm treats the statistics as constants in forward mode's second derivative, and is therefore not
-    used.
-    """
+    """In forward mode's second derivative, torch's layer_norm would treat the statistics as constants."""
     wide = accumulate_dtype(x.dtype)
     x = x.to(wide)
     centred = x - x.mean(-1, keepdim=True)

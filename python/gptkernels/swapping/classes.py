@@ -1,5 +1,4 @@
-"""The replacement of a module: its class becomes a subclass, so that the module keeps its parameters, buffers and
-hooks.
+"""A module is replaced by a subclass of its class, so that it keeps its parameters, buffers and hooks.
 
 The subclass has the original's name, by which other libraries choose modules to wrap, shard or save, and visibly
 overrides only ``forward``. ``copy.deepcopy`` and pickling store the original class and the replacement's name, so that

@@ -28,8 +28,7 @@ def head_and_loss(
     divisor: Any = None,
     return_logits: bool | Literal["detached"] = True,
 ) -> tuple[Tensor | None, Tensor]:
-    """Compute logits (..., V), a view of (..., Vp) or None, and their cross-entropy, 0-dim float32 (float64 for
-    float64).
+    """Compute logits (..., V), a view of (..., Vp), and their cross-entropy, 0-dim float32 (float64 for float64).
 
     ``divisor`` divides the sum of the losses; None stands for the number of targets that are not ignored.
     ``return_logits`` is False for no logits, "detached" for logits without a gradient.

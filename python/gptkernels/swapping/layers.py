@@ -13,9 +13,7 @@ from gptkernels.swapping.classes import Namespace, replacement
 
 @replacement("LayerNorm")
 def layer_norm(original: Any, eps: float | None = None) -> Namespace:
-    """``eps`` is None for ``torch.nn.LayerNorm``, and a number for a user's class, which normalises over its weight's
-    shape.
-    """
+    """``eps`` is None for ``torch.nn.LayerNorm``; a user's class normalises over its weight's shape."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         weight, bias, epsilon = norm_of(self)

@@ -51,10 +51,10 @@ def exactness(case: Case, dtype: torch.dtype, device: torch.device) -> float:
 
 
 def hold_to_the_rule(call: Call, view: str = "contiguous", unused: Sequence[int] = ()) -> float:
-    """Check the rule of exactness, and that a second call gives equal bits; return the largest share of the allowed
-    error.
+    """Check the rule of exactness, and that a second call gives equal bits.
 
-    A call that violates the rule is repeated with other numbers, because torch may happen to be exact for a few.
+    Return the largest ratio of our error to the allowed error. A call that violates the rule is repeated with other
+    numbers, because torch may happen to be exact for a few.
     """
     args = list(call.args.values())
     generator = torch.Generator().manual_seed(1)

@@ -62,9 +62,7 @@ _EXCLUSIVE = (
 
 
 def _option(group: str, default: Any, help: str, **metadata: Any) -> Any:
-    """`short` is llm.c's flag; `at_least`, `at_most`, `above` and `below` are bounds; a `fixed` option cannot change in
-    a resumed run.
-    """
+    """Declare a flag. `at_least`, `at_most`, `above` and `below` are bounds; a resumed run cannot change `fixed` ones."""
     return field(default=default, metadata={"help": help, "group": group, **metadata})
 
 

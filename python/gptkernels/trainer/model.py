@@ -27,9 +27,7 @@ def model_file(path: str | os.PathLike[str]) -> Path:
 
 
 def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | None = None) -> GPT2:
-    """Build the model of a resumed run, the model of `--init-from`, or a new model, on the CPU and in the options'
-    dtype.
-    """
+    """Build a resumed run's model, the model of `--init-from`, or a new model, on the CPU and in the options' dtype."""
     sizes: dict[str, Any] = {
         "n_layer": config.layers,
         "n_head": config.heads,

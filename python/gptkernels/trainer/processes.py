@@ -14,8 +14,9 @@ Value = TypeVar("Value")
 
 
 class Processes:
-    """The rank and device of this process, and the exchange of values. For "auto" and "cuda" each process has its own
-    GPU.
+    """The rank and device of this process, and the exchange of values.
+
+    For "auto" and "cuda" each process has its own GPU.
     """
 
     def __init__(self, device: str = "auto") -> None:

@@ -141,9 +141,7 @@ def multiply_subtract(a, b, c):
 
 
 def product(a, b):
-    """Compute a @ b, (B, NH, ., .) each, by the BLAS calls of ``attention_probabilities``, to have equal rounding
-    errors.
-    """
+    """Compute a @ b by the BLAS calls of ``attention_probabilities``, to have equal rounding errors."""
     if not a.shape[0]:
         return a @ b
     dim = 0 if a.shape[0] < a.shape[1] else 1

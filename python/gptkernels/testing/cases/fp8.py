@@ -25,9 +25,7 @@ def values(fp8):
 
 
 def rounded(x, fp8):
-    """Return the bit patterns of the float8 numbers nearest to x, ties to even, saturating. NaN replaces what is not
-    finite.
-    """
+    """Return the bit patterns of the float8 numbers nearest to x, ties to even, saturating; NaN if x is not finite."""
     grid = values(fp8)[:128].to(x.device)
     grid = grid[grid.isfinite()]
     magnitude = x.abs().nan_to_num(0.0, 0.0).clamp(max=grid[-1])
@@ -251,7 +249,7 @@ def copied(history, device):
 
 @operator(weight=0.5, sizes={**NORM_SIZES, "width": [4, 33, 256]}, dtypes=DTYPES)
 def fp8_layernorm(draw):
-    """With torch's norm, the last bit of a result could decide to which float8 number an element is rounded."""
+    """The reference calls our norm, because the last bit of a norm can decide which float8 number is the nearest."""
     dtype, rows = fp8_dtype(draw), draw.rows()
     width = draw.width("width", rows)
     added = draw.chance("has residual", 0.7)
@@ -353,9 +351,7 @@ def fp8_linear(draw):
     dtypes=BFLOAT16,
 )
 def fp8_mlp(draw):
-    """With torch's ops, the last bit of the first linear layer could decide to which float8 number an element is
-    rounded.
-    """
+    """The reference calls our ops, because the last bit of a GELU can decide which float8 number is the nearest."""
     dtype, rows = fp8_dtype(draw), draw.rows()
     width = fp8_size(draw, "width", math.prod(rows), most=8)
     hidden = fp8_size(draw, "hidden", math.prod(rows), width)
@@ -397,7 +393,7 @@ def fp8_mlp(draw):
     dtypes=DTYPES,
 )
 def fp8_linear_cross_entropy(draw):
-    """With torch's logits, the last bit could decide to which float8 number a logit's gradient is rounded."""
+    """The reference calls our ops, because a logit's last bit can decide to which float8 number its gradient is rounded."""
     dtype = draw.choose("dtype", DTYPES)
     wide = torch.float32 if dtype == torch.float16 else dtype
     rows, _, _, ignore_index, targets = classifier_arguments(draw)

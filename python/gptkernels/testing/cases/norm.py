@@ -60,8 +60,9 @@ def flat(exact, dims):
 
 
 def torchs_layer_norm(x, shape, weight, bias, eps):
-    """With more than 65 536 rows, torch's backward on CUDA fails or writes outside its memory
-    (docs/notes/layernorm.md).
+    """With more than 65 536 rows, torch's backward on CUDA fails or writes outside its memory.
+
+    See docs/notes/layernorm.md.
     """
     rows = x.flatten(0, -len(shape) - 1) if x.dim() > len(shape) else x[None]
     parts = [F.layer_norm(part, shape, weight, bias, eps) for part in rows.split(2**16)]

@@ -23,8 +23,7 @@ MLP_SIZES = [
 
 
 class Linear(torch.autograd.Function):
-    """Computes x @ weight.T + bias and the gradients by this package's BLAS calls, so that the rounding errors are
-    equal.
+    """A linear layer and its gradients by this package's BLAS calls, so that the rounding errors are equal.
 
     F.linear may make other calls, such as a matrix-vector function for one row. ``chunk`` is the number of rows of x
     (or dout) in each BLAS call for out and dx.

@@ -177,9 +177,7 @@ def nbytes(*tensors: Tensor | None) -> int:
 
 
 def row_costs(arrays: tuple[int, int], flops: tuple[int, int]) -> Callable[..., tuple[Cost, Cost]]:
-    """Each pair is for forward and backward: the arrays of x's size that are read or written, and the flops per
-    element.
-    """
+    """The pairs, for forward and backward, are the arrays of x's size that are moved, and the flops per element."""
 
     def costs(x: Tensor, *others: Tensor) -> tuple[Cost, Cost]:
         forward, backward = (Cost(a * nbytes(x), f * x.numel()) for a, f in zip(arrays, flops, strict=True))
