@@ -43,8 +43,8 @@ class Seen:
     causal: bool
     begin: Tensor | None = None  # (B): the first key of each sequence that is not padding
     end: Tensor | None = None  # (B): the key after the last key that is not padding
-    mask: Tensor | None = None  # padding and causality together, for torch's function
-    by_bounds: bool = False  # our op gets `begin` and `end` instead of the mask
+    mask: Tensor | None = None
+    by_bounds: bool = False
 
     @classmethod
     def of(cls, kind, batch, tokens, dtype, device):

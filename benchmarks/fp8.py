@@ -102,7 +102,6 @@ def cases(device, dtype, rows, inner, outer):
 
 
 def mlp_cases(x, fc):
-    """The amax histories are filled, as in all training steps except the first."""
     rows, inner, outer = len(x), *fc.t().shape
     dtype, device = x.dtype, x.device
     fc, proj = fc * inner**-0.5, torch.randn(inner, outer, device=device, dtype=dtype) * outer**-0.5

@@ -64,7 +64,6 @@ def main(arguments=None):
 
 
 def step_bytes(config, dtype, batch, tokens):
-    """Count, on average, every matrix, and half of the final keys and values."""
     C, L = config.n_embd, config.n_layer
     elements = 12 * L * C * C + config.padded_vocab_size * C + batch * L * C * tokens
     return elements * dtype.itemsize

@@ -20,7 +20,7 @@ def formula(x, weight, targets):
 def liger(x, weight, targets):
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-    options = [None, None, -100, 0.0, 0.0, "sum"]  # no bias, no class weights, ignore_index, no regularizers, reduction
+    options = [None, None, -100, 0.0, 0.0, "sum"]
     return LigerFusedLinearCrossEntropyFunction.apply(x, weight, targets, *options)[0]
 
 

@@ -84,7 +84,6 @@ def _loader(paths, settings, device, *, shuffle):
 
 @torch.no_grad()
 def _validation(model, paths, settings, device):
-    """Evaluation mode uses no float8."""
     data = _loader(paths, settings, device, shuffle=False)
     count = min(data.batches_per_epoch, settings["val_batches"])
     if not count:

@@ -19,7 +19,7 @@ OTHERS = ("__main__", "generate", "ledger")  # these files have no cases of an o
 OPS = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in OTHERS and not m.ispkg)
 
 COMPILERS = {"compile", "liger", "quack", "flex"}  # these store compiled code on disk, and the run loads it
-MEMORY = 8 << 30  # reserved for each process, enough for the largest case
+MEMORY = 8 << 30
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Settings:
     device: torch.device
     dtypes: list[torch.dtype]
     peers: list[str]
-    sizes: list[tuple[int, ...]] | None = None  # used in place of the op's own sizes
+    sizes: list[tuple[int, ...]] | None = None
     host: bool = False
     repeats: int = 20
 
@@ -99,7 +99,7 @@ def measure_case(op, case, dtype, settings) -> Row:
 def _fault(case, variant, dtype):
     try:
         wrong = fault(case, variant, dtype)
-    except Exception as error:  # a baseline that does not support this size must not end the run
+    except Exception as error:
         return f"failed: {first_line(error)}"
     return wrong and f"WRONG: {wrong}"
 

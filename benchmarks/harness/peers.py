@@ -50,7 +50,6 @@ def training(function, *inputs):
 
 
 def backward(function, inputs, douts):
-    """The forward runs once and is not timed."""
     graph = []
 
     def run():

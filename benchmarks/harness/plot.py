@@ -67,7 +67,7 @@ def _group(axes, rows, variants, labels):
                 style = {"fontsize": 8 if narrow else 9, "rotation": 90 if narrow else 0, "ha": "center"}
                 style |= {"va": "top", "xytext": (0, -3)} if inside else {"va": "bottom", "xytext": (0, 3)}
                 colour, behind = ("white", COLOURS[variant]) if inside else ("black", "white")
-                box = {"facecolor": behind, "edgecolor": "none", "pad": 1}  # hides the line of the copy
+                box = {"facecolor": behind, "edgecolor": "none", "pad": 1}
                 style |= {"color": colour, "bbox": box}
                 axes.annotate(f"{rate:.0f}", (at, rate), textcoords="offset points", **style)
         if "copy" in row.times and row.unit == "GB/s":

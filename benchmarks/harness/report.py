@@ -69,7 +69,6 @@ def faults(rows):
 
 
 def table(rows) -> str:
-    """Baselines that are faster than our kernel are bold."""
     return markdown(header(rows), [cells(row, columns_of(rows), "**{}**") for row in rows], texts=3)
 
 

@@ -27,7 +27,6 @@ class Row:
         return cls(**{**data, "times": {name: Time(*time) for name, time in data["times"].items()}})
 
     def dump(self) -> dict:
-        """The rates are for readers of the file; ``load`` ignores them."""
         rates = {n: round(self.rate(n), 1) for n in self.times if n != "copy" or self.unit == "GB/s"}
         return {**asdict(self), "times": {n: list(t) for n, t in self.times.items()}, "rates": rates}
 

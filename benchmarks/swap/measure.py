@@ -63,7 +63,7 @@ def _together(variants, options):
             errors = stack.enter_context(tempfile.TemporaryFile("w+"))
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
             process = subprocess.Popen(command, **pipes, text=True)
-            stack.callback(process.kill)  # if the run is interrupted
+            stack.callback(process.kill)
             started.append((variant, process, errors))
         for _, process, _ in started:
             next((line for line in process.stdout if line == "ready\n"), None)
@@ -93,7 +93,7 @@ def profile(variant, device):
         trainer.step(tokens)
         torch.cuda.synchronize()
     kernels = [e for e in found.key_averages() if e.self_device_time_total > 0 and e.device_type.name == "CUDA"]
-    kernels = [e for e in kernels if not e.key.startswith("Optimizer.")]  # this entry is a range of several kernels
+    kernels = [e for e in kernels if not e.key.startswith("Optimizer.")]
     total, launches = sum(e.self_device_time_total for e in kernels), sum(e.count for e in kernels)
     print(f"# {variant}, swapped: {variant.swapped}: {total / 1e3:.1f} ms of kernels in {launches} launches")
     for e in sorted(kernels, key=lambda e: -e.self_device_time_total)[:28]:

@@ -9,9 +9,9 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))  # published.py there has nanoGPT's and llm.c's models
 
 MODELS = {"huggingface": "Hugging Face", "nanogpt": "nanoGPT", "llmc": "llm.c"}
-MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}  # modes of torch.compile
-LOGITS = {"no": True, "yes": True, "no-logits": False, "detached": "detached"}  # return_logits of swap
-SIZES = {"gpt2": (12, 12, 768), "tiny": (2, 2, 64)}  # layers, heads, channels
+MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}
+LOGITS = {"no": True, "yes": True, "no-logits": False, "detached": "detached"}
+SIZES = {"gpt2": (12, 12, 768), "tiny": (2, 2, 64)}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +20,7 @@ class Variant:
     mode: str
     batch: int
     dropout: float
-    swapped: str = "no"  # a key of LOGITS
+    swapped: str = "no"
     size: str = "gpt2"
     length: int = 1024
 
@@ -65,7 +65,6 @@ def made(variant, device):
 
 
 def batches(variant, device):
-    """Most tokens are the previous token plus a constant, so that a model can learn to predict them."""
     generator = torch.Generator().manual_seed(0)
     while True:
         jumps = torch.randint(50257, (variant.batch, variant.length + 1), generator=generator)

@@ -45,7 +45,6 @@ def measured(variants, turns, peak):
 
 
 def _interleaved(variants, turns, clock, config, weights, batch):
-    """The milliseconds are the lower quartile, the median and the minimum."""
     torch._dynamo.reset()
     device = torch.device("cpu")
     data = batches(config, batch, config.block_size, (turns + 2) * TURN, device)

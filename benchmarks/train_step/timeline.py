@@ -32,8 +32,8 @@ PRODUCTS |= {f"fp8_{op}": PRODUCTS[op] for op in ("linear", "mlp", "linear_cross
 PRODUCTS |= {f"fp8_{op}": dict.fromkeys(PRODUCTS[op], UNKNOWN) for op in ("linear_backward", "mlp_backward")}
 
 PRODUCT = re.compile(r"nvjet|gemm|cutlass|xmma|matmul|fp8_gelu", re.IGNORECASE)
-BEFORE_PRODUCT = re.compile(r"Memset")  # cuBLAS launches this before a matmul
-AFTER_PRODUCT = re.compile(r"splitKreduce")  # this kernel adds the parts of a matmul
+BEFORE_PRODUCT = re.compile(r"Memset")
+AFTER_PRODUCT = re.compile(r"splitKreduce")
 REDO = "ExpEpilogue<true>"  # the matmul that recomputes rows; usually there are none
 PARTS = {"column_sum": "column sums", "partial_sums": "column sums", "ClassifierForwardRow": "classifier"}
 PARTS |= {"exp_classifier": "factors", REDO: "factors"}
@@ -72,8 +72,6 @@ class Piece:
 
 
 class Rates(NamedTuple):
-    """The bytes/s of a large copy and the flop/s of a large matmul."""
-
     bytes: float
     flops: float
 
@@ -97,7 +95,6 @@ def launches(step: Callable[[], object]) -> list[Launch]:
 
 
 def owner(event):
-    """Return the outermost of our ops around an event, or else the outermost torch op."""
     around = []
     while event is not None:
         around.append(event)
@@ -114,9 +111,9 @@ def shapes_of(event) -> tuple[tuple[int, ...], ...]:
 
 
 class Sizes(NamedTuple):
-    itemsize: int  # bytes of an activation
+    itemsize: int
     parameters: int
-    updates: int  # number of calls that update the parameters
+    updates: int
     fp8_logits: bool  # whether fp8_linear_cross_entropy computes the logits by float8 matmuls
 
 

@@ -113,7 +113,7 @@ class AdamW(torch.optim.AdamW):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Torch's AdamW, and earlier versions of this class, lack some options."""
         for group in state["param_groups"]:
-            _check_options(group)  # raises before anything is replaced
+            _check_options(group)
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("master_weights", self.defaults.get("master_weights", False))

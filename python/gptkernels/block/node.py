@@ -1,8 +1,8 @@
 """A transformer block as one node of autograd's graph, for training.
 
-For a small batch, calling a block's operators one by one takes more host time than device time, because each call
-passes autocast's and autograd's rules. The node calls one operator, ``layer`` or ``fp8_layer``, below both, and casts
-as autocast would: matmuls have autocast's dtype, norms and the residual stream are float32.
+For a small batch, a block's single operators take more host time than device time, because each call passes autocast's
+and autograd's rules. The node calls one operator, ``layer`` or ``fp8_layer``, below both, and casts as autocast would:
+matmuls have autocast's dtype, norms and the residual stream are float32.
 
 For a second derivative, and if qkv or residual_1 has an incoming gradient, the node's backward runs the block again by
 single operators. With float8 matmuls there is no second derivative.
@@ -52,7 +52,7 @@ class Plan(NamedTuple):
     transposed: bool  # the matrices are (in, out)
     low: torch.dtype
     adds_past: bool = True  # without values: the first norm's backward adds the gradient of the residual connection
-    recompute_gelu: bool = False  # the backward computes the GELU's output again
+    recompute_gelu: bool = False
     histories: FP8Histories | None = None
 
 
@@ -62,15 +62,12 @@ _PARAMETERS, _SAVED = len(BlockParameters._fields), len(LayerSaved._fields)
 class Dtypes(NamedTuple):
     """The two dtypes of a forward pass."""
 
-    low: torch.dtype  # for matmuls
-    wide: torch.dtype  # for the residual stream, the norms and the parameters
+    low: torch.dtype
+    wide: torch.dtype
 
 
 def dtypes_of(stream: Tensor, compiled: bool = False) -> Dtypes | None:
-    """Return None if the transformer blocks of this forward pass cannot be nodes.
-
-    ``compiled`` says whether the caller supports tracing by ``torch.compile``.
-    """
+    """Return None if the transformer blocks of this forward pass cannot be nodes."""
     if not torch.is_grad_enabled() or is_exporting():
         return None
     if torch.compiler.is_compiling():

@@ -23,8 +23,7 @@ class Converted(NamedTuple):
     """The result of `convert`.
 
     Attributes:
-        source: the format that was read.
-        target: the format that was written.
+        source, target: the formats that were read and written.
         config: the model's sizes.
         dtype: the smallest dtype that represents every written parameter exactly.
         notes: sentences about what the target does not store, and about differences in use.
@@ -55,9 +54,9 @@ def convert(
             model or a training state), or the folder of a run or of nanoGPT.
         target: a `.bin` in llm.c's format, a `.pt` in nanoGPT's, a `.safetensors` in this package's, or, without a
             suffix, a Hugging Face folder.
-        dtype: the dtype of the written parameters: "float32", "bfloat16", "float16" or "float64". For a run with
-            bfloat16 parameters, "float32" writes the optimizer's float32 copies. None keeps the dtypes; for a `.bin`,
-            which has one dtype, None chooses float32 or bfloat16, the smaller one that is exact.
+        dtype: "float32", "bfloat16", "float16" or "float64". For a run with bfloat16 parameters, "float32" writes the
+            optimizer's float32 copies. None keeps the dtypes; for a `.bin`, which has one dtype, None chooses float32
+            or bfloat16, the smaller one that is exact.
         vocab_size: keep this many rows of the embedding, if the others are padding that the source does not mark.
         padded_vocab_size: Vp of a `.bin`; None rounds V up to a multiple of 128.
         activation: the model's GELU, "gelu_tanh" or "gelu"; None is the source's.
@@ -65,9 +64,8 @@ def convert(
         overwrite: replace existing files at `target`, but never the files of the source.
 
     Raises:
-        ValueError: if the format of the source is unknown, the source is damaged or describes a model that this GPT-2
-            cannot represent, the target cannot represent the model, exists or is the source, or an option is out of
-            its range.
+        ValueError: if the source is of an unknown format, damaged, or not a GPT-2 that this package and the target can
+            represent; the target exists or is the source; or an option is out of its range.
         OSError: if a file cannot be read or written.
     """
     if dtype is not None and dtype not in DTYPES:

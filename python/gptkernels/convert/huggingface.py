@@ -201,6 +201,6 @@ def _their_config(model: Model) -> dict[str, Any]:
         "initializer_range": 0.02,
         "n_ctx": config["block_size"],
         "n_inner": None,
-        "torch_dtype": str(model.dtype).removeprefix("torch."),  # all releases of transformers read this name
+        "torch_dtype": str(model.dtype).removeprefix("torch."),
         "use_cache": True,
     }

@@ -57,7 +57,6 @@ def common_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
 def checked_model(
     state: Mapping[str, torch.Tensor], config: Mapping[str, Any], where: str, files: tuple[Path, ...], **more: Any
 ) -> Model:
-    """Make a model from checked parameters; a ValueError begins with `where`."""
     for name, tensor in state.items():
         if not is_dense(tensor):
             raise ValueError(f"{where}: {name[:80]!r} is no dense tensor")

@@ -15,7 +15,7 @@ from gptkernels.convert.pickles import read_pickle, write_pickle
 COMPILED = "_orig_mod."
 """The prefix of every name in a model compiled by torch.compile."""
 _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
-_NO_LOSS = 1e9  # the initial value of nanoGPT's train.py
+_NO_LOSS = 1e9
 # nanoGPT's options of torch.optim.AdamW, whose constructor would import torch._dynamo, which takes seconds.
 _ADAMW = {
     "lr": 6e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False,
@@ -39,7 +39,7 @@ def read_nanogpt(path: Path) -> Model:
     arguments, where = entries["model_args"], str(path)
     if unknown := arguments.keys() - {*_SIZES, "dropout"}:
         raise ValueError(f"{path}: model_args: {min(unknown)[:80]!r} is unknown: no GPT-2 here has it")
-    config = {"bias": True, **arguments, "activation": "gelu"}  # older checkpoints have no bias entry
+    config = {"bias": True, **arguments, "activation": "gelu"}
     own = checkpoint.get("config")
     if isinstance(own, dict) and isinstance(own.get("activation"), str):
         config["activation"] = own["activation"][:80]
@@ -64,7 +64,7 @@ def _progress(checkpoint: Mapping[str, Any], model: Model) -> dict[str, Any]:
     step, optimizer = checkpoint.get("iter_num"), checkpoint["optimizer"]
     if type(step) is not int or step < 0 or not isinstance(optimizer, dict) or not has_moments(optimizer, model):
         return {"notes": ("the state of its optimizer is not AdamW's for this model: it is left out",)}
-    if not optimizer["state"]:  # no step was made
+    if not optimizer["state"]:
         return {}
     return {"progress": Progress(step, optimizer, _finite(checkpoint.get("best_val_loss")))}
 
@@ -143,13 +143,11 @@ def _module_order(config: Mapping[str, Any]) -> list[str]:
 
 
 def _optimizer_order(model: Model) -> list[str]:
-    """nanoGPT's `configure_optimizers` orders matrices before vectors."""
     names = _module_order(model.config)
     return sorted(names, key=lambda name: model.state[name].dim() < 2)
 
 
 def write_nanogpt(path: Path, model: Model) -> None:
-    """Without progress, the optimizer has no moments."""
     state = {name: model.state[name] for name in _module_order(model.config)}
     progress = model.progress
     write_pickle(

@@ -37,7 +37,7 @@ def _check_zip(path: Path) -> None:
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-    except Exception as error:  # damaged entries can raise any exception
+    except Exception as error:
         raise ValueError(f"{path}: truncated or damaged: {_first_line(error)}") from error
     size = os.path.getsize(path)
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or (
@@ -80,7 +80,7 @@ def _load(path: Path, mmap: bool) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError:
         raise
-    except Exception as error:  # a wrong opcode can raise any exception
+    except Exception as error:
         reason = error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error
         if found := re.search(r"GLOBAL ([\w.]+)", str(reason)):
             raise ValueError(

@@ -69,13 +69,12 @@ class Document:
             return min(self.stop, position + len(file.readline(LINE_BYTES)))
 
     def character_start(self, position: int) -> int:
-        """Return the start of the UTF-8 character that contains byte `position`, or `position` if it is not UTF-8."""
         first = max(self.start, position - 4)
         with open_regular(self.path) as file:
             file.seek(first)
             data = file.read(min(self.stop, position + 1) - first)
         for back in range(1, len(data) if position < self.stop else 0):
-            if data[-back] & 0xC0 != 0x80:  # this is no continuation byte
+            if data[-back] & 0xC0 != 0x80:
                 return position + 1 - back if data[-back] >= 0xC0 else position
         return position
 

@@ -164,7 +164,7 @@ class DataLoader:
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"data loader state: it is a {type(state).__name__}, must be a mapping")
-        state = {"random_offsets": False, **state}  # earlier versions did not save it
+        state = {"random_offsets": False, **state}
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise ValueError(f"data loader state: {', '.join(sorted(missing))} missing")
@@ -184,9 +184,9 @@ class DataLoader:
 def permute(indices: NDArray[np.int64], n: int, key: tuple[int, ...]) -> NDArray[np.int64]:
     """Map `indices`, each in 0..n-1, by a pseudo-random permutation of 0..n-1 that `key` selects.
 
-    For small n, random numbers are sorted, because the method for larger n yields only some permutations. For larger n,
-    the numbers are arranged in a nearly square table. Each of four rounds shifts each row by a hash of the column, and
-    each column by a hash of the row. Results from n on are mapped again until they are below n ("cycle walking").
+    For small n, random numbers are sorted, because the other method yields only some permutations. For larger n, the
+    numbers are arranged in a nearly square table. Each of four rounds shifts each row by a hash of the column, and each
+    column by a hash of the row. Results from n on are mapped again until they are below n ("cycle walking").
     """
     if n <= MAX_SORTED:
         return _sorted_order(n, key)[indices]

@@ -39,10 +39,10 @@ def prepare(
 ) -> dict[str, Any]:
     """Convert text to `PREFIX_train.bin`, `PREFIX_val.bin` and `PREFIX_tokenizer.bin` (or `.json`).
 
-    The end-of-text token precedes every document, if the tokenizer has one. The text is streamed, so that it may be
-    larger than memory. Bytes that are not UTF-8 are kept by the byte tokenizer, and become U+FFFD for other tokenizers.
-    The byte tokenizer's end-of-text token is the byte NUL, or none for text with NUL bytes. Existing files that
-    `prepare` wrote are replaced when all new files are complete.
+    The end-of-text token, if there is one, precedes every document. The text is streamed, so that it may be larger than
+    memory. Bytes that are not UTF-8 are kept by the byte tokenizer, whose end-of-text token is NUL (none for text with
+    NUL bytes), and become U+FFFD for other tokenizers. Files that `prepare` wrote are replaced when all new files are
+    complete.
 
     Args:
         files: text files and folders of text files, or a single one.
@@ -54,13 +54,13 @@ def prepare(
         progress: called after every piece of text.
 
     Returns:
-        A summary: the paths `train`, `val` and `tokenizer`, the numbers `train_tokens`, `val_tokens` and
-        `vocab_size`, and `eot`, the end-of-text token or None.
+        The paths `train`, `val` and `tokenizer`, the numbers `train_tokens`, `val_tokens` and `vocab_size`, and `eot`,
+            the
+        end-of-text token or None.
 
     Raises:
-        ValueError: if a file is missing, there is no text or too little to split, the tokenizer is not available or
-            lacks a character, its vocabulary exceeds the 65536 tokens of the format, or an output exists that `prepare`
-            did not write.
+        ValueError: if a file is missing, there is too little text, the tokenizer is not available, lacks a character or
+            has more than 65536 tokens, or an output exists that `prepare` did not write.
         OSError: if a file cannot be read or written.
     """
     if not os.fspath(tokenizer):

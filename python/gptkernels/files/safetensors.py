@@ -1,7 +1,6 @@
 """Reads and writes safetensors files with checksums, and writes files without checksums for other programs.
 
-The metadata contains the CRC-32 of every tensor ("checksums", over its dtype, shape and bytes), and the CRC-32 of all
-other entries ("checksum"), which detect damage, not forgery.
+The metadata contains the CRC-32 of every tensor, and of all other entries, which detect damage, not forgery.
 
 The safetensors library only reads the files. Its temporary files are readable only by the owner and have names that
 cannot be recognised after a kill, and it reports a full disk by no OSError.
@@ -32,7 +31,6 @@ _DTYPES = {
 def write_safetensors(
     path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], kind: str, fields: Mapping[str, str]
 ) -> None:
-    """Write a file with checksums, atomically; one tensor at a time is copied to the CPU."""
     ordered = _ordered(path, tensors)
     metadata = {"format": "pt", "kind": f"gptkernels.{kind}", "version": FORMAT_VERSION, **fields}
     checksums = dict.fromkeys(ordered, "0" * 8)

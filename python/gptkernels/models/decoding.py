@@ -412,7 +412,7 @@ class _Kept:
     _of_models: ClassVar["weakref.WeakKeyDictionary[GPT2, _Kept]"] = weakref.WeakKeyDictionary()
 
     def __init__(self, key: tuple[Any, ...] | None, buffers: _Buffers) -> None:
-        self.key = key  # None if these buffers are not reused
+        self.key = key
         self.buffers = buffers
         self.graphs: _Graphs | None = None
 

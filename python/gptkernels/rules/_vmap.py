@@ -95,8 +95,6 @@ def leading(t: Any, dim: int | None, size: int) -> Any:
 
 
 def batches(*positions: int) -> Rule:
-    """Make a rule for an op with a batch dimension, into which the mapped dimension is folded."""
-
     def rule(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
         if not _only(positions, in_dims):
             return loop(op, size, in_dims, args)

@@ -158,7 +158,6 @@ def _folded(*positions: int):
 
 
 def sdpa_flops(query_shape, key_shape, value_shape, *args, **kwargs) -> int:
-    """Count masked scores too, as torch does."""
     b, heads, queries, size = query_shape
     return 2 * 2 * b * heads * queries * key_shape[2] * size
 

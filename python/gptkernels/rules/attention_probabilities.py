@@ -40,7 +40,6 @@ def backward_formula(dout, qkv, probabilities, num_heads, scale) -> Tensor:
 
 
 def backward_flops(dout_shape, qkv_shape, *args, **kwargs) -> int:
-    """Count four matmuls: the probabilities were saved."""
     return 2 * attention_flops(qkv_shape)
 
 

@@ -110,7 +110,6 @@ def encoder_tangent(inputs, tangents, outputs):
 
 
 def embedding_backward_vmap(op, size, in_dims, args):
-    """Compute all gradients by one call, in which each index has its own range of tokens."""
     dout, tokens, vocab_size = args
     dout, tokens = (leading(t, d, size) for t, d in zip((dout, tokens), in_dims[:2], strict=True))
     dweights = op(dout, offset_tokens(tokens, vocab_size), size * vocab_size)

@@ -21,7 +21,6 @@ def new_history(device=None) -> Tensor:
 
 
 def is_history(tensor: Tensor) -> bool:
-    """In a valid amax history every amax is finite and no call is unfinished."""
     if tensor.shape != (CALLS + 2,) or tensor.dtype != torch.int32:
         return False
     calls, unfinished = tensor[:CALLS], tensor[CALLS:]

@@ -119,7 +119,7 @@ class FP8MLP(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
-        ctx.histories = args[7:9]  # dhidden_history and dout_history
+        ctx.histories = args[7:9]
         return out, *saved
 
     @staticmethod

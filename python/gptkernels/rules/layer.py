@@ -97,7 +97,6 @@ def layer_flops(*, stream, qkv_weight, attn_proj_weight, fc_weight, mlp_proj_wei
 
 
 def layer_backward_flops(*, dout, qkv, attended, logsumexp, pre_gelu, num_heads, output_mask, **_) -> int:
-    """Count only the matmuls that a needed gradient requires."""
     need_stream, need_values, need_values_bias, *rest = output_mask
     needs = BlockParameters(*rest)
     through_norm_1 = any((need_stream, need_values, need_values_bias, needs.norm_1_weight, needs.norm_1_bias))

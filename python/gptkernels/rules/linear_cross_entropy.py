@@ -1,9 +1,8 @@
 """loss = cross_entropy(x @ weight^T, targets) in chunks of rows, so that only one chunk's logits are stored.
 
-For "mean" and "sum", dx and dweight are proportional to the incoming gradient dloss, so that the forward computes both
-for dloss = 1 from each chunk's logits, and the backward multiplies them by dloss. The backward instead computes the
-logits a second time for "none", where each row has its own dloss; for float16, whose gradients must be multiplied by
-the loss scale before rounding; and if the backward is recorded (``create_graph=True``).
+For "mean" and "sum" the forward computes dx and dweight for dloss = 1, and the backward multiplies them by dloss. The
+backward instead computes the logits a second time for "none"; for float16, whose gradients must be multiplied by the
+loss scale before rounding; and if it is recorded (``create_graph=True``).
 """
 
 import torch

@@ -72,7 +72,7 @@ class MLP(torch.autograd.Function):
 
 
 def backward_formula(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, output_mask):
-    if post_gelu.shape[-1] != pre_gelu.shape[-1]:  # post_gelu was not saved
+    if post_gelu.shape[-1] != pre_gelu.shape[-1]:
         post_gelu = F.gelu(pre_gelu, approximate="tanh")
     linear = ops.linear.default
     du = torch.ops.aten.gelu_backward(linear(dout, proj_weight.T), pre_gelu, approximate="tanh")

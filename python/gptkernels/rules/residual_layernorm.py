@@ -58,7 +58,7 @@ class ResidualLayerNorm(torch.autograd.Function):
         needs_x, needs_residual, needs_weight, needs_bias, _, needs_x_bias = ctx.needs_input_grad[:6]
         dropout = ctx.dropout_p, seed, offset
         separate = ctx.dropout_p > 0 or ctx.x_dtype != sum.dtype
-        if dout is None:  # the norm was not used
+        if dout is None:
             dweight = dbias = None
             dresidual = dx = dsum
             if dsum is not None and (needs_x or needs_x_bias):
@@ -93,7 +93,7 @@ def formula(x, residual, weight, bias, eps, x_bias, dropout_p, seed, offset):
     return layernorm.formula(sum, weight, bias, eps)[0], sum, None, None
 
 
-_BACKWARD = {  # the keys are the numbers of outputs
+_BACKWARD = {
     3: "residual_layernorm_backward",
     4: "residual_layernorm_bias_backward",
     5: "residual_layernorm_dropout_backward",

@@ -172,8 +172,7 @@ def _by_trial(module: Any, decisions: Any, tried: dict[Any, Any], longest: int) 
 
 
 def _difference_of_models(model: Any, decisions: Any) -> str | None:
-    """Compare the whole model with a replaced copy, if modules of the user's own classes are to be replaced."""
-    if type(model).__module__.startswith("torch."):  # compiled, or data parallel
+    if type(model).__module__.startswith("torch."):
         model = model._modules.get("_orig_mod") or model._modules.get("module") or model
     own = (one for one in model.modules() if not type(one).__module__.startswith(("torch.", "transformers.")))
     tables = _tables(model)
@@ -182,7 +181,7 @@ def _difference_of_models(model: Any, decisions: Any) -> str | None:
         return None
     try:
         original, replaced = (equivalence.copy_sharing_parameters(model) for _ in range(2))
-    except Exception:  # an attribute of the user's modules cannot be copied
+    except Exception:
         return None
     _replace_parts(replaced, model, decisions)
     vocabulary = model.transformer.wte.num_embeddings if gpt.looks_like_gpt(model) else min(tables)
@@ -248,7 +247,7 @@ def _call(x: Tensor, module: Any) -> Any:
 def _compared(replacement: str, width_of: Any) -> Any:
     def found(module: Any, decisions: Any, longest: int) -> Decision:
         width, pair = width_of(module), _pair(module, decisions, (replacement,))
-        longest = min((b.shape[-1] for b in module.buffers() if b.dim() >= 2), default=longest)  # masks
+        longest = min((b.shape[-1] for b in module.buffers() if b.dim() >= 2), default=longest)
 
         def call(batch: int, length: int, scale: float = 1.0) -> equivalence.Trial:
             return functools.partial(_call, scale * _random(batch, min(length, longest), width))

@@ -61,9 +61,8 @@ def transformers_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention with the signature of transformers' ``sdpa_attention_forward``.
 
-    Without a mask, each of several queries sees only keys up to its position if ``is_causal`` (None: the module's
-    ``is_causal``). With ``position_bias`` or a paged ``cache``, transformers' function is called. A keyword that
-    changes the result and is not supported raises a ValueError.
+    With ``position_bias`` or a paged ``cache``, transformers' function is called. A keyword that changes the result and
+    is not supported raises a ValueError.
     """
     name = "transformers_attention"
     functional.refuse(name, **{option: kwargs.get(option) for option in _UNSUPPORTED})

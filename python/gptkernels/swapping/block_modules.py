@@ -106,7 +106,6 @@ def probability(dropout: Any) -> float:
 def fused_block(
     parts: Parts, dtypes: Dtypes, stream: Tensor, heads: int, scale: float | None, p: float
 ) -> FusedBlock | None:
-    """Describe a transformer block with its current parameters and settings; None if the node does not support it."""
     if stream.shape[-1] > functional.MAX_HEAD_SIZE * heads:
         return None
     parameters, mlp_proj_bias = parameters_of(

@@ -35,7 +35,6 @@ def why_not(*tensors: Tensor | None) -> str | None:
 
 
 def has_librarys_forward(kind: Any) -> bool:
-    """Return whether the forward of a class of torch or transformers is unpatched."""
     code = getattr(kind.forward, "__code__", None)
     library = sys.modules[kind.__module__.partition(".")[0]].__file__
     inside = code is not None and library is not None and code.co_filename.startswith(os.path.dirname(library))

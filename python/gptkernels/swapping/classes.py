@@ -48,7 +48,7 @@ def derive(original: type, name: str, *options: Any) -> type:
         known = tuple(parameters)  # torch.compile cannot trace the mapping before torch 2.12
         takes_all = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
 
-        @functools.wraps(own)  # for inspect.signature
+        @functools.wraps(own)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             unknown = len(args) >= len(known) or any(name not in known for name in kwargs)
             if getattr(self, CHANGED, False) or is_patched(derived) or (unknown and not takes_all):
@@ -61,7 +61,7 @@ def derive(original: type, name: str, *options: Any) -> type:
 
     def reduce(self: Any, protocol: Any) -> Any:
         rebuild, args, *state = super(derived, self).__reduce_ex__(protocol)
-        if args[:1] != (derived,):  # the class defines how it is pickled
+        if args[:1] != (derived,):
             return rebuild, args, *state
         return _rebuild, (original, name, *options), *state
 

@@ -1,9 +1,8 @@
 """Trial runs that test whether a replacement computes the same as a user's own module.
 
-Two copies of the module, one of them replaced, have the same random float64 parameters on the CPU and run on the same
-inputs: in evaluation mode, in training mode without dropout, and in training mode with one dropout of probability 1 at
-a time, which shows where each dropout is applied. Outputs and gradients must agree. At the end, two copies of the whole
-model that share its parameters are compared.
+Two copies of the module, one of them replaced, have equal random float64 parameters on the CPU. Their outputs and
+gradients must agree in evaluation mode, in training mode without dropout, and with one dropout of probability 1 at a
+time, which shows where each dropout is applied. At the end, two copies of the whole model are compared.
 """
 
 import contextlib
@@ -182,7 +181,7 @@ _RUNS = (
     (True, True, 1, 9), (False, False, 3, 2), (False, True, 1, 1), (True, False, 3, 1), (False, False, 1, 0),
     (True, True, 3, 0), (False, True, 1, 0), (True, False, 1, 0),
 )  # fmt: skip
-_MULTIPLICATIONS = 6e9  # the budget of all runs
+_MULTIPLICATIONS = 6e9
 
 
 def difference_of_models(
@@ -217,9 +216,9 @@ def difference_of_models(
             _states(module)["training" if training else "evaluation"]()
         try:
             expected = _run(trial, original, device)
-        except Exception:  # the model does not support these inputs
+        except Exception:
             continue
-        if not all(bool(t.isfinite().all()) for t in expected):  # for example, the parameters are not loaded yet
+        if not all(bool(t.isfinite().all()) for t in expected):
             continue
         try:
             reason = _unequal(expected, _run(trial, replaced, device))
@@ -306,7 +305,6 @@ def _unequal(expected: Any, found: Any) -> str | None:
 
 
 def signature(module: torch.nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for modules with equal classes, attributes, shapes of parameters, and buffers."""
     parts: list[Any] = []
     for name, one in module.named_modules():
         own = {k: v for k, v in one.__dict__.items() if k not in _MACHINERY and not isinstance(v, Tensor)}

@@ -109,7 +109,6 @@ def _fused(block: Any, dtypes: Dtypes | None, stream: Tensor) -> FusedBlock | No
 def _layer(
     block: Any, fused: FusedBlock | None, stream: Tensor, pending: Pending | None, draws: Draws
 ) -> tuple[Tensor, Pending]:
-    """Compute a transformer block without its last addition, as one node of autograd's graph if ``fused`` allows it."""
     if fused is not None and fused.supports(stream, pending):
         return fused.run(stream, pending, draws)[:2]
     attn = block.attn

@@ -27,7 +27,7 @@ from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
 from gptkernels.swapping.transformer import add_and_norm, attend, feed_forward, layer, mlp, pending_of, project
 
-IGNORED = ("return_dict", "num_items_in_batch", "cache_position")  # options that the model's own layers do not read
+IGNORED = ("return_dict", "num_items_in_batch", "cache_position")
 SUPPORTED = ("sdpa", "gptkernels")  # implementations of attention that return no probabilities
 KINDS = BLOCK, ATTENTION, MLP = "Hugging Face GPT2Block", "Hugging Face GPT2Attention", "Hugging Face GPT2MLP"
 
@@ -155,7 +155,6 @@ def scale_of(attention: Any) -> float | None:
 
 
 def _is_plain_cache(cache: Any) -> bool:
-    """Return whether a cache is a DynamicCache whose layers only grow."""
     utils = sys.modules["transformers.cache_utils"]
     return type(cache) is utils.DynamicCache and all(type(one) is utils.DynamicLayer for one in cache.layers)
 

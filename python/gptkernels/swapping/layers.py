@@ -119,7 +119,6 @@ def cross_entropy(original: Any) -> Namespace:
 
 
 def torch_layer(module: torch.nn.Module) -> tuple[Any, ...] | str | None:
-    """Return the replacement, or the reason why the module is not replaced; None for other modules than torch.nn's."""
     forward = type(module).forward
     for kind, name, unless in _TORCHS:
         if isinstance(module, kind):

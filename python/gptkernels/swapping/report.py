@@ -56,7 +56,6 @@ class Report:
 
 
 def _groups(entries: Iterable[Entry]) -> Iterable[list[Entry]]:
-    """Group the entries that differ only in numbers within their names, such as a model's layers."""
     groups: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((re.sub(r"\d+", "*", entry.name), entry.kind, entry.note), []).append(entry)

@@ -40,7 +40,6 @@ def _names(method: Any) -> list[str]:
 
 
 def _always_of_functional(method: Any) -> bool:
-    """Return whether a method uses the name ``scaled_dot_product_attention`` only as an attribute of torch's ``F``."""
     value: Any = None  # what the chain of globals and attributes up to the previous instruction refers to
     for instruction in dis.get_instructions(method):
         name = instruction.argval

@@ -53,7 +53,6 @@ def _is_narrow(values: Tensor, stream: Tensor, *args: Any) -> bool:
 
 
 def project(x: Tensor, module: Any, bias: bool = True) -> Tensor:
-    """``bias=False`` has no effect if the layer must be called as a module."""
     if not untouched(module, "Linear"):
         return module(x)  # type: ignore[no-any-return]
     return functional.linear(x, weight_of(module), module.bias if bias else None)

@@ -33,11 +33,10 @@ def gradcheck_ops(
       are compared with the formula in float64. The error may be twice torch's largest error, plus one rounding of the
       result. A larger error is compared again with up to 39 other sets of numbers, because torch may happen to be
       exact for a few numbers. A second call must give the same bits.
-    - :func:`torch.autograd.gradcheck` and :func:`torch.autograd.gradgradcheck` are called in float64, unless the
-      operator has no derivative or no float64 kernels.
+    - :func:`torch.autograd.gradcheck` and :func:`torch.autograd.gradgradcheck` are called in float64.
     - :func:`torch.library.opcheck` is called for the operator and its ``_backward`` ops.
 
-    This takes less than a minute on two CPU cores, and restores the state of torch's random number generators.
+    The state of torch's random number generators is restored.
 
     Args:
         ops: names, such as ``"layernorm"``; None for all of :func:`op_names`.

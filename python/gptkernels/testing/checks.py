@@ -25,7 +25,7 @@ WITHOUT_DERIVATIVE = (
 ALL_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 WITHOUT_PRODUCTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 NEAR = 2.0**-13  # the largest relative change of elements in the odd trials of other_numbers
-TRIALS = (1, 10, 40)  # the numbers of trials after which the largest errors are compared
+TRIALS = (1, 10, 40)
 
 
 def check_case(case: Case, device: torch.device) -> Iterator[Result]:
@@ -42,7 +42,7 @@ def _checked(case: Case, check: str, function: Callable[[], float | None]) -> Re
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return Result(case.name, check, True, function())
-    except Exception as error:  # the other checks continue after any error
+    except Exception as error:
         return Result(case.name, check, False, None, f"{type(error).__name__}: {error}")
 
 
@@ -91,9 +91,8 @@ def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any], linear: 
     """Return an argument with other numbers, but the same zeros, equal elements, infinities, magnitudes and strides.
 
     In even trials rows and columns are permuted, and all elements multiplied by a random factor between 7/8 and 1. In
-    odd trials the elements keep their places and change by at most 2^-13 or four epsilons, equal elements by the same
-    factor, so that cancelling sums still cancel; if the results are ``linear`` in the argument, all elements are
-    multiplied as well. Expanded tensors become contiguous.
+    odd trials elements change by at most 2^-13 or four epsilons, equal elements by the same factor, so that cancelling
+    sums still cancel; if the results are ``linear`` in the argument, all elements are multiplied as well.
     """
     if t is None or not t.is_floating_point():
         return t

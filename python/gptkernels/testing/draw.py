@@ -55,7 +55,7 @@ class Draw:
         self.device = torch.device(device)
         self.replaced = dict(replaced or {})
         self.drawn = {}
-        self.simpler = {}  # by name, the simplest first, to try in place of the drawn value
+        self.simpler = {}
         cuda = self.device.type == "cuda"
         self.real = self.choose("size", ("small", "real"), (1, 1) if cuda else (50, 1)) == "real"
         self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
@@ -103,7 +103,6 @@ class Draw:
         return self.choose("dtype", FLOATING, (2, 4, 4, 1) if self.real else None)
 
     def room(self, *others):
-        """Return the largest size of a matmul's dimension at real size; ``others`` are its other dimensions."""
         others = [max(size, 1) for size in others]
         return max(min(LARGEST_SIZE, 4 * self.most_elements // max(others), self.most_products // math.prod(others)), 1)
 

@@ -20,8 +20,7 @@ def assert_as_exact_as_torch(
     allowed error. Torch's result only determines the allowed error, from its finite elements.
 
     Args:
-        ours: our kernel's result.
-        torchs: torch's result in the same dtype.
+        ours, torchs: the results of our kernel and of torch, in the same dtype.
         exact: the formula in float64.
         name: the name of the result in an error message.
         torch_error: torch's largest error on similar inputs, if several inputs were tried.
@@ -163,15 +162,15 @@ def assert_product(
 class Errors:
     """Our and torch's largest errors of one result in several trials.
 
-    The errors of a trial whose result is larger than the first trial's are scaled down in proportion. All trials are
-    compared by their root mean square error, because the largest error may occur in only a few random trials.
+    All trials are compared by their root mean square error, because the largest error may occur in only a few random
+    trials. Errors are scaled down if a trial's result is larger than the first trial's.
 
     A result no larger than torch's error consists only of the rounding errors of terms that cancel, which depend on the
     order of the sum. Torch's error is then multiplied by four, and is at least ``noise``; otherwise it is multiplied by
     ``luck``.
 
     If torch's error is 0 in all trials, its order of summation suits the numbers, as for 64 equal terms that are added
-    in pairs. Torch's error then counts as one rounding of the output.
+    in pairs. It then counts as one rounding of the output.
     """
 
     def __init__(self, noise: float = 0.0, luck: float = 1.0) -> None:

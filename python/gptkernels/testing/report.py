@@ -13,8 +13,7 @@ class Result:
 
     Attributes:
         case: the operator's name, followed by the variant's.
-        check: one of ``CHECKS``: a dtype, in which results and gradients are compared with the formula in float64, or
-            torch's ``gradcheck``, ``gradgradcheck`` or ``opcheck``.
+        check: one of ``CHECKS``: a dtype, or torch's ``gradcheck``, ``gradgradcheck`` or ``opcheck``.
         passed: whether the check passed.
         error: for a dtype, our largest error divided by the allowed error, at most 1; otherwise None.
         message: the error message of a check that failed.

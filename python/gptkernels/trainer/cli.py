@@ -123,7 +123,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         add_arguments(command)
         command.set_defaults(run=run)
-    commands.choices["train"].usage = "gptkernels train [OPTION ...]"  # argparse would list all options
+    commands.choices["train"].usage = "gptkernels train [OPTION ...]"
     return parser, commands.choices
 
 

@@ -14,11 +14,11 @@ class Preset:
     layers: int
     heads: int
     channels: int
-    positions: int | None  # None: the sequence length
+    positions: int | None
     batch_size: int
     sequence_length: int
     learning_rate: float
-    steps: int | None  # None: one epoch
+    steps: int | None
 
 
 # The learning rates of the GPT-2 sizes are those of the GPT-3 paper (Brown et al., 2020).
@@ -62,7 +62,7 @@ _EXCLUSIVE = (
 
 
 def _option(group: str, default: Any, help: str, **metadata: Any) -> Any:
-    """Declare a flag. `at_least`, `at_most`, `above` and `below` are bounds; a resumed run cannot change `fixed` ones."""
+    """`at_least`, `at_most`, `above` and `below` are bounds; a `fixed` option cannot change in a resumed run."""
     return field(default=default, metadata={"help": help, "group": group, **metadata})
 
 

@@ -110,7 +110,7 @@ class Writer:
         A line that the tokenizer cannot encode prints an error. Bytes that are not UTF-8 become surrogate escapes.
         """
         with suppress(ImportError):
-            importlib.import_module("readline")  # gives `input` line editing and a history
+            importlib.import_module("readline")
         with suppress(AttributeError):
             sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         _check(sampling)

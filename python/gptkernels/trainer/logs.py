@@ -39,10 +39,10 @@ class TrainingStep(NamedTuple):
 class _Form(NamedTuple):
     """The format that a file must have to be continued."""
 
-    headers: tuple[bytes, ...]  # allowed first lines; new files get the first one
+    headers: tuple[bytes, ...]
     line: re.Pattern[bytes]  # its first group is the step
     unfinished: re.Pattern[bytes]  # a last line that a killed process left
-    others: bool  # whether lines of other kinds are kept
+    others: bool
 
     def is_known(self, line: bytes) -> bool:
         return self.others or bool(self.line.fullmatch(line) or self.unfinished.fullmatch(line))
@@ -66,10 +66,10 @@ class TrainingLog:
     """The files to which a run writes its losses, in nats per token.
 
     The log has llm.c's lines: `s:STEP trl:LOSS` for training, `s:STEP tel:LOSS` for validation, and `s:STEP
-    eval:ACCURACY` for questions. The CSV has a row of `CSV_COLUMNS` for each line.
+    eval:ACCURACY` for questions.
 
-    Lines of `first_step` and later steps at the end of existing files are removed: a run wrote them after its last
-    checkpoint. With `keep_log` the log also has lines of other runs, and nothing is removed from it.
+    Lines of `first_step` and later steps at the end of existing files, which a run wrote after its last checkpoint, are
+    removed. With `keep_log` the log also has lines of other runs, and nothing is removed from it.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class TrainingLog:
     def training(self, record: TrainingStep) -> None:
         self._log.write(f"s:{record.step} trl:{record.loss:.4f}\n")
         row = {"split": "train", **record._asdict()}
-        self._rows.writerow({name: "" if value != value else value for name, value in row.items()})  # NaN is empty
+        self._rows.writerow({name: "" if value != value else value for name, value in row.items()})
         if self._board:
             for name in ("loss", "learning_rate", "gradient_norm", "tokens_per_second"):
                 self._board.add_scalar(f"train/{name}", getattr(record, name), record.step)
@@ -126,7 +126,7 @@ def _check_form(path: Path, form: _Form) -> None:
         raise ValueError(f"{path}: a symbolic link to nothing") from None
     with open(path, "rb") as file:
         if form.headers:
-            first = file.readline(_MAX_LINE)  # it may be incomplete or empty
+            first = file.readline(_MAX_LINE)
             if not any(header.startswith(first) for header in form.headers):
                 raise ValueError(f"{path}: its first line is not that of this program's CSV, so it is not written to")
         number = 1 + bool(form.headers)
@@ -152,12 +152,11 @@ def _continue(path: Path, form: _Form, first_step: int | None) -> IO[str]:
 
 
 def _columns(csv_file: Path) -> list[str]:
-    with open(csv_file, "rb") as file:  # other lines may not be UTF-8
+    with open(csv_file, "rb") as file:
         return file.readline().decode().rstrip("\n").split(",")
 
 
 def _kept_lines(lines: list[bytes], form: _Form, first_step: int | None) -> list[bytes]:
-    """After the last line of a step before `first_step`, lines of `first_step` and later steps are dropped."""
     if lines and not lines[-1].endswith(b"\n"):
         lines = lines[:-1]
     if first_step is None:

@@ -11,7 +11,6 @@ from typing import TextIO
 
 
 def command_line(*arguments: object) -> str:
-    """Return what a user types for a command of this program, also in a shell that does not find `gptkernels`."""
     is_found = shutil.which("gptkernels") == str(Path(sys.executable).with_name("gptkernels"))
     start = ["gptkernels"] if is_found else [sys.executable, "-m", "gptkernels"]
     return shlex.join([*start, *map(str, arguments)])
@@ -46,7 +45,7 @@ class SafeOutput(io.TextIOBase):
 
     def write(self, text: str) -> int:
         if self._stream is not None:
-            with suppress(OSError, ValueError):  # ValueError: the stream is closed
+            with suppress(OSError, ValueError):
                 self._stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
         return len(text)
 

@@ -12,7 +12,7 @@ SECONDS_BETWEEN_LINES = 2.0
 
 
 def printable(text: str) -> str:
-    """Replace control characters, which could change a terminal's state, by U+FFFD."""
+    """Control characters could change a terminal's state."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 

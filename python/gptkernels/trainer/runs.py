@@ -97,7 +97,6 @@ def open_run(folder: Path, is_main: bool) -> Iterator[None]:
 
 
 def log_of_run(log_file: str | None, folder: Path) -> str | None:
-    """Use the log that a checkpoint names only if it is in the run's folder; None is the default log."""
     if log_file is None:
         return None
     real, parent = (os.path.realpath(path) for path in (log_file, folder))
@@ -123,7 +122,7 @@ def find_run(folder: str | None) -> Path:
 
 def standard_library() -> str:
     try:
-        tokenizer_for_prefix(STANDARD_LIBRARY)  # this file is written last
+        tokenizer_for_prefix(STANDARD_LIBRARY)
     except ValueError:
         prepare_standard_library(STANDARD_LIBRARY)
     return str(STANDARD_LIBRARY)

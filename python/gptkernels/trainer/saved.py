@@ -48,7 +48,6 @@ def saved_options(saved: TrainingState, path: Path) -> TrainConfig:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Add the name of the checkpoint, which may be the cause, to a ValueError."""
     try:
         yield
     except ValueError as error:

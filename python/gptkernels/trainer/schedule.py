@@ -8,9 +8,9 @@ WSD_DECAY = 5
 
 
 class Schedule(NamedTuple):
-    """Linear warm-up to `peak`, and then a decay to `final`, as in llm.c. (Only llm.c's "constant" has no warm-up.)
+    """Linear warm-up to `peak`, and then a decay to `final`, as in llm.c (whose "constant" has no warm-up).
 
-    Steps are counted from 0. The first step has `peak / warmup_steps`, and step `warmup_steps` has `peak`. Then follows
+    The first step, 0, has `peak / warmup_steps`, and step `warmup_steps` has `peak`. Then follows
 
     - "cosine" or "linear": half a cosine or a line to `final` at step `decay_steps` (None: `total_steps`);
     - "wsd" (warm-up, stable, decay): `peak` until the last `decay_steps` steps (None: a fifth of all), and then

@@ -390,7 +390,6 @@ class Trainer:
 
     @torch.no_grad()
     def _sample(self) -> str | None:
-        """The same seed and step give the same text."""
         if not self.config.sample_length or not self.processes.is_main:
             return None
         self._finish_pending()
@@ -489,7 +488,7 @@ class Trainer:
         self._save()
         self._plot()
         self._progress.say(f"stopped at step {self.step} of {self.total_steps}; to go on: {self._resume_line()}")
-        number = self._request.signal or signal.SIGTERM  # another process may have received the signal
+        number = self._request.signal or signal.SIGTERM
         return TrainResult(self.step, self._train_loss, None, None, self.output, number)
 
     def _resume_line(self) -> str:

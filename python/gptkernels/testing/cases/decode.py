@@ -143,7 +143,7 @@ def sample_(draw):
 
     def likelihood(choose):
         def of(logits, noise):
-            scores = logits.float().double()  # the operator reads logits as float32
+            scores = logits.float().double()
             taken = choose(logits, noise)
             bad = scores.isnan().any(-1) | (scores.amax(-1).abs() == math.inf)
             if not greedy:

@@ -108,7 +108,6 @@ def torchs_fp8_product(a, b, fast):
 
 
 def fp8_transposed(pair):
-    """Rows of zeros are added up to a multiple of 16."""
     q, scale = pair
     bytes = F.pad(q.view(torch.uint8), (0, 0, 0, -len(q) % 16))
     return bytes.t().contiguous().view(q.dtype), scale
@@ -393,7 +392,7 @@ def fp8_mlp(draw):
     dtypes=DTYPES,
 )
 def fp8_linear_cross_entropy(draw):
-    """The reference calls our ops, because a logit's last bit can decide to which float8 number its gradient is rounded."""
+    """The reference calls our ops, because a logit's last bit can decide how its gradient is rounded."""
     dtype = draw.choose("dtype", DTYPES)
     wide = torch.float32 if dtype == torch.float16 else dtype
     rows, _, _, ignore_index, targets = classifier_arguments(draw)
@@ -405,7 +404,7 @@ def fp8_linear_cross_entropy(draw):
     chunk_size = draw.choose("chunk_size", (-1, 1, 16, 40))
     if chunk_size != -1:
         chunk_size = max(chunk_size, math.prod(rows) // 30)
-    rows_of_chunk = math.ceil(chunk_size / 16) * 16 if chunk_size > 0 else -1  # as the operator rounds it
+    rows_of_chunk = math.ceil(chunk_size / 16) * 16 if chunk_size > 0 else -1
     fp8_logits = draw.chance("fp8_logits", 0.5)
     options = vocab_size, ignore_index, reduction, chunk_size
     x = draw.tensor("x", (*rows, inner), dtype, special="nan", denormal=False)

@@ -98,11 +98,11 @@ def adamw_(draw):
         args[f"exp_avg_sqs{i}"] = squares.abs() + 1e-2
         if masters:
             drawn = draw.tensor(f"masters{i}", shape, wide, special="none").contiguous()
-            near = args[f"params{i}"].float() * (1 + 2**-13)  # this rounds to the parameter
+            near = args[f"params{i}"].float() * (1 + 2**-13)
             args[f"masters{i}"] = torch.where(drawn > 0, drawn, near)
     parts = 5 if masters else 4
     exact_scale = 1.0 if scale is None else torch.tensor(scale, dtype=torch.float32).item()
-    norm = 3.0  # the op reads the norm as an argument
+    norm = 3.0
 
     def split(tensors):
         return [list(tensors[i::parts]) for i in range(parts)]

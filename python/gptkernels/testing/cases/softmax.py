@@ -46,7 +46,6 @@ def masked(scores):
 
 
 def causal_costs(scores):
-    """The forward reads the lower triangle of the scores and writes the whole matrix."""
     square, numbers = nbytes(scores), scores.numel()
     return Cost(square * 3 // 2, 5 * numbers // 2), Cost(2 * square, 2 * numbers)
 

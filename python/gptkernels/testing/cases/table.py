@@ -33,10 +33,7 @@ class Call:
 
     Attributes:
         text: the text of the call for messages.
-        ours: calls the operator.
-        torchs: computes the same results with torch's own kernels in the same dtype.
         exact: computes the formula; its floating arguments are float64.
-        args: the tensors by name; None for an argument that is absent.
         fixed: the names of arguments that never require a gradient.
         any_threads: whether the bits are independent of the number of threads, because torch's BLAS is not called.
         tied: the names of arguments that must have the same dtype and last dimension.
@@ -46,8 +43,7 @@ class Call:
         takes_floating_alone: whether the op must raise an error for an integer tensor in place of a floating one.
         noise: computes from all arguments and douts the error that cancelling sums in the results may have.
         torchs_splits: whether torch's BLAS may have split float32 sums into parts, which have smaller errors.
-        products: computes the arguments of ``assert_product`` for each matmul of the call from all tensors by name: the
-            arguments, "out", "dout" and the needed gradients.
+        products: computes the arguments of ``assert_product`` for each matmul, from all tensors by name.
         invocations: returns the op and its backward ops, each with all arguments.
     """
 
@@ -92,18 +88,15 @@ class Operator:
     """An entry of the table.
 
     Attributes:
-        name: the name of the operator, or of a function of ``gptkernels.functional``.
-        draw: draws the arguments and returns the call.
         weight: the relative frequency among the fuzzer's calls; 0 for no calls.
         sizes: the choices of a plain call by name: a value, or a list of values for SMALL (finite differences), ODD
             (rows whose length is no multiple of a vectorized load) and ORDINARY. None if only the fuzzer calls the
             operator.
         variants: the choices of each case, by the variant's name.
-        dtypes: the dtypes of the plain calls.
         costs: computes the costs of forward and backward from the differentiable arguments.
         edges: lists of choices with sizes at which the operator changes to another kernel.
-        autocast: the dtype to which autocast casts the arguments: "none", "lower" (autocast's dtype), "float32 on
-            CUDA", or "torch's steps" (the dtypes of the torch functions that the op replaces).
+        autocast: "none", "lower" (autocast's dtype), "float32 on CUDA", or "torch's steps" (the dtypes of the torch
+            functions that the op replaces).
         functions: the backward ops, and the op with all of its outputs, for tests of their derivatives.
         finite_differences: whether the op has a derivative, and float64 results for float64 arguments.
     """
