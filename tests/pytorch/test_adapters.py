@@ -30,7 +30,6 @@ both_losses = pytest.mark.parametrize("return_logits", [True, False])
 
 
 def assert_same_step(ours, reference, device, return_logits=True):
-    """Assert that the outputs and gradients of two models match."""
     tokens, targets = make_batch(device)
     logits, loss = ours(tokens, targets, return_logits=return_logits)
     wanted, wanted_loss = reference(tokens, targets)
