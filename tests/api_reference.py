@@ -68,7 +68,8 @@ def first_line(value):
 
 def signature(name, value):
     """Return a name with its parameters and defaults, "..." for a constructor inherited from torch, or an enum's
-    members."""
+    members.
+    """
     if inspect.isclass(value) and (base := find_torchs(value)) is not None and inherits_constructor(value, base):
         return f"{name}(...)"
     if inspect.isclass(value) and issubclass(value, enum.Enum):
@@ -91,7 +92,6 @@ def format_default(default):
 
 
 def find_torchs(kind):
-    """Return the first base class if it is a class of torch other than nn.Module."""
     base = kind.__mro__[1]
     return base if base.__module__.startswith("torch.") and base is not torch.nn.Module else None
 

@@ -1,4 +1,4 @@
-r"""Runs tests with torch's kernels and our kernels for each instruction set: ``make test-capabilities``.
+"""Runs tests with torch's kernels and our kernels for each instruction set: ``make test-capabilities``.
 
 python tests/capabilities.py [--same] [pytest's arguments]
 

@@ -14,7 +14,8 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     """On CUDA, tests marked ``large`` run in the same worker of pytest-xdist, because two at a time would exceed the
-    memory."""
+    memory.
+    """
     skip = pytest.mark.skip(reason="more than 2^31 elements: on CUDA only")
     alone = pytest.mark.xdist_group("large")
     for item in items:

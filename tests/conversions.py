@@ -48,7 +48,6 @@ def expect_one_line_error(path, message, read=load):
 
 
 def write_as(form, folder, model):
-    """Write a model in the file format ``form`` without calling `convert`."""
     folder.mkdir(exist_ok=True)
     path = folder / TARGETS.get(form, "checkpoint.safetensors")
     state, config = unpad(model), dataclasses.asdict(model.config)
@@ -81,7 +80,6 @@ def make_nanogpt(bias=True):
 
 
 def nanogpt_groups(model):
-    """Return the parameter groups that nanoGPT's configure_optimizers passes to AdamW."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
@@ -90,7 +88,6 @@ def nanogpt_groups(model):
 
 
 def make_checkpoint(trained, **changes):
-    """Return the checkpoint that nanoGPT's train.py saves for a compiled model."""
     optimizer = torch.optim.AdamW(nanogpt_groups(trained), lr=1e-3, betas=(0.9, 0.95))
     return {
         "model": {f"_orig_mod.{name}": tensor for name, tensor in trained.state_dict().items()},

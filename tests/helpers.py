@@ -71,7 +71,7 @@ def assert_equal(found, expected, equal_nan=False):
 
 
 def assert_same_bits(function, times=3, vary_threads=True):
-    """Assert that several calls of a function return bitwise identical tensors, every second one with one CPU thread."""
+    """Every second call uses one CPU thread."""
     first = _copies(function())
     threads = torch.get_num_threads()
     try:
@@ -89,8 +89,7 @@ def _copies(outputs):
 
 
 def tolerance(dtype):
-    """Return the default tolerances times 4 for float64 and float32. In 16 bits they are larger, but still find wrong
-    indices."""
+    """Four times torch's tolerances for float64 and float32, larger ones in 16 bits. Tests still find wrong indices."""
     rtol, atol = {torch.float64: (1e-7, 1e-7), torch.float32: (1.3e-6, 1e-5)}.get(dtype, (1.6e-2, 1e-2))
     return {"rtol": 4 * rtol, "atol": 4 * atol}
 
@@ -102,7 +101,6 @@ def assert_close_in_scale(a, b, dtype):
 
 
 def check(ours, torchs, *inputs):
-    """Assert that two functions have equal dtypes and shapes, and nearly equal results and gradients."""
     out, expected = ours(*inputs), torchs(*inputs)
     torch.testing.assert_close(out, expected, equal_nan=True, **tolerance(expected.dtype))
     floating = [t.detach() for t in inputs if t.is_floating_point()]
@@ -125,7 +123,7 @@ TRIALS = 50
 
 
 def assert_as_exact_with_gradients(ours, torchs, exact, args, dout, names):
-    r"""Assert that a result and all its gradients satisfy ``assert_as_exact_as_torch``, and return our gradients.
+    """Assert that a result and all its gradients satisfy ``assert_as_exact_as_torch``, and return our gradients.
 
     torch's largest error over a few numbers may happen to be small. A result that breaks the rule is therefore computed
     again in ``TRIALS`` trials, with the elements of each tensor in other orders. The first result must then satisfy the
@@ -165,14 +163,12 @@ def shuffled(t):
 
 
 def call_of(name, dtype, device, **choices):
-    """Return a call of an operator of ``gptkernels.testing.cases``, with ordinary values for choices that are not
-    given."""
+    """Choices that are not given have ordinary values."""
     operator = OPERATORS[name]
     return Case(operator, next(iter(operator.variants))).call(ORDINARY, dtype, device, **choices)
 
 
 def check_call(name, dtype, device, choices, **args):
-    """Check the rule of exactness for ``call_of(...)`` with ``args`` in place of the call's arguments of these names."""
     call = call_of(name, dtype, device, **choices)
     hold_to_the_rule(dataclasses.replace(call, args={**call.args, **args}))
 
@@ -207,7 +203,7 @@ def run_python(program, *arguments, **environment):
 
 
 def philox(key, counter):
-    """Return the four 32-bit words of Philox4x32-7 for a 64-bit key and a counter of four words or arrays of words."""
+    """Return the words of Philox4x32-7 for a 64-bit key and a counter of four 32-bit words, or arrays of words."""
     c, k = list(counter), [key & 0xFFFFFFFF, key >> 32]
     for _ in range(7):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -217,7 +213,6 @@ def philox(key, counter):
 
 
 def numbers(device, seed=12345, offset=6789):
-    """Return the seed and the offset of dropout masks as tensors."""
     return [torch.tensor(n, device=device) for n in (seed, offset)]
 
 
@@ -230,7 +225,6 @@ def chi_square(counts):
 
 
 def assert_uniform(bins, pairs):
-    """Assert that the values, from 0 to 15, are uniformly distributed, and the tensors of each pair independent."""
     counts = {"values": bins} | {name: a // 4 * 4 + b // 4 for name, (a, b) in pairs.items()}
     for name, values in counts.items():
         assert chi_square(values.flatten().bincount(minlength=16).double()) < CHI_SQUARE_15, name
@@ -257,7 +251,6 @@ def tf32(allowed):
 
 @contextlib.contextmanager
 def kept_sizes():
-    """Record the bytes of each tensor that autograd saves inside the context, by the tensor's address."""
     sizes = {}
 
     def note(tensor):
@@ -269,8 +262,6 @@ def kept_sizes():
 
 
 class CountCalls(TorchDispatchMode):
-    """Counts the calls of each operator by its name, e.g. ``aten::add.Tensor``."""
-
     def __init__(self):
         super().__init__()
         self.count = collections.Counter()

@@ -1,4 +1,4 @@
-r"""GPT-2 with the modules, names and code of nanoGPT's model.py and of llm.c's train_gpt2.py.
+"""GPT-2 with the modules, names and code of nanoGPT's model.py and of llm.c's train_gpt2.py.
 
 The tests swap these models and convert their checkpoints, as users do with the original files.
 """

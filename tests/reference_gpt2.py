@@ -1,4 +1,4 @@
-r"""GPT-2 in plain PyTorch, the reference for the tests of models.
+"""GPT-2 in plain PyTorch, the reference for the tests of models.
 
 It imports nothing from gptkernels. Its parameters have nanoGPT's names, as in `gptkernels.models.GPT2`, so that each
 model can load the other's state.

@@ -26,7 +26,6 @@ def make_pair(device="cpu", dtype=torch.float64, **changes):
 
 
 def make_batch(device="cpu", B=2, length=16, vocab_size=SIZES["vocab_size"], seed=5):
-    """Return random tokens (B, T), and the next token of each as its target."""
     tokens = torch.randint(vocab_size, (B, length + 1), generator=torch.Generator().manual_seed(seed)).to(device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 

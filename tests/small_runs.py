@@ -29,7 +29,6 @@ SMALL = {
 
 
 def make_options(folder, device, **changes):
-    """Write token files to a folder, and return the options of a small training run on them."""
     files = {"data": write_text(folder / "text"), "output": str(folder / "run")}
     return SMALL | files | {"device": str(device)} | changes
 
@@ -40,7 +39,6 @@ def train_with(options, **changes):
 
 
 def write_text(prefix):
-    """Write TEXT as token files with a byte tokenizer, and return the prefix of their names."""
     write_tokens(f"{prefix}_train.bin", [list(TEXT)])
     write_tokens(f"{prefix}_val.bin", [list(TEXT[:200])])
     load_tokenizer("bytes").save(prefix)
@@ -72,7 +70,6 @@ def assert_same_run(one, other):
 
 
 def at_step(monkeypatch, step, act):
-    """Make the trainer call `act` before the training step with the number `step`, counted from 0."""
     launch = Trainer._launch_step
 
     def launch_and_act(self):
@@ -88,6 +85,5 @@ def run_flags(options):
 
 
 def error_of(capsys, *command, status=2):
-    """Run a `gptkernels` command that must end with this status, and return its stderr."""
     assert main([str(part) for part in command]) == status
     return capsys.readouterr().err

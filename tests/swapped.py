@@ -49,8 +49,6 @@ def randomised(model):
 
 
 def huggingface(kind):
-    """Return a function that makes a transformers model of class ``kind`` with a given dropout probability."""
-
     def make(dropout):
         return randomised(getattr(transformers, kind)(hf_config(dropout)))
 
@@ -125,7 +123,6 @@ def make_model_and_call(family, device, dropout=0.0):
 
 
 def make_copies_and_call(family, device, dropout=0.0):
-    """Return the swapped model, the unswapped model, its float64 copy, and the function that calls them."""
     model, call = make_model_and_call(family, device, dropout)
     return gptkernels.swap(copy.deepcopy(model)), model, copy.deepcopy(model).double(), call
 
@@ -141,7 +138,7 @@ def results(model, call, device, autocast=False, draw=0):
 
 
 def assert_as_exact(ours, torchs, exact, others=()):
-    r"""Assert that every result satisfies the rule of ``helpers.assert_as_exact_as_torch``.
+    """Assert that every result satisfies the rule of ``helpers.assert_as_exact_as_torch``.
 
     torch's largest error for a small tensor varies from input to input, so the rule uses its largest error over
     ``others`` too: pairs of torch's results and float64 results for other inputs. A loss's error may happen to be near
@@ -156,7 +153,7 @@ def assert_as_exact(ours, torchs, exact, others=()):
 
 @contextlib.contextmanager
 def our_dropout(monkeypatch):
-    r"""Make torch's attention and dropout apply the dropout masks of our kernels.
+    """Make torch's attention and dropout apply the dropout masks of our kernels.
 
     Every dropout has the same seed, and its offset is the number of earlier dropouts in the context. A swapped and an
     unswapped model therefore apply the same masks.

@@ -85,7 +85,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def filled_pages(kind):
-    """Return the text that a benchmark's option --pages would write to each page, by path."""
     if kind == "operators":  # python -m benchmarks --from benchmarks/results/h200*.json --pages
         return pages.filled(ROOT, load(*sorted(RESULTS.glob("h200*.json"))))
     if kind == "steps":  # python -m benchmarks.train_step --from benchmarks/results/step*.json --pages
@@ -307,7 +306,7 @@ def test_a_timeline_counts_every_launch_once():
 
 
 def floors_of(*calls, **options):
-    r"""Return the lower bounds of times at 1 byte/s and 1 flop/s, by the part that a kernel computes.
+    """Return the lower bounds of times at 1 byte/s and 1 flop/s, by the part that a kernel computes.
 
     Each call is (operator, shapes, names of kernels).
     """

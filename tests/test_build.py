@@ -154,7 +154,6 @@ def test_csrc_has_no_torch(tmp_path):
 
 
 def find_types(source):
-    """Yield (namespace, name) of each class and enumeration that a C++ source defines in a named namespace."""
     code = re.sub(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', "", source, flags=re.S)
     scopes = []  # for each open brace: a namespace's name, "" for an anonymous namespace, or None
     namespace = r"\bnamespace\s*(?P<namespace>[\w:]*)\s*\{"
@@ -252,7 +251,6 @@ def test_a_source_distribution_has_the_sources_and_no_library(tmp_path):
 
 
 def run_make(folder, *arguments, **variables):
-    """Run make in a folder with links to the checkout's files, and return its output."""
     for path in ROOT.glob("[!.]*"):
         (folder / path.name).symlink_to(path)
     outer = ("GPTKERNELS_", "MAKE", "MFLAGS", "TORCH")  # variables of `make test`

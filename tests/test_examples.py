@@ -25,7 +25,6 @@ needs_cmake = pytest.mark.skipif(shutil.which("cmake", path=PROGRAMS) is None, r
 
 
 def make_environment(**more):
-    """Return environment variables with which a child process imports the package under test."""
     path = os.pathsep.join([str(Path(gptkernels.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PATH": PROGRAMS, "PYTHONPATH": path, **more}
 
@@ -79,7 +78,7 @@ def test_huggingface(device, tmp_path):
 
 @needs_cmake
 def test_cpp(device, tmp_path):
-    r"""A C++ program without Python generates the tokens that the model generates in Python.
+    """A C++ program without Python generates the tokens that the model generates in Python.
 
     The prompt and the number of tokens are those of examples/README.md.
     """

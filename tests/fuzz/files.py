@@ -1,4 +1,4 @@
-r"""Damages files at random. Every damaged file must load, or raise a ValueError or an OSError with a message.
+"""Damages files at random. Every damaged file must load, or raise a ValueError or an OSError with a message.
 
 `python -m fuzz.files --calls N --seed S` (in tests/) damages models (`.bin` of versions 3 and 5, `.safetensors`),
 training states, nanoGPT's checkpoints, Hugging Face's files, token files, tokenizers and loader states.
@@ -45,8 +45,6 @@ VALUES = [None, True, False, 0, -1, 1.5, 1e308, 2**31, 2**63, 2**64, 10**30, "",
 
 
 class Kind(NamedTuple):
-    """A kind of file: its name, an intact file's bytes, the function that loads it, and whether it has checksums."""
-
     name: str
     data: bytes
     load: Callable[[Path], Any]
@@ -211,7 +209,6 @@ def make_call(kinds: list[Kind], seed: int, number: int) -> Call:
 
 
 def _place(rng: random.Random, data: bytes) -> int:
-    """Half of the positions are among the first 64 bytes, where headers are."""
     end = len(data) if rng.random() < 0.5 else min(len(data), 64)
     return rng.randrange(end + 1)
 
@@ -271,7 +268,6 @@ def _json_value(rng: random.Random, data: bytes) -> bytes:
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (container, key) for every item of nested lists and dicts."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in list(items):
         yield tree, key
@@ -291,7 +287,7 @@ def _safetensors_header(rng: random.Random, data: bytes) -> bytes:
 
 
 def judge(call: Call, folder: Path) -> tuple[str, str]:
-    r"""Load a damaged file, and return (outcome, description).
+    """Load a damaged file, and return (outcome, description).
 
     The outcome is "same" or "other" (only for files without checksums) by comparison with the intact file's content,
     "refused" for a proper error, or "finding". Only a finding has a description.
@@ -346,8 +342,7 @@ def _feed(found: Any, content: Any) -> None:
 
 
 def _work(pipe: Connection, seed: int, numbers: range) -> None:
-    """Load damaged files in a child process: send (kind, None) before each load, and (kind, outcome and description)
-    after it."""
+    """Send (kind, None) before each file is loaded, and (kind, outcome and description) after it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.set_num_threads(1)
@@ -377,7 +372,7 @@ def run(calls: range, seed: int) -> tuple[Counter[str], list[str]]:
 
 
 def _run_child(calls: range, seed: int, counts: Counter[str], findings: list[str]) -> int:
-    """Load files in one child process until it finishes, hangs or crashes. Return the first call that was not started."""
+    """Run calls in one child process until it ends or hangs. Return the first call that was not started."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_work, args=(there, seed, calls), daemon=True)

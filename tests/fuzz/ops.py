@@ -1,4 +1,4 @@
-r"""Calls operators with random arguments and compares the results with the formula in float64.
+"""Calls operators with random arguments and compares the results with the formula in float64.
 
 cd tests && python -m fuzz.ops --calls 100000 --seed 1 [--device cuda] [--jobs 8] [--op gelu]
 
@@ -152,8 +152,6 @@ def compute_results(call, function, args, douts, wanted):
 
 @dataclasses.dataclass
 class Trial:
-    """A call with one choice of its numbers, our results and torch's results."""
-
     call: Call  # from the table of operators
     wanted: list  # names of the arguments whose gradients are computed
     args: list  # tensors, or None for an absent argument
@@ -164,8 +162,6 @@ class Trial:
 
 
 def make_trial(draw, first, i):
-    """Repeat the call of the first trial with other numbers, which ``i`` determines."""
-
     def changed(t, name, **more):
         return other_numbers(t, i, draw.source(f"trial {i}, {name}"), **more)
 
@@ -210,7 +206,7 @@ def compute_formula(trial):
 
 
 def check(draw, first, compared):
-    r"""Check a call's results, in further trials with other numbers if they break the rules of exactness.
+    """Check a call's results, in further trials with other numbers if they break the rules of exactness.
 
     ``compared`` is a copy of ``first`` on the device where results are compared.
     """
@@ -229,8 +225,7 @@ def check(draw, first, compared):
 
 
 def assert_as_exact(names, results, errors, norms):
-    """Each of ``results`` is (ours, torch's, the formula's). ``errors`` and ``norms`` are torch's largest in other
-    trials."""
+    """``results`` are (ours, torch's, the formula's). ``errors`` and ``norms`` are torch's largest in other trials."""
     for name, triple, error, norm in zip(names, results, errors, norms, strict=True):
         assert_as_exact_as_torch(*triple, name, torch_error=error)
         assert_norm_as_exact_as_torch(*triple, name, torch_error=norm)
@@ -269,7 +264,7 @@ def assert_as_exact_in_trials(draw, first, names, results):
 
 
 def leave_out_overflows(ours, torchs, exact):
-    r"""Replace elements that are finite only in the formula by the formula's value in all three results.
+    """Replace elements that are finite only in the formula by the formula's value in all three results.
 
     An intermediate result of such an element overflowed both in our and in torch's dtype, but not in float64.
     """
@@ -292,7 +287,6 @@ def repeat_call(draw, call, douts, wanted):
 
 
 def break_argument(draw, call):
-    """Return an argument's name and a wrong value for it, or None if the call cannot have the drawn fault."""
     floating = [n for n, t in call.args.items() if t is not None and t.is_floating_point()]
     tied = [n for n in call.tied if call.args[n] is not None]
     how = draw.choose("breakage", ("integers", "another dtype", "wider", "an index out of range"))
@@ -311,7 +305,7 @@ def break_argument(draw, call):
 
 
 def break_index(draw, call):
-    r"""Return an argument's name and its tensor with an index out of range, or None.
+    """Return an argument's name and its tensor with an index out of range, or None.
 
     On CUDA the kernels find the index by a device-side assertion, after which the process cannot use the device.
     """
@@ -353,7 +347,7 @@ def find_failure(seed, index, device, op=None, replaced=None):
 
 
 def simplify(draw, error, seed, index, device, op, seconds):
-    r"""Replace a failing call's choices by simpler ones, one by one, as long as it raises the same exception.
+    """Replace a failing call's choices by simpler ones, one by one, as long as it raises the same exception.
 
     After a CUDA error no simpler call is tried, because the process cannot use the device.
     """
@@ -431,7 +425,7 @@ class DeviceLost(Exception):
 
 
 def make_calls(arguments, start, stop, alone=False):
-    r"""Make the calls start to stop - 1, on CUDA in groups that are launched together unless ``alone`` is true.
+    """Make the calls start to stop - 1, on CUDA in groups that are launched together unless ``alone`` is true.
 
     Yields (index, report) of each failure, and after each group a Counter of the calls of each operator. Raises
     DeviceLost if the process cannot use the device any more.
@@ -454,7 +448,6 @@ def make_calls(arguments, start, stop, alone=False):
 
 
 def parse_settings(arguments):
-    """Return the values that replace the random choices with these names in every call."""
     return dict(text.split("=", 1) for text in arguments.set)
 
 
@@ -487,7 +480,9 @@ def find_failures(arguments, indices, counts):
 
 
 def work(pipe, progress, arguments):
-    """Send back what ``make_calls`` yields for each task from the pipe, then None. Without None, the device is lost."""
+    """Send back what ``make_calls`` yields for each task, then None. If the device is lost, the process ends before
+    None.
+    """
     global _progress
     _progress = progress
     prepare_process()
@@ -510,7 +505,7 @@ START = 300  # seconds in which a new process must enter its first stage, after 
 
 
 class Worker:
-    r"""A process that makes calls.
+    """A process that makes calls.
 
     Attributes:
         task: the arguments (start, stop, alone) of ``make_calls``, or None while the process waits for a task.
@@ -547,7 +542,7 @@ class Worker:
 
 
 def run_in_processes(arguments):
-    r"""Make the calls in several worker processes, and yield what ``make_calls`` yields in them.
+    """Make the calls in several worker processes, and yield what ``make_calls`` yields in them.
 
     If a process on CUDA hangs or ends, a new process repeats its calls one by one to find the faulty call. While a
     kernel hangs, kernels of other processes may have to wait for it. Therefore only the process that has entered no
@@ -566,7 +561,7 @@ def run_in_processes(arguments):
         return None if start is None else ((start, min(start + LAUNCHED, arguments.calls), False), None)
 
     def lose(worker, why):
-        r"""Replace a process that hangs or has ended.
+        """Replace a process that hangs or has ended.
 
         On CUDA, calls that were launched together are repeated one by one. Otherwise the process's current call is
         reported, and the calls after it are repeated.
@@ -624,7 +619,6 @@ def run_in_processes(arguments):
 
 
 def run_in_process(arguments):
-    """A CUDA error ends the campaign."""
     prepare_process()
     end = time.time() + arguments.seconds
     for start in range(0, arguments.calls, LAUNCHED):
@@ -642,7 +636,7 @@ def run_in_process(arguments):
 
 
 def run_campaign(arguments):
-    """Return the exit status: 1 if a call failed. Also after an interrupt, print the number of calls of each operator."""
+    """Return 1 if a call failed. Also after an interrupt, print the number of calls of each operator."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     begin = shown = time.monotonic()
     counts, failures = Counter(), 0

@@ -1,4 +1,4 @@
-r"""Makes training steps at random lengths, of our GPT-2 and of swapped models: eager, compiled, and as CUDA graphs.
+"""Makes training steps at random lengths, of our GPT-2 and of swapped models: eager, compiled, and as CUDA graphs.
 
 `python -m fuzz.steps --steps 300 --seed 1 --device cuda` (in tests/). Every step starts with new weights. Its loss and
 all its gradients are compared with the results of torch's model in float64:
@@ -39,8 +39,6 @@ REPLAYED = 4  # Of these calls of a graphed step, two are eager, the third captu
 
 
 class Sizes(NamedTuple):
-    """The models' sizes, and the smallest and largest number of tokens (B * T) of a step."""
-
     layers: int
     heads: int
     channels: int
@@ -53,7 +51,7 @@ SIZES = {"cpu": Sizes(2, 2, 32, 64, 128, (64, 300)), "cuda": Sizes(2, 12, 768, 1
 
 
 class Family(NamedTuple):
-    r"""A kind of model.
+    """A kind of model.
 
     `make` returns our model and torch's, whose parameters have the same names. `loss` calls our model for its mean
     loss, and `logits` calls torch's. If `shifts` is true, the model takes no targets: each token's target is the next
@@ -150,7 +148,6 @@ class Models:
             model.load_state_dict(self.ours.state_dict())
 
     def reference(self, model, tokens, targets, autocast=False):
-        """Return the loss of each token, and the gradients of the mean loss by parameter name."""
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
             logits = self.family.logits(model, tokens, targets)
             targets = targets.flatten()
@@ -162,7 +159,8 @@ class Models:
 
     def step(self, way, autocast, B, T, generator):
         """Make a step with new weights and tokens. Return (our error, torch's error, magnitude) of the loss and of each
-        gradient."""
+        gradient.
+        """
         sizes, device = SIZES[generator.device.type], generator.device
         self.redraw(generator)
         text = torch.randint(sizes.vocabulary - UNUSED, (B, T + 1), generator=generator, device=device)
@@ -184,7 +182,6 @@ class Models:
 
 
 def find_broken(trials):
-    """Return, by name, the results whose root mean square error over the trials breaks the rule."""
     found = {}
     for name in trials[0]:
         error, torchs, magnitude = (
@@ -198,7 +195,6 @@ def find_broken(trials):
 
 
 def run(index, arguments, made):
-    """Make the step with this index, and return its faults by name. ``made`` caches the models by family."""
     draw = random.Random(f"{arguments.seed}/{index}")
     device = torch.device(arguments.device)
     sizes = SIZES[device.type]

@@ -21,7 +21,6 @@ ops = torch.ops.gptkernels
 
 
 def run_main(*arguments):
-    """Run the fuzzer, and restore the number of threads."""
     threads = torch.get_num_threads()
     try:
         return fuzzer.main([*arguments])
@@ -106,8 +105,6 @@ def test_a_fault_is_found_and_can_be_repeated(monkeypatch, capfd):
 
 
 def make_off_by(units):
-    """Return a function that multiplies results by 1 + ``units`` ulps."""
-
     def change(out):
         if isinstance(out, tuple | list):
             return type(out)(change(t) for t in out)
@@ -117,8 +114,6 @@ def make_off_by(units):
 
 
 class DoutOffBy(torch.autograd.Function):
-    """The identity, whose backward multiplies the gradient by 1 + ``units`` ulps."""
-
     @staticmethod
     def forward(ctx, out, units):
         ctx.units = units
@@ -210,7 +205,8 @@ def test_errors_of_several_trials():
 
 def test_trials_keep_what_is_special_about_arguments(device):
     """Equal elements and rows stay equal, zeros, infinities and integers do not change, and absent arguments stay
-    absent."""
+    absent.
+    """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(7, generator=generator)
     args = {

@@ -43,7 +43,6 @@ def count_nodes(loss):
 
 
 def train(model, device, autocast=None):
-    """Make three training steps from a fixed seed. Return all losses and gradients, and the final state dict."""
     torch.manual_seed(7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
@@ -196,7 +195,6 @@ def test_a_changed_block_is_called(options, change, device, monkeypatch):
 
 
 def test_a_changed_dropout_is_called(device):
-    """The block calls the module, so it is not a single autograd node."""
     model = make_model(device, dropout=0.5)
     seen = []
     model.transformer.h[0].resid_dropout.register_forward_hook(lambda module, args, out: seen.append(out.shape))

@@ -151,7 +151,6 @@ def test_a_model_of_the_hub_must_be_downloaded(tmp_path, monkeypatch, capsys):
 
 
 def test_interactive_mode_has_line_editing(checkpoint):
-    """In a terminal, Ctrl-A moves the cursor to the beginning of the line."""
     controller, terminal = os.openpty()
     command = [sys.executable, "-m", "gptkernels", "generate", checkpoint, "--interactive", "--max-new-tokens", "0"]
     with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal) as process:

@@ -199,7 +199,6 @@ def test_a_submodule_loads_a_state_without_a_head():
 @pytest.mark.parametrize("fill", ["to_empty", "load_state_dict"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_models_made_on_meta_stay_tied(fill, nested, tmp_path, device):
-    """A model built on the meta device and allocated later can be trained with float8 matmuls and saved."""
     torch.manual_seed(0)
     config = dataclasses.replace(CONFIG, fp8=True)
     model, state = GPT2(config, "meta"), GPT2(config, device).state_dict()
@@ -247,7 +246,6 @@ def test_a_checkpoint_restores_the_model(suffix, tmp_path, device):
 
 @contextlib.contextmanager
 def record_numbers(monkeypatch):
-    """Yield a list to which each dropout inside the context appends its (seed, offset)."""
     drawn, draw = [], functional._dropout_numbers
 
     def note(p, like):
@@ -282,7 +280,6 @@ def drop_out(reference, drawn, p):
 @pytest.mark.parametrize("changes", [{}, {"bias": False}, {"activation": "gelu"}, {"dropout": 0.2}], ids=str)
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_outputs_and_gradients_match_the_reference(return_logits, changes, dtype, device, monkeypatch):
-    """With dropout, the reference applies the masks of the model."""
     ours, reference = make_pair(device, dtype, **changes)
     exact = copy.deepcopy(reference).double()
     tokens, targets = make_batch(device)
@@ -366,8 +363,6 @@ def test_twenty_steps_of_training_match_the_reference(dtype, device):
 
 
 class NoisyAdapter(torch.nn.Module):
-    """A dropout that the model's configuration does not contain."""
-
     def __init__(self, linear):
         super().__init__()
         self.linear = linear
@@ -514,7 +509,6 @@ def test_dropout_acts_in_training_only(device):
 
 
 def test_a_seed_fixes_all_dropout_masks(device):
-    """Fused blocks and modules with hooks draw the same masks."""
     ours, _ = make_pair(device, dropout=0.2)
 
     def step():
@@ -566,7 +560,6 @@ def test_dropout_saves_no_mask(device):
 
 
 def test_only_the_embeddings_dropout_is_a_kernel(device):
-    """All other dropouts are fused with other ops."""
     ours, _ = make_pair(device, torch.float32, dropout=0.2)
     tokens, targets = make_batch(device)
     ours(tokens, targets)[1].backward()

@@ -1,4 +1,4 @@
-r"""Models of the two kernels of attention/sm90/backward.cu, which use backward_loader.cuh and backward_mask.cuh.
+"""Models of the two kernels of attention/sm90/backward.cu, which use backward_loader.cuh and backward_mask.cuh.
 
 The kernel of dq has tiles of queries and blocks of keys, the kernel of dk and dv has tiles of keys and blocks of
 queries. Each half of a tile is a string with a letter for each block: "." if a mask or causality hides the whole block
@@ -26,7 +26,7 @@ def backward(tiles, dkey, masked=True, group=1, stages=None, most_passed=None, w
         seen = ""
 
         def find_own():
-            r"""Wait for the next block that the warpgroup computes, and return False if the tile has none.
+            """Wait for the next block that the warpgroup computes, and return False if the tile has none.
 
             Hidden blocks are skipped. After ``most_passed`` skipped blocks (before and after the last computed block),
             the next block is computed even if it is hidden.

@@ -1,4 +1,4 @@
-r"""Models of the two kernels of attention/sm90/backward_128.cu.
+"""Models of the two kernels of attention/sm90/backward_128.cu.
 
 The kernel of dq has tiles of queries and blocks of keys, the kernel of dk and dv has tiles of keys and blocks of
 queries. A tile is (blocks, passed): its number of blocks, and for each of its two halves the number of blocks (0 or 1)

@@ -16,7 +16,7 @@ MOST_SKIPPED = find_constant(FORWARD, "kMostSkipped", kStages=find_stages("FourW
 
 
 def four_warpgroups(tiles, stages=None, most_skipped=None, warpgroups=2, loaded=None):
-    r"""Model the kernel with four warpgroups, each of which computes a group of 64 queries of a query tile.
+    """Model the kernel with four warpgroups, each of which computes a group of 64 queries of a query tile.
 
     Args:
         tiles: for each query tile, the number of key tiles that each group sees; 1 for a group beyond the last query.
@@ -73,7 +73,7 @@ def four_warpgroups(tiles, stages=None, most_skipped=None, warpgroups=2, loaded=
 
 
 def two_warpgroups(tiles, turns_at_exponentials=True, stages=None, warpgroups=2, warps=1):
-    r"""Model the kernel with two warpgroups, which both compute all key tiles of a query tile.
+    """Model the kernel with two warpgroups, which both compute all key tiles of a query tile.
 
     ``tiles`` has the number of key tiles of each query tile. The warpgroups take turns either in computing exponentials
     or in issuing MMAs.

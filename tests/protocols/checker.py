@@ -1,4 +1,4 @@
-r"""A model checker of synchronization protocols, which explores every interleaving of a few processes.
+"""A model checker of synchronization protocols, which explores every interleaving of a few processes.
 
 A process is a list of operations, recorded before the exploration by a function with the structure of the kernel's
 code. The list must not depend on the interleaving, so each choice that depends on data, such as the blocks that a mask
@@ -26,7 +26,7 @@ class Deadlock(Fault):
 
 
 class WrongPhase(Fault):
-    r"""A process arrives in a phase that is not the current one, or waits for a phase that it cannot test by parity.
+    """A process arrives in a phase that is not the current one, or waits for a phase that it cannot test by parity.
 
     The parity of a barrier only tells the current phase from the phase that was completed last.
     """
@@ -58,7 +58,7 @@ def find_ring_size(file, name):
 
 
 class Ring:
-    r"""Barriers or buffers that are used cyclically: use n of the ring is use n // size of item n % size.
+    """Barriers or buffers that are used cyclically: use n of the ring is use n // size of item n % size.
 
     A call returns ((name, item), phase) of a barrier or ((name, item), number of the write) of a buffer, which has
     ``writes`` writes in each use. Phase -1 is complete at the start, as in the kernels, where a first wait with parity
@@ -82,7 +82,7 @@ class Buffers(Ring):
         model.arrivals |= {self.full.name: 2, self.empty.name: readers}
 
     def fill(self, p, *others):
-        r"""Wait until the next buffer's contents are released, and load new contents.
+        """Wait until the next buffer's contents are released, and load new contents.
 
         The kernels wait for parity ``phase ^ 1``, so that the first wait for each buffer returns at once.
         """
@@ -104,7 +104,7 @@ class Buffers(Ring):
 
 
 class Staging:
-    r"""A buffer in shared memory through which a warpgroup stores its results.
+    """A buffer in shared memory through which a warpgroup stores its results.
 
     Each warp writes some rows. Then the first warp, or every warp if ``all_read`` is true, reads all rows.
     """
@@ -127,7 +127,7 @@ class Staging:
 
 
 def load_tiles(p, tile, counts, *blocks):
-    r"""Load a tile and its blocks for each number of blocks in ``counts``, and then a tile that marks the end.
+    """Load a tile and its blocks for each number of blocks in ``counts``, and then a tile that marks the end.
 
     A block consists of one buffer of each ring in ``blocks``.
     """
@@ -146,8 +146,6 @@ def add_warps(model, warpgroups, warps, run):
 
 
 class Process:
-    """Records the operations of a thread, or of several threads with the same operations."""
-
     def __init__(self, model, name):
         self.model, self.name, self.operations, self.issued = model, name, [], 0
 
@@ -168,8 +166,6 @@ class Process:
         self.wait(barrier)
 
     def read(self, *buffers):
-        """The buffers must have the contents of exactly these writes. A read that takes time is recorded at its start
-        and end."""
         self.operations += [("read", *buffer) for buffer in buffers]
 
     def write(self, *buffers):
@@ -181,7 +177,7 @@ class Process:
         self.copy(barrier, *buffers)
 
     def copy(self, barrier, *buffers):
-        r"""Start a copy that writes the buffers and then arrives at the barrier.
+        """Start a copy that writes the buffers and then arrives at the barrier.
 
         A process's copies for one ring of barriers end in the order of their starts, and in any order relative to other
         copies.
@@ -213,7 +209,7 @@ class Model:
         return self.processes.setdefault(name, Process(self, name))
 
     def places(self):
-        r"""Return (role, kind, name of the barriers) of all waits and arrivals, except those of copies.
+        """Return (role, kind, name of the barriers) of all waits and arrivals, except those of copies.
 
         The role is the process's name with "*" in place of numbers. The kind is "wait", "reach" or "arrive".
         """
@@ -225,7 +221,7 @@ class Model:
         }
 
     def mutants(self, place, change):
-        r"""Yield this model with the operations at a place replaced, once for each process that has the place's role.
+        """Yield this model with the operations at a place replaced, once for each process that has the place's role.
 
         ``change(kind, key, number)`` returns the operations that replace an operation.
         """
@@ -239,7 +235,7 @@ class Model:
                 process.operations = original
 
     def compile(self):
-        r"""Combine the operations of each process into steps.
+        """Combine the operations of each process into steps.
 
         For each barrier and buffer, a table gives the arrivals or writes of each process before each of its positions.
         """
@@ -268,7 +264,6 @@ class Model:
         ]
 
     def perform(self, state, process, step):
-        """Return whether the process can make the step now. Raise a Fault if the step is wrong."""
         for kind, key, n, total, totals, arrivals in step:
             for index, table in totals:
                 total += table[state[index]]
@@ -294,7 +289,7 @@ class Model:
         return list(self.processes)[process]
 
     def explore(self):
-        """Visit all states, breadth first, and return their number."""
+        """Visit all states in order of their distance from the start, and return the number of states."""
         self.compile()
         programs = [[*steps, None] for steps in self.programs]
         level, states = {(0,) * len(programs)}, 0

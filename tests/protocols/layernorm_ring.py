@@ -6,7 +6,7 @@ from .checker import CUDA, Model, Ring
 
 
 def layernorm_ring(rows, stages, prior=None):
-    r"""Model one thread and its copies. One thread is enough, because each thread reads only what it copied itself.
+    """Model one thread and its copies. One thread is enough, because each thread reads only what it copied itself.
 
     A wait returns when at most ``prior`` copies are in flight; by default the number in the kernel's source.
     """

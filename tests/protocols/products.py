@@ -1,4 +1,4 @@
-r"""Models of gemm/sm90_mainloop.cuh and fp8/sm90_gelu.cu.
+"""Models of gemm/sm90_mainloop.cuh and fp8/sm90_gelu.cu.
 
 A thread block of a cluster may access another's shared memory only between the initialization of its barriers and its
 end. Each thread block has a buffer whose first write is the initialization and whose second write is the end. An
@@ -14,7 +14,6 @@ class Cluster:
     """The barriers, buffers and loading threads of the thread blocks of a cluster, which share the operand b."""
 
     def __init__(self, model, stages, blocks, threads, arrivals):
-        """``threads`` processes arrive at the cluster's barrier. ``arrivals`` arrivals release a stage."""
         self.model, self.blocks, self.stages = model, range(blocks), stages
         self.alive, self.met = Ring("block", blocks, writes=2), Ring("cluster_barrier")
         self.full, self.empty, self.a_at = (
@@ -56,7 +55,6 @@ class Cluster:
         self.read(p, rank, ring)
 
     def release(self, p, rank, ring):
-        """Release a stage after its last read, by an arrival at the barrier of every thread block of the cluster."""
         self.read(p, rank, ring)
         for other in self.blocks:
             p.read(self.alive(other))
@@ -64,7 +62,7 @@ class Cluster:
 
 
 def matmul(tiles, steps, stages=None, blocks=None, pairs=1, sums=2):
-    r"""Model a matmul in which each thread block computes ``tiles`` tiles, each in ``steps`` stages.
+    """Model a matmul in which each thread block computes ``tiles`` tiles, each in ``steps`` stages.
 
     A tile has ``pairs`` parts. One warp issues the MMAs of a part. Another warp finishes the part's rows and adds up
     their columns in one of ``sums`` buffers.
@@ -110,7 +108,7 @@ def matmul(tiles, steps, stages=None, blocks=None, pairs=1, sums=2):
 
 
 def fp8_gelu(tiles, steps, stages=None, warps=1, pieces=1):
-    r"""Model the float8 matmul with GELU, in which pairs of warpgroups compute tiles in turns.
+    """Model the float8 matmul with GELU, in which pairs of warpgroups compute tiles in turns.
 
     A pair is ``warps`` processes, which together transpose ``pieces`` pieces of each tile.
     """

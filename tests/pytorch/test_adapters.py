@@ -42,8 +42,6 @@ def assert_same_step(ours, reference, device, return_logits=True):
 
 
 class Adapter(torch.nn.Module):
-    """Adds a low-rank function of a module's output to this output, similar to LoRA."""
-
     def __init__(self, base, width):
         super().__init__()
         torch.manual_seed(9)

@@ -74,7 +74,8 @@ def test_casts_are_freed_with_torchs_cache(device):
 
 def test_a_cached_cast_follows_updates_and_records_gradients(device):
     """A cast made under no_grad is made again when a gradient is needed; torch's cache would reuse it, without a
-    gradient."""
+    gradient.
+    """
     weight = torch.randn(7, 5, device=device, requires_grad=True)
     x = torch.randn(3, 5, device=device)
     with torch.autocast(device.type, torch.bfloat16):
@@ -158,7 +159,6 @@ def test_saved_tensor_hooks_see_only_the_ops_tensors(device):
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
 def test_residual_layernorm_has_the_dtypes_of_torchs_steps(residual_dtype, x_dtype, dropout_p, device):
-    """On the CPU as on CUDA: the dtype of x, torch's promoted dtype and float32."""
     x, residual = torch.randn(3, 8, device=device).to(x_dtype), torch.randn(3, 8, device=device).to(residual_dtype)
     weight, bias = torch.randn(8, device=device), torch.randn(8, device=device)
     dropout = (dropout_p, torch.tensor(3, device=device), torch.tensor(4, device=device)) if dropout_p else ()

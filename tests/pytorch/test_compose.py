@@ -65,7 +65,6 @@ def _fresh_dynamo():
 @pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_one_graph_supports_every_batch_and_length(return_logits, device):
-    """The model is compiled once, without a graph break."""
     model = make_model(device)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
@@ -95,7 +94,6 @@ def test_inductor_with_a_dynamic_batch(device):
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_reduce_overhead(device):
-    """ "reduce-overhead" uses CUDA graphs on a GPU."""
     found = []
     for compiles in (False, True):
         model = make_model(device, n_layer=1)
@@ -114,9 +112,6 @@ def test_reduce_overhead(device):
 
 
 def autocast_cases(device):
-    """Yield (name, call). ``call(f)`` runs the function of this name of ``f``, torch.nn.functional or
-    gptkernels.functional."""
-
     def make(*shape):
         return randn(*shape, dtype=torch.float32, device=device)
 
@@ -347,7 +342,6 @@ def test_profiler_shows_our_ops_with_shapes(device):
 
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_flop_counter(return_logits, device):
-    """The counts equal torch's for torch's ops, for the model and for each module."""
     model, (tokens, targets) = make_model(device), make_batch(device)
     with FlopCounterMode(display=False) as counted:
         model(tokens, targets, return_logits=return_logits)[1].backward()
@@ -408,7 +402,6 @@ def test_memory_snapshot(device, tmp_path):
 
 
 def train_briefly(device, seed, steps=3):
-    """Train for some steps, half of them under autocast, and return the parameters."""
     model = make_model(device, n_layer=1)
     generator = torch.Generator().manual_seed(seed)  # threads share torch's default generator
     with torch.no_grad():
@@ -441,7 +434,6 @@ def run_in_threads(functions):
 
 
 def test_threads(device):
-    """Models that several threads train at the same time have the bits of models trained one by one."""
     alone = [train_briefly(device, seed) for seed in range(4)]
     for _ in range(3):
         together = run_in_threads([functools.partial(train_briefly, device, seed) for seed in range(4)])
@@ -449,7 +441,6 @@ def test_threads(device):
 
 
 def test_streams(device):
-    """Training on a stream waits only for this stream, not for other streams or the device."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     expected = train_briefly(device, 1)
@@ -476,7 +467,6 @@ def test_streams(device):
 
 
 def test_several_devices(device):
-    """An op runs on the device of its tensors, even if another device is current."""
     if torch.cuda.device_count() < 2 or device.type != "cuda":
         pytest.skip("needs two CUDA devices")
 
@@ -553,7 +543,6 @@ def test_data_loader_workers(context):
 
 
 def test_copies(device):
-    """Pickle, torch.save and deepcopy of a model and its optimizer continue the training bit for bit."""
     model = make_model(device, dtype=torch.float64)
     optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
     step_on(model, optimizer, *make_batch(device, seed=0))

@@ -1,4 +1,4 @@
-r"""Tests that every op can be captured in a CUDA graph.
+"""Tests that every op can be captured in a CUDA graph.
 
 An op must allocate no memory outside torch's allocator and must not synchronise, and the host must not read a tensor's
 value, because a replay would use the value read in the capture.
@@ -111,7 +111,6 @@ def make_dropout_modules(device):
 
 
 def test_make_graphed_callables_with_dropout(device):
-    """Each replay draws a new mask, as eager mode does from the same seed, and its backward uses this mask, too."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     for name, module, x in make_dropout_modules(device):

@@ -1,4 +1,4 @@
-r"""Tests that two processes on the CPU have the losses of one process, with DDP or FSDP2 and with our optimizer.
+"""Tests that two processes on the CPU have the losses of one process, with DDP or FSDP2 and with our optimizer.
 
 A fixture starts two processes, which train once in each way of ``WAYS``. Process 0 saves the results, which the tests
 read.
@@ -43,12 +43,11 @@ def rows_of_this_process():
 
 
 def make_batch(seed):
-    """Return this process's part of a batch."""
     return [t[rows_of_this_process()].contiguous() for t in small_models.make_batch(B=4, seed=seed)]
 
 
 def train(model, optimizer, steps=STEPS, first=0, clip=None, **options):
-    """Return each step's loss, averaged over all processes, and each step's gradient norm if gradients are clipped."""
+    """Return the mean losses over the processes, and the gradient norms if the optimizer or ``clip`` clips."""
     losses, norms = [], []
     for i in range(first, first + steps):
         loss = model(*make_batch(i), **options)[1]
@@ -72,7 +71,6 @@ def make_optimizer(model):
 
 
 def shard_model(model, mesh=None, **options):
-    """Shard each transformer block and then the whole model, as FSDP2's tutorial does."""
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh, **options)
@@ -102,7 +100,7 @@ def fsdp(folder):
 
 
 def sharded_layers(folder):
-    """Shard the norms, the attention and the linear modules separately. The loss is fused with the LM head."""
+    """The loss is fused with the LM head."""
     mesh, model = init_device_mesh("cpu", (2,)), make_model()
     for block in model.transformer.h:
         for layer in (block.ln_1, block.ln_2, block.attn, block.mlp.c_fc, block.mlp.c_proj):
@@ -117,14 +115,12 @@ def clipped_by_ours(folder):
 
 
 def replicated_and_sharded(folder):
-    """FSDP2's hybrid sharding with a mesh of 2 x 1 processes, in which each process has all parameters."""
     mesh = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
     model = shard_model(make_model(), mesh)
     return train(model, make_optimizer(model))
 
 
 def exchange_optimizers(first, second):
-    """Make two steps with an optimizer of class ``first``, and two with one of class ``second`` that loads its state."""
     model = shard_model(make_model())
     before = first(model.parameters(), lr=LR)
     losses = train(model, before, 2)[0]
@@ -173,7 +169,6 @@ def uneven(folder):
 
 
 def masters(folder):
-    """Shard bfloat16 parameters, whose float32 master weights must be sharded, too."""
     model = make_uneven_model().bfloat16()
     if dist.is_initialized():
         model = fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
@@ -190,7 +185,6 @@ def masters(folder):
 
 
 def mixed_precision(folder):
-    """Forward and backward run in bfloat16; parameters, reduced gradients and optimizer state are float32."""
     model = make_model().float()
     seen = []
     model.transformer.h[1].register_forward_hook(lambda module, args, out: seen.append(out.dtype))
@@ -325,7 +319,6 @@ def test_master_weights(results):
 
 
 def test_mixed_precision(results, alone):
-    """Losses match torch's optimizer, and match float64 within bfloat16's rounding errors."""
     losses, norms = check_result(results, mixed_precision)
     torchs, torchs_norms = check_result(results, mixed_precision_with_torchs)
     assert losses == pytest.approx(torchs, rel=1e-4)
@@ -335,7 +328,6 @@ def test_mixed_precision(results, alone):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_distributed_checkpoint_is_continued(results, folder, alone):
-    """Two processes continue bit for bit, one process with nearly equal losses."""
     losses, _ = check_result(results, saved)
     assert losses == check_result(results, fsdp)[0]
     model, optimizer = load_checkpoint(make_model(), str(folder / "checkpoint"))

@@ -69,7 +69,7 @@ def assert_same(a, b):
 
 
 def run_both(device, steps, change=lambda i, model, optimizer: None, autocast=False, **options):
-    r"""Assert that plain and graphed steps on the same batches have the same bits. Return the graphed step and the
+    """Assert that plain and graphed steps on the same batches have the same bits. Return the graphed step and the
     losses.
 
     ``steps`` has the micro-batches of each step. ``change`` is called before each step. ``options`` go to
@@ -193,7 +193,6 @@ def test_changed_options_and_loaded_states_capture_again(device, what):
 
 
 def test_a_resumed_run_has_the_same_bits(device):
-    """The resumed run begins with eager steps where the first run replays a graph."""
     data = make_batches(8)
     model, optimizer = make_training(device)
     step = gptkernels.graphed_step(make_loss(model), optimizer)
@@ -209,7 +208,6 @@ def test_a_resumed_run_has_the_same_bits(device):
 
 
 def test_batch_memory_may_be_reused(device):
-    """The caller may overwrite a batch in host memory as soon as the step's call returns."""
     plain, graphed = make_training(device), make_training(device)
     step = gptkernels.graphed_step(make_loss(graphed[0]), graphed[1])
     data = make_batches(2 * STEPS)
@@ -351,7 +349,7 @@ def test_a_step_whose_hook_synchronises_is_eager(device, caplog):
 
 
 def test_a_step_whose_capture_fails_is_eager(device, caplog):
-    """The loss synchronises the stream, which is an error in a capture. Generators and later captures must still work."""
+    """The loss synchronises the stream, which is an error in a capture. Later captures must still work."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     model, _ = make_training(device, dtype=torch.float32)

@@ -1,4 +1,4 @@
-r"""Tests that a call of an op frees all heap memory that it allocates, except its results.
+"""Tests that a call of an op frees all heap memory that it allocates, except its results.
 
 A leak of a few bytes matters: small allocations between the large ones that a training step frees keep the heap from
 merging the free memory, and the process may grow by megabytes with each step.

@@ -69,7 +69,9 @@ def test_twenty_steps_match_torch(options, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_matches_torchs_fused_kernel(dtype, device):
-    """torch's fused kernel computes in float32, as ours does. torch's others round each intermediate result to 16 bits."""
+    """torch's fused kernel computes in float32, as ours does. torch's other code rounds intermediate results to 16
+    bits.
+    """
     ours, torchs, our_params, torch_params = make_pair(dtype, device, lr=0.1, fused=True)
     for optimizer in (ours, torchs):
         train(optimizer, 20)
@@ -80,7 +82,7 @@ def test_low_precision_matches_torchs_fused_kernel(dtype, device):
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_master_weights_have_float32s_updates(dtype, max_grad_norm, device):
-    r"""With master weights, 16-bit parameters are the rounded parameters of a float32 run, also with clipping.
+    """With master weights, 16-bit parameters are the rounded parameters of a float32 run, also with clipping.
 
     The updates are so small that most of them would not change a 16-bit parameter.
     """
@@ -107,8 +109,6 @@ def test_master_weights_have_float32s_updates(dtype, max_grad_norm, device):
 @pytest.mark.parametrize("change", ["load_state_dict", "another optimizer", "data", "one element"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_master_weights_follow_changed_parameters(dtype, change, device):
-    """If other code has changed an element of a parameter, the step starts from the new value, otherwise from the
-    master weight."""
     ours = torch.nn.ParameterList(make_parameters(dtype, device))
     best = copy.deepcopy(ours.state_dict())
     optimizer = AdamW(ours, lr=0.1, master_weights=True)
@@ -176,7 +176,6 @@ def test_one_launch_per_group_and_dtype(device):
 @pytest.mark.parametrize("how", ["set_default_device", "with torch.device"])
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"master_weights": True}], ids=str)
 def test_the_default_device_is_ignored(options, how, device):
-    """Steps and clipping allocate no tensor on torch's default device."""
     dtype = torch.bfloat16 if "master_weights" in options else torch.float64
     ours, wanted = make_parameters(dtype, device), make_parameters(dtype, device)
     train(AdamW(wanted, lr=0.1, **options), 3)
@@ -197,7 +196,6 @@ def test_the_default_device_is_ignored(options, how, device):
 
 
 def make_layouts(device, dtype=torch.float64):
-    """Return a channels_last parameter, a transposed one, and a transposed one with a dimension of size 1."""
     torch.manual_seed(7)
     return [
         torch.nn.Parameter(randn(4, 3, 5, 5, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)),
@@ -226,7 +224,6 @@ def test_dense_layouts_match_torch(grads, device):
 
 @pytest.mark.parametrize("masters", [False, True])
 def test_a_loaded_state_takes_the_parameters_layout(masters, device):
-    """A state saved for contiguous parameters gets the strides of the parameters for which it is loaded."""
     dtype = torch.bfloat16 if masters else torch.float64
     rows = [torch.nn.Parameter(p.detach().contiguous()) for p in make_layouts(device, dtype)]
     first = AdamW(rows, lr=0.1, master_weights=masters)
@@ -480,7 +477,6 @@ def test_clip_grad_norm_of_no_gradients_or_infinities(device):
 @pytest.mark.parametrize("max_norm", [0.5, 1e6, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_clipping_in_the_step(max_norm, dtype, device):
-    """A step with max_grad_norm has the bits of clip_grad_norm_ on all parameters followed by a step."""
     ours, apart = make_parameters(dtype, device), make_parameters(dtype, device)
     optimizers = [
         AdamW([{"params": p[:3]}, {"params": p[3:], "lr": 0.1}], max_grad_norm=clip)

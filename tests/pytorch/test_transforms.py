@@ -1,4 +1,4 @@
-r"""Tests of every op with torch's transforms: forward-mode AD, the transforms of torch.func, and nested transforms.
+"""Tests of every op with torch's transforms: forward-mode AD, the transforms of torch.func, and nested transforms.
 
 ``gradcheck`` and ``gradgradcheck`` compare derivatives with finite differences in float64. Other tests compare a
 transform with a loop, or with another transform that computes the same values.
@@ -86,7 +86,6 @@ def test_forward_over_reverse(case, device):
 
 @all_cases
 def test_forward_mode_without_gradients(case, device):
-    """Tangents are computed without requires_grad. The tangents for single inputs add up to the tangent for all."""
     function, inputs = draw_case(case, device)
     directions = [torch.randn_like(t) for t in inputs]
     _, whole = jvp(function, inputs, tuple(directions))
@@ -117,7 +116,6 @@ def test_tangent_of_global_norm(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @all_cases
 def test_forward_mode_in_every_dtype(case, dtype, device):
-    """A tangent has the output's dtype, and matches the float64 tangent within rounding errors."""
     function, inputs = draw_case(case, device, dtype)
     directions = tuple(torch.randn_like(t) for t in inputs)
     if case.startswith("fused_classifier_backward"):  # dlosses are float32
@@ -174,7 +172,6 @@ def test_jacobians_agree(case, device):
 
 @all_cases
 def test_hessians_agree(case, device):
-    """The four combinations of forward and reverse mode compute the same Hessian."""
     skip_float32_result(case)
     if case in ("linear_cross_entropy", "linear_cross_entropy, sum", "linear_cross_entropy, functional"):
         pytest.skip("the op refuses a tangent outside of its forward if the forward computes the gradients")
@@ -236,7 +233,6 @@ def test_per_sample_gradients(case, device):
 
 
 def test_vmap_over_integers(device):
-    """Tokens and targets are mapped, with the other tensors mapped or not."""
     tokens = torch.randint(4, (3, 2, 5), device=device)
     wte, wpe = (torch.randn(3, 4, 6, device=device), torch.randn(5, 6, device=device))
 
@@ -330,7 +326,6 @@ def test_ensemble_of_models(device):
 
 @pytest.mark.parametrize("module", ["LayerNorm", "Linear", "GELU", "Softmax", "MLP", "CausalSelfAttention"])
 def test_modules_have_per_sample_gradients_and_tangents(module, device):
-    """Per-sample gradients as torch.func's documentation computes them, and tangents."""
     made = {
         "LayerNorm": lambda: nn.LayerNorm(8),
         "Linear": lambda: nn.Linear(8, 4),
