@@ -88,6 +88,7 @@ CAPABILITIES = ["default", "avx2", "avx512"]
 
 @pytest.mark.parametrize("wish", [*CAPABILITIES, "sse9"])
 def test_the_cpu_capability_can_be_chosen(wish):
+    """GPTKERNELS_CPU_CAPABILITY selects the kernels. An unknown or unsupported value is an error."""
     done = run_python("import gptkernels; print(gptkernels.info()['cpu capability'])", GPTKERNELS_CPU_CAPABILITY=wish)
     if done.returncode == 0:
         assert done.stdout.strip() == wish != "sse9"
@@ -99,7 +100,10 @@ def test_the_cpu_capability_can_be_chosen(wish):
 
 
 def test_every_cpu_capability_gives_the_same_bits():
-    """The sources define the order of additions, and whether a product is rounded before it is added."""
+    """layernorm, softmax, fused_classifier, gelu and global_norm have the same bits for each CPU capability.
+
+    Their sources define the order of additions, and whether a product is rounded before it is added.
+    """
     code = """
         import hashlib, torch, gptkernels
         torch.manual_seed(0)

@@ -15,7 +15,7 @@ SHORT = ["--steps", "20", "--seed", "3", "--backend", "aot_eager"]  # Inductor t
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.large)])
 def test_a_short_campaign_finds_nothing(kind, device):
-    """It runs in a separate process, because a step that hangs ends its process."""
+    """A campaign of 20 steps has no failure. It runs in a separate process, because a step that hangs ends it."""
     if kind != device.type:
         pytest.skip(f"--device {kind}")
     command = [sys.executable, "-m", "fuzz.steps", *SHORT, "--device", kind]

@@ -176,7 +176,11 @@ def generate_like_eager(model, *args, **options):
 @all_dtypes
 @pytest.mark.parametrize("options", [{"temperature": 0.0}, {"top_k": 7}, {"temperature": 1.3, "top_p": 0.8}], ids=str)
 def test_graphs_change_no_token(options, dtype, device):
-    """Beyond the model's positions, the window of tokens slides, and no graph is used."""
+    """Generation with CUDA graphs gives the same tokens as generation without CUDA graphs.
+
+    In some calls there are more tokens than the model has positions. Then no graph is used for the last tokens, for
+    which the window of tokens slides.
+    """
     model = make(dtype, device, **SHAPES["256"])
     for batch, prompt, count in ((1, 1, 40), (1, 4, 30), (2, 30, 20), (8, 3, 5), (1, 38, 6)):
         tokens = torch.randint(65, (batch, prompt), device=device)

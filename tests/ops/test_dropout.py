@@ -110,7 +110,7 @@ def test_every_cpu_capability_gives_the_same_mask(tmp_path):
         " *ops.residual_layernorm(x, x, None, None, 1e-5, None, 0.3, *n)[:2]], sys.argv[1])"
     )
     found = []
-    for capability in ("default", ""):  # "": the processor's best capability
+    for capability in ("default", ""):  # "" selects the best capability of the processor
         path = tmp_path / f"masks {capability}"
         done = run_python(program, path, GPTKERNELS_CPU_CAPABILITY=capability)
         assert done.returncode == 0, done.stderr

@@ -311,6 +311,7 @@ def test_compiled_training(family, device):
 @both
 @COMPILED
 def test_compiled_frozen_parameters(family, autocast, device):
+    """If some parameters are frozen, the compiled model has the gradients of eager mode, and no others."""
     torch._dynamo.reset()
     model, call = make_model_and_call(family, device)
     gptkernels.swap(model).train()
