@@ -36,7 +36,6 @@ def parser():
 
 
 def settings_of(arguments, error):
-    """Convert the command line to ``measure.Settings``. Print a line for each requested baseline that cannot run."""
     device = torch.device(arguments.device)
     missing = absent(device)
     default = "torch" if arguments.host or device.type == "cpu" else ",".join(PEERS)
@@ -65,7 +64,6 @@ def _sizes(text, error):
 
 
 def run_of(arguments, settings):
-    """Measure the chosen ops and return the run. After each op, show its table and update the file of ``--json``."""
     dtypes = [str(dtype).removeprefix("torch.") for dtype in settings.dtypes]
     plain = {**vars(settings), "device": str(settings.device), "dtypes": dtypes}
     run = {"machine": describe(settings.device), "settings": plain, "rows": []}
@@ -84,7 +82,7 @@ def run_of(arguments, settings):
 
 
 def main(arguments=None):
-    """Run the command. The exit status is 1 if our kernels are wrong or fail, or are slower than in --compare's run."""
+    """The exit status is 1 if our kernels are wrong or fail, or are slower than in --compare's run."""
     cli = parser()
     arguments = cli.parse_args(arguments)
     names_in(",".join(arguments.ops), measure.OPS, "benchmark", cli.error)

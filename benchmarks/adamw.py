@@ -5,13 +5,12 @@ from benchmarks.harness.case import Case, nbytes
 from benchmarks.harness.peers import compiled
 
 ops = torch.ops.gptkernels
-# A size is (layers, channels, vocabulary, positions). SIZES has GPT-2 124M, whose parameters are 148 tensors.
+# (layers, channels, vocabulary, positions) of GPT-2 124M, whose parameters are 148 tensors.
 SIZES = {"bfloat16": [(12, 768, 50304, 1024)], "float32": [(12, 768, 50304, 1024)]}
 CPU_SIZES = [(2, 128, 256, 128)]
 TINY = (1, 8, 16, 8)
 MAX_NORM = 1.0
-# The learning rate is so large that a step changes bfloat16 parameters. With a small rate, a step that leaves the
-# parameters unchanged would pass the verification.
+# A small learning rate would not change bfloat16 parameters, so that a step that does nothing would pass.
 OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 LR = 0.1
 
@@ -27,8 +26,6 @@ def label(tensors):
 
 
 class State:
-    """The tensors of an AdamW step. If the parameters have 16 bits, master weights and moments are float32."""
-
     def __init__(self, shapes, device, dtype):
         self.low = dtype.itemsize == 2
         wide = torch.float32 if self.low else dtype
@@ -40,7 +37,7 @@ class State:
         self.wide_grads = [torch.empty_like(t) for t in self.masters] if self.low else self.grads
         self.moments = [[torch.rand(shape, device=device, dtype=wide) for shape in shapes] for _ in range(2)]
         self.steps = [torch.ones((), device=device) for _ in shapes]
-        self.counts = [torch.zeros((), device=device) for _ in shapes]  # for `formula`, which increments these counts
+        self.counts = [torch.zeros((), device=device) for _ in shapes]
         self.lr = torch.tensor(LR, device=device)
         self.torchs_options = {"lr": self.lr, "amsgrad": False, "maximize": False, **OPTIONS}
         self.written = [*self.masters, *self.moments[0], *self.moments[1], *(self.params if self.low else ())]
@@ -60,21 +57,14 @@ class State:
         )
 
     def torchs(self):
-        """Run a step by torch's fused kernel.
-
-        The kernel has no master weights, so 16-bit gradients are first copied to float32, and the parameters are
-        rounded to 16 bits at the end.
-        """
+        """Torch's fused kernel has no master weights, so that a step also casts 16-bit gradients and parameters."""
         if self.low:
             torch._foreach_copy_(self.wide_grads, self.grads)
         torch._fused_adamw_(self.masters, self.wide_grads, *self.moments, [], self.steps, **self.torchs_options)
         self.narrow()
 
     def formula(self):
-        """Run a step by torch.optim's Python code.
-
-        Under torch.compile, Inductor fuses this code and the conversions of dtypes into a few large kernels.
-        """
+        """Under torch.compile, Inductor fuses this code and the conversions of dtypes into a few large kernels."""
         grads = [grad.float() for grad in self.grads] if self.low else self.grads
         options = {"foreach": True, "capturable": True, **self.torchs_options}
         adamw(self.masters, grads, *self.moments, [], self.counts, **options)
@@ -92,7 +82,6 @@ class State:
         self.torchs()
 
     def exact(self, clip):
-        """Yield the exact value, in float64, of each tensor that a step writes."""
         count = len(self.masters)
         masters, firsts, seconds = (self.start[i * count :][:count] for i in range(3))
         grads = self.start[-count:]

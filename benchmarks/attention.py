@@ -11,13 +11,11 @@ from benchmarks.harness.case import Case, nbytes
 from benchmarks.harness.peers import backward, compiled
 
 ops = torch.ops.gptkernels
-# The last number of a size says which keys a query sees. With ALL, a query sees every key. With CAUSAL and TF32, it
-# sees the keys up to its position; with TF32, float32 matmuls also use TF32. With RIGHT, LEFT and LENGTHS, it sees the
-# keys up to its position, except padding. RIGHT and LEFT pass padding as a mask (B, 1, T, T), as Hugging Face's models
-# do.
+# Which keys a query sees: all; those up to its position (CAUSAL, and TF32 with TF32 matmuls); or those except padding,
+# given as a mask (B, 1, T, T) as by Hugging Face's models (RIGHT, LEFT), or by lengths.
 ALL, CAUSAL, RIGHT, LEFT, LENGTHS, TF32 = range(6)
 PADDED = {RIGHT: "padded right, bool mask", LEFT: "padded left, additive mask", LENGTHS: "padded right, by lengths"}
-# A size is (batch, heads, queries, keys, head size, which keys). Causal attention without padding has packed qkv.
+# (batch, heads, queries, keys, head size, which keys). Causal attention without padding has packed qkv.
 SIZES = {
     "bfloat16": [
         *((batch, 12, keys, keys, 64, CAUSAL) for batch, keys in ((64, 1024), (16, 4096), (4, 16384), (4, 1024))),
@@ -37,22 +35,19 @@ CPU_SIZES = [
     (1, 12, 1, 1024, 64, ALL),
 ]
 TINY = (1, 1, 8, 8, 8, CAUSAL)
-MOST_SCORES = 1 << 26  # the largest number of scores that the float64 reference computes
+MOST_SCORES = 1 << 26
 
 
 @dataclass
 class Seen:
-    """Defines which keys a query sees."""
-
     causal: bool
     begin: Tensor | None = None  # (B): the first key of each sequence that is not padding
     end: Tensor | None = None  # (B): the key after the last key that is not padding
-    mask: Tensor | None = None  # padding and causality together, for torch's function
-    by_bounds: bool = False  # our op gets `begin` and `end` instead of the mask
+    mask: Tensor | None = None
+    by_bounds: bool = False
 
     @classmethod
     def of(cls, kind, batch, tokens, dtype, device):
-        """Create an instance for a kind (ALL to TF32). Padded sequences have lengths from half of ``tokens`` to all."""
         if kind not in PADDED:
             return cls(kind in (CAUSAL, TF32))
         lengths = torch.linspace(tokens // 2, tokens, batch, device=device).int()
@@ -66,22 +61,19 @@ class Seen:
 
     @property
     def causal_flag(self):
-        """Return the argument `is_causal`, which is False if causality is part of the mask."""
         return self.causal and self.mask is None
 
     def allows(self, b, h, q, k):
-        """Return whether query q sees key k. flex_attention requires this signature."""
+        """flex_attention requires this signature."""
         causal = q >= k
         return causal if self.end is None else causal & (k >= self.begin[b]) & (k < self.end[b])
 
     def allowed(self, queries, keys, device):
-        """Return the mask (B, 1, queries, keys), where B is 1 without padding."""
         sizes = 1 if self.end is None else len(self.end), 1, queries, keys
         b, _, q, k = torch.meshgrid(*(torch.arange(n, device=device) for n in sizes), indexing="ij")
         return self.allows(b, 0, q, k)
 
     def ours(self):
-        """Return the arguments that follow ``value`` in our op: mask, dropout, causal, scale, offset, bounds."""
         if self.by_bounds:
             return None, 0.0, True, None, 0, self.begin, self.end
         return self.mask, 0.0, self.causal_flag, None, 0, None, None
@@ -95,7 +87,6 @@ def flash3(query, key, value, causal):
 
 
 def flex(seen):
-    """Return flex_attention under torch.compile. The first call creates the block mask."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     attend = compiled(lambda query, key, value, mask: flex_attention(query, key, value, block_mask=mask))
@@ -114,8 +105,6 @@ def flex(seen):
 
 
 def allowing_tf32(function):
-    """Return a function that calls ``function`` with TF32 allowed in torch's matmuls."""
-
     def call(*arguments):
         before = torch.backends.cuda.matmul.allow_tf32
         torch.backends.cuda.matmul.allow_tf32 = True
@@ -133,7 +122,6 @@ def by_backend(backend, query, key, value, seen):
 
 
 def functions(device, dtype, seen):
-    """Return the baselines as functions of query, key and value."""
     flash = device.type == "cpu" or (dtype.itemsize == 2 and seen.mask is None)
     backend = SDPBackend.FLASH_ATTENTION if flash else SDPBackend.EFFICIENT_ATTENTION
     found = {"torch": lambda *t: by_backend(backend, *t, seen)}
@@ -153,10 +141,9 @@ def formula(query, key, value, allowed):
 
 
 def checked(inputs, dout, seen):
-    """Yield the exact results of a few heads: out, or the gradients if ``dout`` is given.
+    """Yield the exact results of a few heads, because all heads would take too long.
 
-    All heads would take too long. Queries that are padding on the left are skipped, because they see no key, and
-    implementations differ in their outputs.
+    Queries that see no key are left out, because implementations differ in their outputs.
     """
     query, key, _ = inputs
     heads = max(1, min(4, MOST_SCORES // (query.shape[2] * key.shape[2])))

@@ -15,16 +15,13 @@ P = 0.1
 
 
 class Mask:
-    """The properties of a result that every mask has: the kept values, and about the share P of dropped elements."""
+    """What every mask's result has: the kept values, and about the share P of dropped elements."""
 
     def __init__(self, values):
         self.kept = values / (1 - P)
 
     def look(self, dropped, added=0.0):
-        """Return the result with kept values in place of dropped ones, and 1.0 if about P were dropped, else 0.0.
-
-        Dropped elements equal ``added``.
-        """
+        """Put kept values in place of dropped ones; the second result is 1.0 if about P were dropped, else 0.0."""
         drops = dropped == added
         deviations = (drops.double().mean() - P) / (P * (1 - P) / drops.numel()) ** 0.5
         return dropped + drops * self.kept, (deviations.abs() < 5).double()

@@ -16,13 +16,11 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
 def quantised(x, scale):
-    """Quantize x to e4m3 with torch. Return the result and a transposed copy."""
     q = (x.float() / scale).to(E4M3)
     return q, q.t().contiguous()
 
 
 def read(q, scale):
-    """Convert float8 numbers to float64 and multiply them by the scale."""
     return q.double() * scale
 
 
@@ -59,7 +57,6 @@ def cases(device, dtype, rows, inner, outer):
     norm_scale = norm()[2]
 
     def separate_kernels():
-        """Compute the norm and the quantization by two kernels, which give the same bits as the fused kernel."""
         out = ops.residual_layernorm(x, residual, norm_weight, norm_bias)[0]
         return read(ops.fp8_quantize(out, norm_history.clone(), E4M3)[0], norm_scale)
 
@@ -105,7 +102,6 @@ def cases(device, dtype, rows, inner, outer):
 
 
 def mlp_cases(x, fc):
-    """Yield the cases of fp8_mlp. The amax histories are filled, as in all training steps except the first."""
     rows, inner, outer = len(x), *fc.t().shape
     dtype, device = x.dtype, x.device
     fc, proj = fc * inner**-0.5, torch.randn(inner, outer, device=device, dtype=dtype) * outer**-0.5
@@ -128,7 +124,6 @@ def mlp_cases(x, fc):
     )
 
     def rounded(t, scale, fp8):
-        """Round to the operator's dtype, and then to float8 with the history's scale."""
         return read((t.to(dtype).float() / scale).to(fp8), scale)
 
     def second(pre, proj):

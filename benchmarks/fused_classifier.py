@@ -14,7 +14,7 @@ TINY = (4, 8)
 
 
 def formula(logits, targets):
-    """Return the sum of the rows' losses. Unlike the mean, the sum gives gradients without a factor 1 / rows."""
+    """Unlike the mean, the sum gives gradients without a factor 1 / rows."""
     return F.cross_entropy(logits, targets, reduction="sum")
 
 
@@ -31,10 +31,7 @@ def exact_loss_and_gradient(logits, targets):
 
 
 def liger_(logits, targets):
-    """Call Liger's kernel, which overwrites the logits.
-
-    Liger's Python function is not called, because it synchronizes with the device three times before the launch.
-    """
+    """Liger's Python function would synchronize with the device three times before the launch."""
     from liger_kernel.ops.cross_entropy import MAX_FUSED_SIZE, liger_cross_entropy_kernel
     from triton import next_power_of_2
 
@@ -63,13 +60,13 @@ def quack(logits, targets):
 def cases(device, dtype, rows, width):
     logits = torch.randn(rows, width, device=device, dtype=dtype)
     targets = torch.randint(width, (rows,), device=device)
-    scratch = torch.empty_like(logits)  # for variants that overwrite the logits with the gradient
+    scratch = torch.empty_like(logits)
     common = {
         "shape": f"{rows}x{width}",
         "exact": lambda: exact_loss_and_gradient(logits, targets),
         "bytes": 2 * nbytes(logits),
         "flops": 6 * logits.numel(),
-        "look": lambda result: (result[0].double().sum(), result[1]),  # variants return losses or their sum
+        "look": lambda result: (result[0].double().sum(), result[1]),
         "reset": lambda: scratch.copy_(logits),
     }
     yield Case(

@@ -1,7 +1,6 @@
 """``python -m benchmarks.generate`` measures the tokens per second of our and of Hugging Face's decoding.
 
-All models have GPT-2's shape, random weights and top-k sampling. Our decoding must give the same tokens with and
-without CUDA graphs. The floor is the time to read the weights and the previous keys and values from memory.
+The floor is the time to read the weights and the previous keys and values from memory.
 """
 
 import argparse
@@ -65,14 +64,12 @@ def main(arguments=None):
 
 
 def step_bytes(config, dtype, batch, tokens):
-    """Return the bytes that a decoding step reads on average: every matrix, and half of the final keys and values."""
     C, L = config.n_embd, config.n_layer
     elements = 12 * L * C * C + config.padded_vocab_size * C + batch * L * C * tokens
     return elements * dtype.itemsize
 
 
 def measure(name, config, dtype, device, batch, tokens, repeats):
-    """Return the seconds of the fastest of ``repeats`` runs that generate all tokens, after two runs of warm-up."""
     make = ours if name in ("graph", "eager", "modules") else huggingface
     generate = make(name, config, dtype, device, batch, tokens)
     times = []

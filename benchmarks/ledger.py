@@ -30,8 +30,6 @@ build whose dispatch passes over a variant that an environment variable names. I
 
 
 class Variant(NamedTuple):
-    """One variant of ledger.txt, with the keys of the rows that the file lists below the variant."""
-
     family: str
     name: str
     files: list[Path]
@@ -40,7 +38,6 @@ class Variant(NamedTuple):
 
 
 def read(text) -> dict[str, list[Variant]]:
-    """Return the variants of ledger.txt, grouped by family, in the file's order."""
     families: dict[str, list[Variant]] = {}
     for line in text.splitlines():
         indent, entry = len(line) - len(line.lstrip()), line.strip()
@@ -64,7 +61,6 @@ def _matched(family, patterns):
 
 
 def measured(paths) -> dict[str, float]:
-    """Return the seconds of all rows of these runs that were measured on ``GPU``. The keys are as in ledger.txt."""
     found = {}
     for path in paths:
         run = json.loads(path.read_text())
@@ -85,18 +81,11 @@ def measured(paths) -> dict[str, float]:
 
 
 def lines_of(files) -> int:
-    """Count lines to the nearest ten, so that the page does not change with every line."""
+    """Count to the nearest ten, so that the page does not change with every line."""
     return round(sum(len(path.read_text().splitlines()) for path in files), -1)
 
 
 def cells(variant, kept, compared) -> list[list[str]]:
-    """Return the table's lines for a variant: one for each of its rows, or one if it has no rows.
-
-    Args:
-        variant: the variant.
-        kept: the times of the kept runs.
-        compared: the times with and without a variant, by (family, variant, row).
-    """
     count, needed = lines_of(variant.files), variant.instead == "-"
     head = [variant.name, str(count), variant.instead]
     lines = []
@@ -116,7 +105,6 @@ def _time(seconds):
 
 
 def page() -> str:
-    """Return the text of docs/ledger.md."""
     kept, parts = measured(path for path in sorted(RESULTS.glob("*.json")) if path != WITHOUT), [INTRODUCTION]
     rows = json.loads(WITHOUT.read_text())["rows"]
     compared = {(row["family"], row["variant"], row["row"]): (row["with"], row["without"]) for row in rows}
@@ -124,7 +112,7 @@ def page() -> str:
         table = []
         for variant in variants:
             first, *others = cells(variant, kept, compared)
-            table += [first, *([""] * 3 + line[3:] for line in others)]  # the variant's name only once
+            table += [first, *([""] * 3 + line[3:] for line in others)]
         named = {path for variant in variants for path in variant.files}
         if rest := [path for path in (CUDA / family).rglob("*.*") if path not in named]:
             table.append(["shared", str(lines_of(rest)), *[""] * 5])

@@ -10,18 +10,17 @@ ops = torch.ops.gptkernels
 SIZES = {"bfloat16": [(8192, 768, 50304), (8192, 2048, 128256)], "float32": [(8192, 768, 50304)]}
 CPU_SIZES = [(256, 256, 4096)]
 TINY = (4, 16, 16)
-EXACT_ROWS = 1024  # the number of rows whose float64 logits are in memory at a time
+EXACT_ROWS = 1024
 
 
 def formula(x, weight, targets):
-    """Return the sum of the rows' losses, as in fused_classifier."""
     return F.cross_entropy(F.linear(x, weight), targets, reduction="sum")
 
 
 def liger(x, weight, targets):
     from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction
 
-    options = [None, None, -100, 0.0, 0.0, "sum"]  # no bias, no class weights, ignore_index, no regularizers, reduction
+    options = [None, None, -100, 0.0, 0.0, "sum"]
     return LigerFusedLinearCrossEntropyFunction.apply(x, weight, targets, *options)[0]
 
 
@@ -68,6 +67,6 @@ def cases(device, dtype, rows, channels, vocabulary):
         "fp8_linear_cross_entropy",
         ours=both(ops.fp8_linear_cross_entropy.default, reduction="sum"),
         exact=exact_loss,
-        look=lambda out: out[:1],  # only the loss, because the gradients' operands are rounded to 8 bits
+        look=lambda out: out[:1],  # the gradients' operands are rounded to 8 bits
         **common,
     )

@@ -17,10 +17,7 @@ def formula(x, residual, weight, bias):
 
 
 def norm(total, weight, bias):
-    """Return the norm and the sum.
-
-    The sum is an output as well, and its gradient is added to the gradient of the norm.
-    """
+    """The sum is an output as well, and its gradient is added to the gradient of the norm."""
     return F.layer_norm(total, total.shape[-1:], weight, bias), total
 
 
@@ -44,7 +41,7 @@ def cases(device, dtype, rows, width):
 
 
 def dropout_cases(x, residual, weight, bias, dout, dsum):
-    """Yield the cases in which x has dropout. Every variant draws its own mask."""
+    """Every variant draws its own mask."""
     rows, width = x.shape
     shape = f"{rows}x{width} p={P}"
     x = x + x.sign()  # far enough from 0 that the mask can be read from the sums

@@ -1,5 +1,5 @@
-// One step of AdamW (Loshchilov and Hutter, 2019) on a list of tensors, in place. The arithmetic of the step is in this
-// header, because the CPU and CUDA kernels share it.
+// One step of AdamW (Loshchilov and Hutter, 2019) on a list of tensors, in place, with the arithmetic that the CPU and
+// CUDA kernels share.
 #pragma once
 
 #include <cmath>
@@ -18,39 +18,35 @@ struct AdamwOptions {
   double lr;
   double beta1;
   double beta2;
-  double log_beta1;  // beta^t is computed from the logarithm
+  double log_beta1;
   double log_beta2;
   double eps;
   double weight_decay;
   float max_grad_norm;
   bool maximize;
-  // If true, bfloat16 moments and bfloat16 parameters without masters are rounded stochastically. Other arrays are
-  // rounded to nearest.
+  // Applies to bfloat16 moments and to bfloat16 parameters without masters.
   bool round_stochastically;
   uint64_t rounding_seed;
 };
 
-// The arrays that may be rounded stochastically. Each uses different random bits.
 enum AdamwArray : uint32_t { kParamArray, kExpAvgArray, kExpAvgSqArray };
 
-// Optional scalars in the memory of the tensors' device; null if not given. A kernel reads them when it runs, so a CUDA
-// graph can be replayed with new values.
+// Optional scalars in the tensors' device memory. A kernel reads them when it runs, so a CUDA graph can be replayed
+// with new values.
 struct AdamwNumbers {
-  const float* lr;          // if null, wide_lr is used
-  const double* wide_lr;    // if null, options.lr is used
+  const float* lr;  // if null, wide_lr is used
+  const double* wide_lr;
   const float* grad_scale;  // divisor of the gradients
-  const float* grad_norm;   // norm of gradients / grad_scale; if given, the gradients are clipped to max_grad_norm
+  const float* grad_norm;   // if given, clips gradients / grad_scale
   const float* found_inf;   // if not 0, the step is a no-op
 };
 
-// T is the parameters' dtype; Gradient and State are T or float. The arrays of `count` pointers are in host memory; the
-// tensors and scalars are in device memory.
+// Gradient and State are T or float. The pointer arrays are in host memory.
 template <typename T, typename Gradient, typename State>
 struct Adamw {
   T* const* params;
-  // Float32 master weights, or null. If given, the step updates the masters, and stores them rounded to T in params. If
-  // a master does not round to its parameter, other code has changed the parameter, and the step starts from the
-  // parameter.
+  // Float32 master weights, or null. The step updates them, and stores them rounded to T in params. If a master does
+  // not round to its parameter, other code has changed the parameter, from which the step then starts.
   float* const* masters;
   const Gradient* const* grads;
   State* const* exp_avgs;
@@ -67,11 +63,10 @@ Status adamw(const Adamw<T, Gradient, State>& p, Stream stream);
 
 // ---- the step's arithmetic, shared by both devices ------------------------------------------------------------------
 
-// The factors of a tensor's step. They are computed in float64, because 1 - beta^t has few accurate digits in float32
-// if t is small.
+// In float64, because for small t, 1 - beta^t has few accurate digits in float32.
 template <typename A>
 struct AdamwFactors {
-  A gradient;  // factor of the gradient: clip coefficient / grad_scale, negated to maximize
+  A gradient;  // clip coefficient / grad_scale, negated to maximize
   A decay;     // 1 - lr * weight_decay
   A beta1;
   A weight1;  // 1 - beta1
@@ -82,15 +77,14 @@ struct AdamwFactors {
   A eps;
 };
 
-// Returns the factor by which torch's clip_grad_norm_ multiplies the gradients. The operations are the same as torch's,
-// so that the factor has the same bits. A NaN norm gives NaN.
+// Has the same bits as torch's clip_grad_norm_. A NaN norm gives NaN.
 GPTKERNELS_STEP float clip_coefficient(float norm, float max_norm) {
   const float coefficient = 1 / (norm + 1e-6f) * max_norm;
   return coefficient > 1 ? 1 : coefficient;
 }
 
-// Returns 1 - beta^t. beta^t is computed from log(beta), because that takes less time than calling pow(). As in torch,
-// beta^t is rounded before the subtraction; for small t the results would otherwise differ from torch's.
+// log(beta) makes this faster than pow(). As in torch, beta^t is rounded before the subtraction; for small t the
+// results would otherwise differ.
 GPTKERNELS_STEP double one_minus_power(double log_beta, double t) {
   const double power = 1 + std::expm1(t * log_beta);
   return 1 - power;
@@ -112,16 +106,14 @@ GPTKERNELS_STEP AdamwFactors<A> adamw_factors(const AdamwOptions& o, const Adamw
           .eps = A(o.eps)};
 }
 
-// Returns the value that a step starts from: the master if it rounds to the parameter, else the parameter.
 template <typename T>
 GPTKERNELS_STEP float current_value(float master, T param) {
   const float value = static_cast<float>(param);
   return static_cast<float>(static_cast<T>(master)) == value ? master : value;
 }
 
-// Updates one parameter and its two moments. `Arithmetic` provides the device's multiplication, division and square
-// root. product() must round (no FMA), so that a gradient clipped here has the same bits as a gradient clipped by a
-// separate multiplication.
+// product() must round (no FMA), so that a gradient clipped here has the same bits as one clipped by a separate
+// multiplication.
 template <typename Arithmetic, typename A>
 GPTKERNELS_STEP void adamw_update(const AdamwFactors<A>& f, A gradient, A& param, A& exp_avg, A& exp_avg_sq) {
   const A g = Arithmetic::product(gradient, f.gradient);

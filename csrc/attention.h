@@ -10,7 +10,6 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// A strided (B, heads, T, HS) tensor: element (b, h, t, i) is at data[b * batch + h * head + t * token + i].
 template <typename T>
 struct HeadsView {
   T* data;
@@ -21,17 +20,16 @@ struct HeadsView {
   constexpr T* at(int64_t b, int64_t h, int64_t t) const { return data + b * batch + h * head + t * token; }
 };
 
-// A query sees the keys that satisfy all of the conditions below. If it sees no key, its out is 0 and its logsumexp is
-// -inf.
+// A query sees the keys that satisfy all conditions. If it sees no key, its out is 0 and its logsumexp is -inf.
 template <typename T>
 struct AttentionMask {
-  bool causal = false;                 // query i sees the keys j <= i + query_offset
-  int64_t query_offset = 0;            // position of query 0 among the keys
-  const int32_t* key_begin = nullptr;  // (B) or null: sequence b's keys are key_begin[b] <= j < key_end[b]
+  bool causal = false;  // query i sees the keys j <= i + query_offset
+  int64_t query_offset = 0;
+  const int32_t* key_begin = nullptr;  // (B) or null: keys key_begin[b] <= j < key_end[b]
   const int32_t* key_end = nullptr;    // (B) or null
   // At most one of the two (B, NH, Tq, Tk) masks is given, with the strides below (0 for broadcast dimensions).
   const bool* allowed = nullptr;  // false hides the key
-  const T* bias = nullptr;        // added to scale * q k^T; -inf hides the key
+  const T* bias = nullptr;        // added to scale * q k^T; -inf hides
   int64_t batch = 0;
   int64_t head = 0;
   int64_t query = 0;
@@ -47,7 +45,6 @@ struct AttentionSizes {
   int64_t head_size;  // HS
 };
 
-// Query head number `index` of all B * NH query heads, and the key head that it reads.
 struct QueryHead {
   int64_t index;  // batch * NH + head
   int64_t batch;
@@ -61,25 +58,25 @@ struct QueryHead {
 template <typename T>
 struct AttentionForward {
   HeadsView<T> out;            // (B, NH, Tq, HS)
-  accumulate_t<T>* logsumexp;  // (B, NH, Tq), dense: log sum exp of the scaled and masked scores
+  accumulate_t<T>* logsumexp;  // (B, NH, Tq), dense
   HeadsView<const T> query;    // (B, NH, Tq, HS)
   HeadsView<const T> key;      // (B, KH, Tk, HS)
   HeadsView<const T> value;    // (B, KH, Tk, HS)
   AttentionSizes sizes;
   double scale;
   AttentionMask<T> mask;
-  DropoutArguments dropout;   // applied to the probabilities
-  bool tf32 = false;          // allows TF32 for float32 matmuls (CUDA)
-  void* workspace = nullptr;  // attention_forward_workspace bytes
+  DropoutArguments dropout;
+  bool tf32 = false;  // for float32 (CUDA)
+  void* workspace = nullptr;
 };
 
 template <typename T>
 struct AttentionBackward {
-  HeadsView<T> dquery;  // dquery, dkey and dvalue have the shapes of query, key and value
+  HeadsView<T> dquery;
   HeadsView<T> dkey;
   HeadsView<T> dvalue;
   HeadsView<const T> dout;            // (B, NH, Tq, HS)
-  const accumulate_t<T>* dlogsumexp;  // (B, NH, Tq), dense, or null: the gradient of logsumexp
+  const accumulate_t<T>* dlogsumexp;  // (B, NH, Tq), dense, or null
   HeadsView<const T> out;
   const accumulate_t<T>* logsumexp;
   HeadsView<const T> query;
@@ -90,17 +87,16 @@ struct AttentionBackward {
   AttentionMask<T> mask;
   DropoutArguments dropout;
   bool tf32 = false;
-  void* workspace = nullptr;  // attention_backward_workspace bytes
+  void* workspace = nullptr;
 };
 
-// Returns the factor that multiplies dquery and dkey: p.scale, or 0 if there is a single key and no dlogsumexp. The
-// softmax of a single key is constant, so the exact gradient is then 0.
+// The softmax of a single key is constant, so without dlogsumexp the gradients of query and key are exactly 0.
 template <typename T>
 constexpr double gradient_scale(const AttentionBackward<T>& p) {
   return p.sizes.keys == 1 && !p.dlogsumexp ? 0 : p.scale;
 }
 
-// Return the size of the workspace in bytes. The workspace must have an allocator's alignment (256 bytes on CUDA).
+// The sizes are in bytes. The workspace must have an allocator's alignment (256 bytes on CUDA).
 template <typename T>
 int64_t attention_forward_workspace(const AttentionForward<T>& p);
 template <typename T>
@@ -111,7 +107,7 @@ Status attention_forward(const AttentionForward<T>& p, Stream stream);
 template <typename T>
 Status attention_backward(const AttentionBackward<T>& p, Stream stream);
 
-// Writes the dense (B, NH, Tq, Tk) dropout mask, for tests and debugging: true if the probability is kept.
+// For tests and debugging: the dense (B, NH, Tq, Tk) mask, true if the probability is kept.
 Status attention_dropout_mask(bool* mask, const AttentionSizes& sizes, const DropoutArguments& dropout, Stream stream);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

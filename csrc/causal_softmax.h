@@ -1,5 +1,5 @@
-// Causal softmax of scaled attention scores: for each (T, T) matrix, row t is the softmax of columns 0..t. Values above
-// the diagonal are ignored in the input and exactly 0 in the output.
+// Row t of out is the softmax of columns 0..t of a (T, T) matrix of attention scores. Values above the diagonal are
+// ignored in the input and exactly 0 in the output.
 #pragma once
 
 #include "device.h"

@@ -1,5 +1,5 @@
-// One decoding step of GPT-2: computes the logits after the last token of each of B sequences. The keys and values of
-// earlier tokens are in a cache, so every matmul multiplies a matrix by a few vectors, and the weights are read once.
+// One decoding step of GPT-2: the logits after the last token of each of B sequences, with the keys and values of
+// earlier tokens in a cache.
 //
 // Shapes: B sequences, L layers, C channels, NH attention heads, HS = C / NH head size, V vocabulary, Vp rows of the LM
 // head.
@@ -10,7 +10,7 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// A layer's weights; matrices are (out, in). The biases are null in a model without biases.
+// Matrices are (out, in). Biases may be null.
 template <typename T>
 struct DecodeLayer {
   const T* norm_1_weight;  // (C)
@@ -29,25 +29,25 @@ struct DecodeLayer {
 
 template <typename T>
 struct Decode {
-  T* logits;                 // (B, Vp)
-  T* keys_values;            // (L, 2, B, NH, capacity, HS): the cache; the last token's keys and values are added
-  const int64_t* sequences;  // (B, length): tokens in 0..V-1; the -1 that sample_ writes if it cannot draw is read as 0
-  const int64_t* lengths;    // (B): number of tokens, at least 1; all tokens but the last are in the cache
-  const T* wte;              // (V or more, C)
-  const T* wpe;              // (capacity or more, C)
+  T* logits;                     // (B, Vp)
+  T* keys_values;                // (L, 2, B, NH, capacity, HS); the last tokens' are added
+  const int64_t* sequences;      // (B, length); the -1 that sample_ writes if it cannot draw is read as 0
+  const int64_t* lengths;        // (B), including the last token, which is not in the cache
+  const T* wte;                  // (V or more, C)
+  const T* wpe;                  // (capacity or more, C)
   const DecodeLayer<T>* layers;  // (L), in host memory
   const T* norm_weight;          // (C)
   const T* norm_bias;            // (C) or null
   const T* lm_head;              // (Vp, C)
   int64_t batch;                 // B
-  int64_t sequence_length;       // length of the rows of `sequences`
+  int64_t sequence_length;       // row length of `sequences`
   int64_t layer_count;           // L
   int64_t width;                 // C
   int64_t heads;                 // NH
-  int64_t capacity;              // tokens per sequence that fit in the cache
+  int64_t capacity;              // tokens per sequence
   int64_t vocabulary;            // V
   int64_t lm_head_rows;          // Vp
-  double eps;                    // added to the variance in every norm
+  double eps;
   GeluForm gelu;
   void* workspace;  // decode_workspace bytes
 };
@@ -55,8 +55,7 @@ struct Decode {
 constexpr int64_t kDecodeMaxBatch = 8;
 constexpr int64_t kDecodeMaxHeadSize = 256;
 
-// Returns the size of the workspace in bytes. The workspace holds the activations in float32, or in float64 if T is
-// double.
+// Returns the size in bytes.
 template <typename T>
 int64_t decode_workspace(const Decode<T>& p) {
   return static_cast<int64_t>(sizeof(accumulate_t<T>)) * p.batch * p.width * 8;

@@ -1,5 +1,5 @@
-// Selects the device that this translation unit is compiled for. An op's header declares its launchers once, in
-// namespace `gptkernels::GPTKERNELS_DEVICE`, with that device's number types, Stream and Status.
+// An op's header declares its launchers once, in the namespace `gptkernels::GPTKERNELS_DEVICE`, with the device's
+// number types, Stream and Status.
 #pragma once
 
 #ifdef GPTKERNELS_CUDA
@@ -10,7 +10,6 @@
 #define GPTKERNELS_DEVICE cpu
 #endif
 
-// Calls MACRO(T) for every floating dtype that the ops support, to instantiate a launcher.
 #define GPTKERNELS_FOR_FLOATING(MACRO) \
   MACRO(double)                        \
   MACRO(float)                         \

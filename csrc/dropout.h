@@ -1,5 +1,5 @@
-// Dropout: out = x / (1 - probability) if the mask keeps the element, else 0 * x. The mask is not stored: the backward
-// computes it again from the seed.
+// out = x / (1 - probability) if the mask keeps the element, else 0 * x. The backward computes the mask again from the
+// seed.
 #pragma once
 
 #include "device.h"
@@ -14,8 +14,7 @@ struct DropoutArguments {
   const int64_t* offset = nullptr;
 };
 
-// Applies dropout to dense data of any shape. The backward is the same function, applied to the gradient. `out` may be
-// `x`.
+// The backward is the same function, applied to the gradient. `out` may be `x`.
 template <typename T>
 struct DropoutForward {
   T* out;
@@ -27,7 +26,7 @@ struct DropoutForward {
 template <typename T>
 Status dropout_forward(const DropoutForward<T>& p, Stream stream);
 
-// Writes the `size` elements of the mask, for tests and debugging: true if the element is kept.
+// For tests and debugging: true if the element is kept.
 Status dropout_mask(bool* mask, int64_t size, const DropoutArguments& arguments, Stream stream);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -1,8 +1,7 @@
 // Token and position embeddings: out[b, t] = wte[tokens[b, t]] + wpe[t]. Without wpe the op is a plain embedding.
 //
-// A token outside the vocabulary is never used as an index. The CPU launchers check all tokens before they write
-// anything, and return an error. On CUDA the host does not read the tokens: the kernel prints the error and fails a
-// device-side assertion.
+// The CPU launchers check all tokens before they write anything, and return an error if one is outside the vocabulary.
+// On CUDA the host does not read the tokens: the kernel prints the error and fails a device-side assertion.
 #pragma once
 
 #include "device.h"
@@ -14,7 +13,7 @@ struct EncoderForward {
   T* out;               // (B, T, C)
   const Token* tokens;  // (B, T)
   const T* wte;         // (Vp, C), Vp >= V
-  const T* wpe;         // (P, C), P >= T; null for no position embedding
+  const T* wpe;         // (P, C), P >= T, or null
   int64_t batch;        // B
   int64_t length;       // T
   int64_t vocabulary;   // V: tokens must be below V
@@ -24,25 +23,25 @@ struct EncoderForward {
 template <typename T, typename Token>
 struct EncoderBackward {
   T* dwte;              // (V, C)
-  T* dwpe;              // (P, C), P >= T; null if not wanted
+  T* dwpe;              // (P, C), P >= T, or null
   const T* dout;        // (B, T, C)
   const Token* tokens;  // (B, T)
-  void* workspace;      // encoder_backward_workspace<T, Token>(...) bytes
-  int64_t batch;        // B
-  int64_t length;       // T
-  int64_t vocabulary;   // V: rows of dwte, including padding
-  int64_t positions;    // P
-  int64_t width;        // C
-  bool accumulate;      // whether to add to dwte in place; rows of tokens that do not occur are then not accessed
+  void* workspace;
+  int64_t batch;       // B
+  int64_t length;      // T
+  int64_t vocabulary;  // V, including padding
+  int64_t positions;   // P
+  int64_t width;       // C
+  bool accumulate;     // adds to dwte; skips rows of tokens that do not occur
 };
 
 template <typename T, typename Token>
 Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream);
 
-// The largest sizes that the backward supports. The CUDA kernels index rows and columns with 32 bits, and each warp of
-// the sort keeps sqrt(V) counters in shared memory.
+// The CUDA backward indexes rows and columns with 32 bits, and each warp of its sort keeps sqrt(V) counters in shared
+// memory.
 #ifdef GPTKERNELS_CUDA
-constexpr int64_t kEncoderMaxRows = int64_t(1) << 30;  // limit of B * T and of P
+constexpr int64_t kEncoderMaxRows = int64_t(1) << 30;  // of B * T and of P
 constexpr int64_t kEncoderMaxVocabulary = int64_t(1) << 24;
 constexpr int64_t kEncoderMaxColumns = int64_t(1) << 27;
 #else
@@ -51,8 +50,7 @@ constexpr int64_t kEncoderMaxVocabulary = INT64_MAX;
 constexpr int64_t kEncoderMaxColumns = INT64_MAX;
 #endif
 
-// Returns the size of the backward's workspace in bytes. The workspace holds the positions sorted by token and, on
-// CUDA, partial sums of rows.
+// Returns the size in bytes.
 template <typename T, typename Token>
 int64_t encoder_backward_workspace(int64_t batch, int64_t length, int64_t vocabulary, int64_t width);
 

@@ -1,5 +1,4 @@
-// Computes the float8 scale of a tensor from its largest magnitude, in integer arithmetic, so that the scale has the
-// same bits on every device.
+// Integer arithmetic gives the scale the same bits on every device.
 #pragma once
 
 #include <cstdint>
@@ -12,22 +11,20 @@
 
 namespace gptkernels {
 
-// 2^exponent and 2^-exponent as the bits of float32.
 struct Fp8Scale {
-  uint32_t multiplier;  // 2^exponent: float8 number = round(value * multiplier)
-  uint32_t scale;       // 2^-exponent: value = float8 number * scale
+  uint32_t multiplier;  // float8 number = round(value * multiplier)
+  uint32_t scale;       // value = float8 number * scale
 };
 
-// Returns the scale for a largest magnitude. `amax` contains the bits of a finite, non-negative float32. The multiplier
-// is the largest power of two for which amax * multiplier does not exceed 1.75 * 2^largest_exponent, the format's
-// maximum: 448 for exponent 8 (e4m3), 57344 for 15 (e5m2). The multiplier is 1 if amax is 0.
+// `amax` is the bits of a finite, non-negative float32. The multiplier is the largest power of two for which amax *
+// multiplier does not exceed 1.75 * 2^largest_exponent, the format's maximum: 448 for exponent 8 (e4m3), 57344 for 15
+// (e5m2). It is 1 if amax is 0.
 GPTKERNELS_SCALE_DEVICE inline Fp8Scale fp8_scale(uint32_t amax, int largest_exponent) {
   constexpr uint32_t kSignificand = 0x7FFFFFu;
   constexpr uint32_t kThreeQuarters = 0x600000u;  // the significand of 1.75
-  constexpr int kMaxExponent = 126;               // both powers of two are then normal numbers
+  constexpr int kMaxExponent = 126;               // keeps both powers of two normal
   if (amax == 0) return {127u << 23, 127u << 23};
-  const int amax_exponent =
-      static_cast<int>(amax >> 23) - 127;  // -127 for a denormal; kMaxExponent then limits the result
+  const int amax_exponent = static_cast<int>(amax >> 23) - 127;  // -127 for a denormal
   int exponent = largest_exponent - amax_exponent - ((amax & kSignificand) > kThreeQuarters ? 1 : 0);
   if (exponent > kMaxExponent) exponent = kMaxExponent;
   if (exponent < -kMaxExponent) exponent = -kMaxExponent;

@@ -3,8 +3,8 @@
 // The loss and dlogits are 0 in a row whose target is ignore_index. Padding (columns V to Vp - 1) is ignored in logits
 // and 0 in dlogits.
 //
-// A target outside the vocabulary is never used as an index. The CPU launcher returns an error before it writes
-// anything. On CUDA the host does not read the targets, and the kernel fails a device-side assertion.
+// For a target outside the vocabulary, the CPU launcher returns an error before it writes anything. On CUDA the host
+// does not read the targets, and the kernel fails a device-side assertion.
 #pragma once
 
 #include <cstdint>
@@ -13,33 +13,32 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// A float8 gradient of a logit: 2^15 (p - onehot) in e5m2. p - onehot is between -1 and 1, and 2^15 is the largest
-// power of two in e5m2. Therefore this constant factor suffices, and no scale is computed from the values.
+// 2^15 (p - onehot) in e5m2. p - onehot is between -1 and 1, and 2^15 is the largest power of two in e5m2, so no scale
+// is computed from the values.
 struct Fp8Dlogit {
   static constexpr float kMultiplier = 32768;
   uint8_t bits;
 };
 
-// Out is T or Fp8Dlogit. Fp8Dlogit requires dlosses to be null.
+// Out is T or Fp8Dlogit, which requires dlosses to be null.
 template <typename T, typename Out = T>
 struct FusedClassifierForward {
   accumulate_t<T>* losses;  // (N)
-  Out* dlogits;             // (N, Vp); may be `logits` itself
+  Out* dlogits;             // (N, Vp); may be logits
   const T* logits;          // (N, Vp)
   const void* targets;      // (N) int64 or int32
   bool targets_are_int64;
-  const accumulate_t<T>* dlosses;  // (N) or scalar, see dlosses_per_row; null means 1
+  const accumulate_t<T>* dlosses;  // (N) or scalar; null means 1
   bool dlosses_per_row;
   int64_t rows;        // N
   int64_t width;       // Vp
   int64_t vocab_size;  // V, from 1 to Vp
   int64_t ignore_index;
-  int64_t first_row = 0;  // index of row 0 in error messages, if the rows are a chunk of a longer list
+  int64_t first_row = 0;  // of row 0, for error messages
 };
 
-// scaled = dlogits * dlosses, row by row. A gradient of exactly 0 stays 0 even if dlosses is infinite or NaN. torch
-// does the same in ignored rows: if all rows are ignored, the gradient of the mean is infinite, but the gradient of the
-// logits is 0.
+// scaled = dlogits * dlosses, row by row. A gradient of exactly 0 stays 0 even if dlosses is infinite or NaN, as in
+// torch: if all rows are ignored, the gradient of the mean is infinite, but that of the logits is 0.
 template <typename T>
 struct FusedClassifierBackward {
   T* scaled;                       // (N, Vp)

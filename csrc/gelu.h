@@ -1,5 +1,5 @@
-// GELU over dense data of any shape: x * Phi(x) with the normal distribution function Phi (kErf), or its tanh
-// approximation (kTanh). An output may overwrite an input.
+// x * Phi(x) with the normal distribution function Phi (kErf), or its tanh approximation (kTanh), over dense data. An
+// output may overwrite an input.
 #pragma once
 
 #include "device.h"

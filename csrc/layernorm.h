@@ -1,14 +1,11 @@
 // Layer normalisation over the last dimension: out = (x - mean) * rstd * weight + bias, rstd = 1/sqrt(var + eps).
 //
-// If there is a residual, the op normalises sum = dropout(x + x_bias) + residual, rounded to T, and also writes the
-// sum. It thus computes everything between two sublayers of a transformer in one pass. x_bias is the bias of the linear
-// layer that computed x. Adding x_bias here takes no additional time, because the kernel is bound by the memory traffic
-// of x. For the same reason, the backward computes the gradient of x_bias, the sum of dx over the rows, without
-// additional time.
+// With a residual, the op normalises sum = dropout(x + x_bias) + residual, rounded to T, and also writes the sum:
+// everything between two sublayers of a transformer. x_bias, the bias of the linear layer that computed x, and its
+// gradient take no additional time, because the kernel is bound by the memory traffic of x.
 //
-// T is the dtype of the residual stream and of the parameters; X is the dtype of x, out and their gradients. X is T, or
-// a 16-bit type with a float32 residual stream, for models whose matmuls are 16-bit. Then `out` is rounded to
-// X, and the sum stays float32.
+// T is the dtype of the residual stream and of the parameters; X is the dtype of x, out and their gradients: T, or a
+// 16-bit type with a float32 residual stream.
 #pragma once
 
 #include "device.h"
@@ -21,10 +18,10 @@ struct LayernormForward {
   X* out;                 // (N, C)
   accumulate_t<T>* mean;  // (N)
   accumulate_t<T>* rstd;  // (N)
-  T* sum;                 // (N, C); written if there is a residual
+  T* sum;                 // (N, C), with a residual
   const X* x;             // (N, C)
-  const T* residual;      // (N, C), or null for none; required if X is not T
-  const T* x_bias;        // (C), or null for zeros; only with a residual
+  const T* residual;      // (N, C) or null; required if X is not T
+  const T* x_bias;        // (C) or null; only with a residual
   const T* weight;        // (C), or null for ones
   const T* bias;          // (C), or null for zeros
   int64_t rows;           // N
@@ -34,33 +31,32 @@ struct LayernormForward {
 
 template <typename T, typename X = T>
 struct LayernormBackward {
-  X* dx;                        // (N, C); a null output is not computed
+  X* dx;                        // (N, C); null outputs are not computed
   T* dweight;                   // (C) or null
   T* dbias;                     // (C) or null
   T* dx_bias;                   // (C) or null; requires dx
-  T* dresidual;                 // (N, C) or null: dx before it is multiplied by the dropout mask and rounded to X
+  T* dresidual;                 // (N, C) or null: dx before dropout and rounding to X
   const X* dout;                // (N, C)
-  const T* dsum;                // (N, C) or null: gradient of the sum from its other uses, added to dx
-  const T* x;                   // (N, C): the input of the normalisation; if there is a residual, the forward's sum
+  const T* dsum;                // (N, C) or null: the sum's gradient by other paths
+  const T* x;                   // (N, C): the input, or the forward's sum
   const T* weight;              // (C), or null for ones
   const accumulate_t<T>* mean;  // (N)
   const accumulate_t<T>* rstd;  // (N)
-  void* workspace;  // layernorm_backward_workspace<T>(rows, width) bytes; unused without dweight, dbias, dx_bias
-  int64_t rows;     // N
-  int64_t width;    // C
+  void* workspace;              // only for dweight, dbias, dx_bias
+  int64_t rows;                 // N
+  int64_t width;                // C
 };
 
-// Computes the layernorm, with dropout of x + x_bias if its probability is not 0: element (n, c) has index n * C + c in
-// the dropout mask. With probability 0, seed and offset are not read.
+// Element (n, c) has index n * C + c in the dropout mask of x + x_bias. With probability 0, seed and offset are not
+// read.
 template <typename T, typename X>
 Status layernorm_forward(const LayernormForward<T, X>& p, const DropoutArguments& dropout, Stream stream);
 
-// Returns the size of the backward's workspace in bytes. The workspace holds partial sums of dweight, dbias and dx_bias
-// over groups of rows.
+// Returns the size in bytes.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width);
 
-// Computes the gradients. If dx is not null, dresidual is required with dropout and for an X narrower than T.
+// If dx is not null, dresidual is required with dropout and for an X narrower than T.
 template <typename T, typename X>
 Status layernorm_backward(const LayernormBackward<T, X>& p, const DropoutArguments& dropout, Stream stream);
 

@@ -1,19 +1,16 @@
-// The mean reduction of a chunked cross-entropy. The reduction runs on the device, because the host does not know how
-// many targets are ignored.
-//
-// mean_scale() and loss_sum() each sum N values, in an order that depends on N only.
+// The mean is computed on the device, because the host does not know how many targets are ignored. The order of a sum
+// depends on N only.
 #pragma once
 
 #include "device.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// scale = dloss / (number of targets that are not ignore_index): the gradient of each row's loss under mean reduction.
-// scale is infinite if all targets are ignored.
+// scale = dloss / (number of targets that are not ignore_index); infinite if all targets are ignored.
 template <typename A>
 struct MeanScale {
   A* scale;             // scalar
-  A* finite;            // scalar or null: scale, or 0 if all targets are ignored
+  A* finite;            // scale, but 0 if all targets are ignored; or null
   const A* dloss;       // scalar; null means 1
   const void* targets;  // (N) int64 or int32
   bool targets_are_int64;
@@ -21,7 +18,6 @@ struct MeanScale {
   int64_t ignore_index;
 };
 
-// loss = scale * sum(losses), summed in float64.
 template <typename A>
 struct LossSum {
   A* loss;          // scalar

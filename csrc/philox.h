@@ -1,6 +1,5 @@
-// The random number generator Philox4x32-7 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011), and the
-// assignment of its bits to the elements of a dropout mask, for attention probabilities and for dense data. A mask
-// depends only on seed, offset and coordinates, not on tiles or threads.
+// Philox4x32-7 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011), whose bits depend only on seed,
+// offset and an element's coordinates in a dropout mask, not on tiles or threads.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +16,7 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-// Returns the 64-bit product of two 32-bit numbers, which takes one instruction on a GPU.
+// One instruction on a GPU.
 GPTKERNELS_HOST_DEVICE uint64_t multiply_wide(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
   uint64_t product;
@@ -31,7 +30,6 @@ GPTKERNELS_HOST_DEVICE uint64_t multiply_wide(uint32_t a, uint32_t b) {
 // The fewest rounds with which Philox4x32 passes BigCrush. Every round makes the attention kernels slower.
 constexpr int kPhiloxRounds = 7;
 
-// Applies one round to one counter.
 GPTKERNELS_HOST_DEVICE void philox_round(uint32_t (&c)[4], uint32_t k0, uint32_t k1) {
   const uint64_t a = multiply_wide(c[0], 0xD2511F53u);
   const uint64_t b = multiply_wide(c[2], 0xCD9E8D57u);
@@ -41,14 +39,11 @@ GPTKERNELS_HOST_DEVICE void philox_round(uint32_t (&c)[4], uint32_t k0, uint32_t
   c[3] = static_cast<uint32_t>(a);
 }
 
-// Advances the key to the next round.
 GPTKERNELS_HOST_DEVICE void philox_key_step(uint32_t& k0, uint32_t& k1) {
   k0 += 0x9E3779B9u;
   k1 += 0xBB67AE85u;
 }
 
-// Replaces each of kCounters 128-bit counters by 128 random bits, with a 64-bit key. The inner loop is over the
-// counters: the operations on different counters are independent, and all counters use the same key in a round.
 template <int kCounters>
 GPTKERNELS_HOST_DEVICE void philox(uint64_t key, PhiloxWords (&counters)[kCounters]) {
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
@@ -70,22 +65,21 @@ GPTKERNELS_HOST_DEVICE PhiloxWords philox(uint64_t key, const PhiloxWords& count
   return words[0];
 }
 
-// Returns the 16 bits of a slot (0..7) of a Philox result: the lower half (even slot) or the upper half (odd slot) of
-// word slot / 2.
+// Slot 0..7 is the lower half (even slot) or the upper half (odd slot) of word slot / 2.
 GPTKERNELS_HOST_DEVICE uint32_t sixteen_bits(const PhiloxWords& words, int slot) {
   return words.word[slot / 2] >> (16 * (slot % 2)) & 0xFFFFu;
 }
 
-// Returns the key: the seed XOR the upper 32 bits of the offset. The counter holds the lower 32 bits of the offset.
+// The counter holds the lower 32 bits of the offset.
 GPTKERNELS_HOST_DEVICE uint64_t dropout_key(int64_t seed, int64_t offset) {
   return static_cast<uint64_t>(seed) ^ (static_cast<uint64_t>(offset) & 0xFFFFFFFF00000000u);
 }
 
 // ---- attention probabilities ----------------------------------------------------------------------------------------
 
-// One Philox result provides 16 bits for each of the 8 elements of a group in a head's (Tq, Tk) mask. A group consists
-// of the elements that one thread holds in two neighbouring 16x8 accumulator tiles of mma.sync: rows i and i + 8,
-// columns j, j + 1, j + 8 and j + 9 (i % 16 < 8, j % 16 < 8, j even).
+// One Philox result provides 16 bits for each of the 8 elements of a group, which one thread holds in two neighbouring
+// 16x8 accumulator tiles of mma.sync: rows i and i + 8, columns j, j + 1, j + 8 and j + 9 (i % 16 < 8, j % 16 < 8, j
+// even).
 //
 //   element (row, column) of the head:  group row    (row / 16) * 8 + row % 8
 //                                       group column (column / 16) * 4 + column % 8 / 2
@@ -101,8 +95,7 @@ GPTKERNELS_HOST_DEVICE DropoutGroup dropout_group(int64_t row, int64_t column) {
           static_cast<int>((row / 8 % 2) * 4 + (column / 8 % 2) * 2 + column % 2)};
 }
 
-// Computes the random bits of kGroups groups: words[i] belongs to group (group_row + i * row_step, group_column + i *
-// column_step). `head` is b * NH + h.
+// words[i] belongs to group (group_row + i * row_step, group_column + i * column_step). `head` is b * NH + h.
 template <int kGroups>
 GPTKERNELS_HOST_DEVICE void dropout_words(int64_t seed, int64_t offset, uint32_t head, uint32_t group_row,
                                           uint32_t group_column, uint32_t row_step, uint32_t column_step,
@@ -121,9 +114,8 @@ GPTKERNELS_HOST_DEVICE PhiloxWords dropout_words(int64_t seed, int64_t offset, u
 
 // ---- dense data -----------------------------------------------------------------------------------------------------
 
-// One Philox result provides the bits of 8 neighbouring elements: the element with flat index i is in group i / 8 and
-// has slot i % 8. The counter word that holds the head in attention's masks is kDenseHead in dense masks. No head has
-// this number, so the two kinds of masks use different bits for the same seed and offset.
+// One Philox result provides the bits of 8 neighbouring elements: flat index i has group i / 8 and slot i % 8.
+// kDenseHead is no head's number, so dense masks and attention's masks use different bits for the same seed and offset.
 constexpr int kDenseGroup = 8;
 constexpr uint32_t kDenseHead = 0xFFFFFFFFu;
 
@@ -138,7 +130,6 @@ GPTKERNELS_HOST_DEVICE PhiloxWords dense_dropout_words(int64_t seed, int64_t off
 
 // ---- both kinds of masks --------------------------------------------------------------------------------------------
 
-// Returns the dropout threshold: an element is kept if its 16 bits, as a number, are not below the threshold.
 GPTKERNELS_HOST_DEVICE uint32_t dropout_threshold(double probability) {
   return static_cast<uint32_t>(probability * 65536 + 0.5);
 }

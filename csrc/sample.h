@@ -1,34 +1,31 @@
-// Draws the next token of each of B sequences from the logits of its last token, and appends it.
 #pragma once
 
 #include "device.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// Let x = logits / temperature. The token is argmax_i exp(x_i - max x) / noise_i over the elements that top_k and
-// top_p keep. If the noise is exponentially distributed, token i is drawn with probability softmax(x)_i, as by
-// torch.multinomial. Without noise the token is the argmax of the logits. Ties give the lowest index.
-//
-// A row that contains a NaN, or whose largest logit is not finite, gives -1.
+// Let x = logits / temperature. The token is argmax_i exp(x_i - max x) / noise_i over the elements that top_k and top_p
+// keep. With exponentially distributed noise, token i is drawn with probability softmax(x)_i, as by torch.multinomial.
+// Without noise, it is the argmax of the logits. Ties give the lowest index. A row with a NaN, or whose largest logit
+// is not finite, gives -1.
 template <typename T>
 struct Sample {
-  int64_t* sequences;  // (B, length): row b's token is written to column lengths[b]
-  int64_t* lengths;    // (B), from 0 to length - 1; incremented
-  const T* logits;     // (B, V), rows logits_stride elements apart
+  int64_t* sequences;  // (B, length); writes column lengths[b]
+  int64_t* lengths;    // (B), below length; incremented
+  const T* logits;     // (B, V), rows logits_stride apart
   const float* noise;  // (B, V) or null
   int64_t batch;
   int64_t vocabulary;  // V
   int64_t logits_stride;
   int64_t sequence_length;
   double temperature;  // above 0; ignored without noise
-  int64_t top_k;       // from 1 to V: keeps the k-th largest x and all x not below it
-  // top_p keeps the largest of the x that top_k keeps: as few as are needed for a probability of at least top_p,
-  // relative to all x that top_k keeps. top_p also keeps each x that equals the smallest of these.
+  int64_t top_k;       // keeps the k-th largest x and all x not below it
+  // Keeps the fewest largest x that have a probability of at least top_p among the x that top_k keeps, and each x equal
+  // to the smallest of them.
   double top_p;
 };
 
-// To apply top_p, the kernels sum probabilities as integers, in units of 2^-31 times the largest probability. The sums
-// are exact in any order.
+// Sums of probabilities are integers, in units of 2^-31 times the largest probability, so they are exact in any order.
 constexpr double kSampleUnits = 2147483648.0;
 
 template <typename T>

@@ -1,4 +1,4 @@
-// Softmax over the last dimension: out = exp(x - max(x)) / sum(exp(x - max(x))).
+// out = exp(x - max(x)) / sum(exp(x - max(x))) over the last dimension.
 #pragma once
 
 #include "device.h"

@@ -15,10 +15,9 @@ using Tensors = std::vector<Tensor>;
 
 // ---- checks ---------------------------------------------------------------------------------------------------------
 
-// The properties of a tensor that the checks need. Reading a property is a call into LibTorch, and the lists are long.
-// Therefore each property is read once, and the descriptions in messages are composed only when a check fails.
+// Each property, a call into LibTorch, is read once, because the lists are long.
 struct Facts {
-  int32_t dtype;  // LibTorch's number of the dtype
+  int32_t dtype;
   int32_t device_type;
   int32_t device;
   bool contiguous;
@@ -47,8 +46,6 @@ struct Facts {
     check_shim(aoti_torch_get_strides(handle_, &found));
     return found;
   }
-  // Returns whether the elements with the same index have the same offset in the memory of both tensors, which have the
-  // same shape.
   bool has_layout_of(const Facts& other) const {
     if (contiguous && other.contiguous) return true;
     const int64_t *mine = strides(), *others = other.strides();
@@ -56,8 +53,7 @@ struct Facts {
       if (sizes[i] != 1 && mine[i] != others[i]) return false;
     return true;
   }
-  // Returns whether the elements fill their memory without gaps, in any order of the dimensions (channels_last, a
-  // transpose).
+  // The elements have no gaps, in any order of the dimensions (channels_last, a transpose).
   bool is_dense() const {
     if (contiguous) return true;
     const int64_t* stride = strides();
@@ -82,7 +78,6 @@ void check_length(const char* name, const Tensors& list, const Tensors& params) 
     fail(op, name, " must have as many tensors as params (", params.size(), "), got ", list.size());
 }
 
-// Checks the device, dtype and shape of a gradient, moment or master, which depend on its parameter.
 void check_against_param(const char* name, size_t i, const Tensor& t, const Facts& facts, const Tensor& param,
                          const Facts& wanted) {
   if (!facts.is_on_device_of(wanted))
@@ -99,8 +94,7 @@ std::string describe_layout(const Tensor& t) {
   return "shape " + describe(shape_of(t)) + " with strides " + describe(Shape(strides.begin(), strides.end()));
 }
 
-// Checks that a tensor has the layout of its parameter, because the kernel traverses both tensors in the order of their
-// memory.
+// The kernel traverses a tensor and its parameter in the order of their memory.
 void check_layout(const char* name, size_t i, const Tensor& t, const Facts& facts, const Tensor& param,
                   const Facts& wanted) {
   if (!facts.has_layout_of(wanted))
@@ -170,14 +164,11 @@ struct Lists {
   const std::optional<Tensors>& masters;
 };
 
-// The parameters that one launch updates, with their gradients and moments. All members of a group have the same
-// dtypes.
 struct Group {
-  std::array<int32_t, 3> dtypes;  // parameters, gradients, moments
-  std::vector<size_t> members;    // indices in the lists
+  std::array<int32_t, 3> dtypes;
+  std::vector<size_t> members;  // indices in the lists
 };
 
-// Returns a copy of the gradient in its parameter's layout.
 Tensor copy_in_layout(const Tensor& grad, const Facts& param) {
   const auto dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(grad.scalar_type()));
   AtenTensorHandle handle;
@@ -188,7 +179,7 @@ Tensor copy_in_layout(const Tensor& grad, const Facts& param) {
   return copy;
 }
 
-// Checks the tensors and sorts them into groups. A gradient whose layout differs from its parameter's is copied.
+// Gradients whose layout differs from their parameter's are copied.
 std::vector<Group> checked_groups(const Lists& lists, Tensors& grads) {
   std::vector<Group> groups;
   const Tensor& first = lists.params[0];
@@ -254,7 +245,7 @@ void launch(const Launcher& launcher, const Lists& lists, const Group& group, co
                                            launcher.stream()));
 }
 
-// Calls fn.template operator()<T>(), or <float> if the tensor is float32 and its parameter is not.
+// <float> if the tensor is float32 and its parameter is not.
 template <typename T, typename Fn>
 void dispatch_or_float(const Tensor& t, const Fn& fn) {
   if constexpr (!std::is_same_v<T, float>)
@@ -262,7 +253,7 @@ void dispatch_or_float(const Tensor& t, const Fn& fn) {
   fn.template operator()<T>();
 }
 
-// Returns the value of an lr on the CPU, or 0 for an lr on the device, which the kernel reads.
+// The kernel reads an lr on the device.
 double host_value(const Tensor& lr) {
   if (!lr.is_cpu()) return 0;
   return lr.scalar_type() == ScalarType::Double ? *pointer<double>(lr) : *pointer<float>(lr);

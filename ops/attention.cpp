@@ -1,4 +1,3 @@
-// Attention that stores no (T, T) matrix, for packed qkv and for separate query, key and value.
 #include "../csrc/attention.h"
 
 #include <algorithm>
@@ -14,8 +13,7 @@ namespace {
 
 constexpr int64_t kMaxHeadSize = 256;
 
-// A tensor, or a part of a packed tensor, viewed as (B, heads, T, HS). The last dimension is contiguous, and the other
-// dimensions may have any strides.
+// The last dimension is contiguous, and the others may have any strides.
 struct Heads {
   Tensor tensor;
   int64_t offset;
@@ -34,23 +32,21 @@ Heads heads(const Tensor& t) {
   return {t, 0, t.stride(0), t.stride(1), t.stride(2)};
 }
 
-// Returns part `which` (0: q, 1: k, 2: v) of a packed (B, T, 3C) tensor.
+// Part 0, 1 or 2 (q, k or v) of a packed (B, T, 3C) tensor.
 Heads part(const Tensor& qkv, int64_t which, int64_t head_size) {
   const int64_t width = qkv.size(2);
   return {qkv, which * (width / 3), qkv.size(1) * width, head_size, width};
 }
 
-// Returns the heads of a packed (B, T, C) tensor.
 Heads unpacked(const Tensor& t, int64_t head_size) {
   return {t, 0, t.size(1) * t.size(2), head_size, t.size(2)};
 }
 
-// The arguments of an op, except the tensors that are differentiated.
 struct Options {
   std::optional<double> scale = {};
   bool causal = false;
   int64_t query_offset = 0;
-  OptionalTensor mask = {};  // (B, NH, Tq, Tk), or broadcastable to it
+  OptionalTensor mask = {};  // broadcastable to (B, NH, Tq, Tk)
   OptionalTensor key_begin = {};
   OptionalTensor key_end = {};
   double dropout_p = 0;
@@ -148,14 +144,12 @@ void check_options(const char* op, const Options& options, const AttentionSizes&
 
 // ---- tensors --------------------------------------------------------------------------------------------------------
 
-// Returns the tensor if its last dimension is contiguous, otherwise a copy.
 Tensor with_dense_rows(const Tensor& t) {
   return t.size(3) == 1 || t.stride(3) == 1 ? t : torch::stable::contiguous(t);
 }
 
-// Returns the gradient of out, or a copy if the fastest kernels do not support the gradient's strides. The fastest
-// 16-bit kernels load the gradient by TMA, which requires strides that are positive multiples of 16 bytes. (The
-// gradient of a sum, for example, is expanded, with strides of 0.)
+// The fastest 16-bit kernels load the gradient by TMA, which requires strides that are positive multiples of 16 bytes.
+// The gradient of a sum, for example, is expanded, with strides of 0.
 Tensor with_tma_strides(const Tensor& t) {
   bool supported = true;
   for (int64_t i = 0; i < 3; ++i)
@@ -163,7 +157,6 @@ Tensor with_tma_strides(const Tensor& t) {
   return supported || t.element_size() > 2 ? with_dense_rows(t) : torch::stable::contiguous(t);
 }
 
-// Allocates a dense (B, heads, T, HS) tensor. `order` is the order of the first three dimensions in memory.
 Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const Tensor& like) {
   Shape strides(4, 1);
   int64_t stride = std::max<int64_t>(shape[3], 1);
@@ -174,14 +167,12 @@ Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const
   return allocate_strided(shape, strides, like.scalar_type(), like);
 }
 
-// Allocates a (B, heads, T, HS) tensor that is (B, T, heads, HS) in memory, so that a model's reshape to (B, T, C)
-// copies nothing.
+// In memory (B, T, heads, HS), so that a model's reshape to (B, T, C) copies nothing.
 Tensor allocate_out(const AttentionSizes& s, const Tensor& like) {
   return allocate_heads(query_shape(s), {0, 2, 1}, like);
 }
 
-// Allocates the gradient of t. The gradient's dimensions have the same order in memory as t's dimensions. If t is
-// dense, the two layouts are equal.
+// The gradient has t's order of dimensions in memory.
 Tensor allocate_gradient(const Tensor& t) {
   std::array<int, 3> order = {0, 1, 2};
   std::stable_sort(order.begin(), order.end(), [&](int a, int b) { return t.stride(a) > t.stride(b); });
@@ -214,7 +205,7 @@ DropoutArguments dropout_of(const Options& options) {
   return {options.dropout_p, pointer<int64_t>(options.seed), pointer<int64_t>(options.offset)};
 }
 
-// Returns the options with contiguous key_begin and key_end, as the kernels require.
+// As the kernels require.
 Options with_dense_bounds(Options options) {
   options.key_begin = dense(options.key_begin);
   options.key_end = dense(options.key_end);
@@ -228,7 +219,7 @@ double scale_or_default(const Options& options, const AttentionSizes& s) {
 void forward(const Launcher& launcher, const Inputs& in, const Options& given, const Heads& out, Tensor& logsumexp) {
   const AttentionSizes& s = in.sizes;
   if (logsumexp.numel() == 0) return;
-  if (s.keys == 0) {  // no query sees a key
+  if (s.keys == 0) {
     Tensor zeros = out.tensor;
     torch::stable::zero_(zeros);
     torch::stable::fill_(logsumexp, -std::numeric_limits<double>::infinity());

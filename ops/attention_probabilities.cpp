@@ -31,8 +31,6 @@ double scale_or_default(std::optional<double> scale, const Sizes& s) {
   return scale.value_or(1 / std::sqrt(static_cast<double>(s.head)));
 }
 
-// The matrices of all batches and heads in one tensor. The matrix of batch b and head h starts at
-// first + b * batch_step + h * head_step.
 struct Heads {
   Matrix first;
   int64_t batch_step;
@@ -41,10 +39,9 @@ struct Heads {
   Heads transposed() const { return {first.transposed(), batch_step, head_step}; }
 };
 
-// The index of q, k and v in qkv.
 enum Part { kQuery, kKey, kValue };
 
-// Returns the matrices (T, HS) of q, k or v, whose rows are 3C apart.
+// (T, HS), rows 3C apart.
 Heads part(const Tensor& qkv, Part which, const Sizes& s) {
   return {{.tensor = qkv,
            .rows = s.tokens,
@@ -56,23 +53,21 @@ Heads part(const Tensor& qkv, Part which, const Sizes& s) {
           s.head};
 }
 
-// Returns the matrices (T, HS) of out, whose rows are C apart.
+// (T, HS), rows C apart.
 Heads parts_of_out(const Tensor& out, const Sizes& s) {
   return {{.tensor = out, .rows = s.tokens, .columns = s.head, .row_stride = s.channels, .column_stride = 1},
           s.tokens * s.channels,
           s.head};
 }
 
-// Returns the matrices (T, T) of the probabilities, which are contiguous, one for each batch and head.
 Heads squares(const Tensor& probabilities, const Sizes& s) {
   return {{.tensor = probabilities, .rows = s.tokens, .columns = s.tokens, .row_stride = s.tokens, .column_stride = 1},
           s.heads * s.tokens * s.tokens,
           s.tokens * s.tokens};
 }
 
-// out = alpha * a @ b for every batch and head. A batched call of BLAS supports one constant stride between matrices,
-// but batches and heads have two strides. Therefore the function loops over the smaller of these two dimensions, and
-// each call of BLAS computes all matrices of the other dimension. In this way q, k, v and out need not be permuted.
+// A batched BLAS call supports one stride between matrices, but batches and heads have two, so each call computes all
+// matrices of the larger of these dimensions. q, k, v and out need not be permuted.
 void matmul_heads(const Launcher& launcher, const Sizes& s, const Heads& out, const Heads& a, const Heads& b,
                   double alpha = 1) {
   const bool loop_over_batches = s.batches < s.heads;
@@ -98,8 +93,7 @@ std::tuple<Tensor, Tensor> attention_probabilities_op(const Tensor& qkv, int64_t
   Tensor probabilities = allocate(s.probabilities(), qkv);
   if (qkv.numel() == 0) return {out, probabilities};
 
-  // The matmul multiplies the scores by the scale before it rounds them, because unscaled scores may overflow in
-  // float16.
+  // The matmul applies the scale before it rounds, because unscaled scores may overflow in float16.
   const Heads scores = squares(probabilities, s);
   matmul_heads(launcher, s, scores, part(qkv_dense, kQuery, s), part(qkv_dense, kKey, s).transposed(),
                scale_or_default(scale, s));

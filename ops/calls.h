@@ -1,4 +1,3 @@
-// Operators that are callable from C++ (layer.cpp). library.cpp describes their arguments and results.
 #pragma once
 
 #include <optional>
@@ -17,7 +16,6 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward_op(const Tensor& dout, const 
 Tensor gelu_op(const Tensor& x, const std::string& approximate);
 Tensor gelu_backward_op(const Tensor& dout, const Tensor& x, const std::string& approximate);
 
-// Returns post_gelu, or computes it again from pre_gelu if post_gelu was not kept.
 inline Tensor saved_or_recomputed(const Tensor& post_gelu, const Tensor& pre_gelu, const std::string& approximate) {
   return is_absent(post_gelu) ? gelu_op(pre_gelu, approximate) : post_gelu;
 }

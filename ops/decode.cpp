@@ -1,5 +1,3 @@
-// A decoding step: computes GPT-2's logits after the newest token of each sequence, with a cache of earlier keys and
-// values.
 #include "../csrc/decode.h"
 
 #include "op.h"
@@ -8,7 +6,7 @@ namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
 constexpr const char* op = "decode";
-constexpr size_t kMatrices = 6;  // weights of a layer; there are as many biases
+constexpr size_t kMatrices = 6;  // weights of a layer
 
 GeluForm form_of(const std::string& approximate) {
   if (approximate == "tanh") return GeluForm::kTanh;
@@ -20,8 +18,7 @@ void check_dense(const char* name, const Tensor& t) {
   if (!t.is_contiguous()) fail(op, name, " must be contiguous");
 }
 
-// Checks one of the model's tensors. The tensor must be contiguous, because copying it at each decoding step would be
-// slow.
+// Weights must be contiguous, because a copy at each decoding step would be slow.
 void check_weight(const std::string& name, const Tensor& t, const Tensor& wte, const Shape& shape) {
   check_like(op, name.c_str(), t, "wte", wte);
   check_shape(op, name.c_str(), t, shape);
@@ -35,13 +32,12 @@ void check_numbers(const char* name, const Tensor& t, const Tensor& wte, const S
   check_dense(name, t);
 }
 
-// Returns the shape of a layer's i-th weight in GPT-2's order: ln_1, c_attn, c_proj, ln_2, c_fc, c_proj.
+// In GPT-2's order: ln_1, c_attn, c_proj, ln_2, c_fc, c_proj.
 Shape weight_shape(size_t i, int64_t C) {
   const Shape shapes[kMatrices] = {{C}, {3 * C, C}, {C, C}, {C}, {4 * C, C}, {C, 4 * C}};
   return shapes[i];
 }
 
-// Checks all arguments, and returns the number of layers.
 int64_t check_arguments(const Tensor& sequences, const Tensor& lengths, const Tensor& wte, const Tensor& wpe,
                         const std::vector<Tensor>& layers, const Tensor& norm_weight, const OptionalTensor& norm_bias,
                         const Tensor& head, const Tensor& keys_values, int64_t num_heads, int64_t vocab_size) {

@@ -5,7 +5,7 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-// The (batch, length) of the tokens for the kernels. Without positions all tokens are one sequence.
+// Without positions, all tokens are one sequence.
 struct Tokens {
   int64_t batch;
   int64_t length;
@@ -34,7 +34,6 @@ Tensor forward(const char* op, Tokens shape, const Tensor& tokens, const Tensor&
   return out;
 }
 
-// Writes dwte, or adds to it, and writes dwpe if there are positions.
 void backward(const char* op, Tokens shape, const Tensor& dout, const Tensor& tokens, const Tensor& dwte,
               const OptionalTensor& dwpe, bool accumulate = false) {
   const Launcher launcher(op, dout);
@@ -91,7 +90,7 @@ void check_backward(const char* op, const Tensor& dout, const Tensor& tokens, in
   check_tokens(op, tokens, "dout", dout);
 }
 
-// Returns the vocabulary size V of a table of Vp rows. The rows from V on are padding: a token must be below V.
+// Rows of a table from V on are padding: a token must be below V.
 int64_t check_vocabulary(const char* op, int64_t vocab_size, const char* name, const Tensor& table) {
   const int64_t rows = table.size(0);
   if (vocab_size != -1 && (vocab_size < 1 || vocab_size > rows))
@@ -134,8 +133,7 @@ std::tuple<Tensor, Tensor> encoder_backward_op(const Tensor& dout, const Tensor&
   return {dwte, dwpe};
 }
 
-// Adds the gradient of wte to dwte, which already contains the gradient from an LM head that is tied to wte. Returns
-// dwpe.
+// dwte already contains the gradient from an LM head that is tied to wte.
 Tensor encoder_backward_inplace_op(const Tensor& dout, const Tensor& tokens, Tensor dwte, int64_t max_positions) {
   constexpr const char* op = "encoder_backward_";
   check_matrix(op, "dwte", dwte);

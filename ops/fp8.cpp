@@ -29,8 +29,7 @@ Fp8Source source_of(const QuantizeOptions& options) {
   return options.dgelu_at ? Fp8Source::kGeluGradient : Fp8Source::kValues;
 }
 
-// Returns the bias, or an aligned copy if the bias is not 16-byte aligned, because cuBLASLt's float8 matmuls load the
-// bias in packs of 16 bytes.
+// cuBLASLt's float8 matmuls load the bias in packs of 16 bytes.
 OptionalTensor aligned(const OptionalTensor& bias) {
   if (!bias || reinterpret_cast<uintptr_t>(pointer<void>(bias)) % kFp8Alignment == 0) return bias;
   Tensor copy = allocate(shape_of(*bias), *bias);
@@ -38,7 +37,7 @@ OptionalTensor aligned(const OptionalTensor& bias) {
   return copy;
 }
 
-// Returns the address of the first element of the matrix, or null if the matrix is empty.
+// Null for an empty matrix.
 template <typename T>
 T* start(const Matrix& m) {
   T* base = pointer<T>(m.tensor);
@@ -65,8 +64,7 @@ Fp8Matmul<T> product_of(const Matrix& out, const Fp8Operand& a, const Fp8Operand
           .alpha = options.alpha};
 }
 
-// Times the algorithms for a matmul, and returns the plan with the fastest algorithm. A matmul that accumulates is
-// timed with another output, so that out does not change.
+// A matmul that accumulates is timed with another output, so that out does not change.
 template <typename T>
 Fp8Plan autotuned_plan(const Launcher& launcher, const Tensor& like, Fp8Matmul<T> p, const Fp8Plan& plan,
                        cublasHandle_t handle) {
@@ -95,7 +93,6 @@ void launch_product(const Launcher& launcher, const Tensor& out, const Fp8Matmul
 
 #else
 
-// Computes the values to quantise: x, GELU(x), or x times GELU's derivative.
 Tensor source_of(const Launcher& launcher, const Tensor& x, const QuantizeOptions& options) {
   if (!options.gelu && !options.dgelu_at) return x;
   const Tensor out = allocate(shape_of(x), x);
@@ -129,7 +126,7 @@ Shape product_shape(const Tensor& a, const Tensor& b) {
   return shape;
 }
 
-// Checks the alignment that cuBLASLt requires of float8 matrices. Tensors from torch's allocator have this alignment.
+// cuBLASLt requires this alignment, which tensors from torch's allocator have.
 void check_aligned(const char* op, const char* name, const Tensor& t) {
   if (reinterpret_cast<uintptr_t>(pointer<void>(t)) % kFp8Alignment != 0)
     fail(op, name, " must begin at a multiple of ", kFp8Alignment, " bytes");

@@ -1,4 +1,3 @@
-// Quantisation to float8, and float8 matmuls. See docs/fp8.md.
 #pragma once
 
 #include "../csrc/fp8.h"
@@ -6,21 +5,20 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// A quantised tensor. `values` has the shape of the tensor, and `transposed` is (C, N rounded up to a multiple of 16).
-// A member that is not needed has no elements.
+// `values` has the tensor's shape, and `transposed` is (C, N rounded up to a multiple of 16). Members that are not
+// needed have no elements.
 struct Quantized {
   Tensor values;
   Tensor transposed;
   Tensor scale;  // 0-dim float32
 };
 
-// Options of quantize(): operations before the quantisation, and additional outputs.
 struct QuantizeOptions {
   bool transposed = false;
-  bool values = true;               // CUDA: if false, only the transposed copy is written
-  bool gelu = false;                // quantise GELU (tanh) of x
-  OptionalTensor dgelu_at = {};     // quantise x times GELU's derivative at this tensor
-  OptionalTensor column_sums = {};  // (C), of x's dtype: receives the sums of the unquantised values over all rows
+  bool values = true;  // CUDA only
+  bool gelu = false;
+  OptionalTensor dgelu_at = {};     // x times GELU's derivative at this
+  OptionalTensor column_sums = {};  // (C), of x's dtype, before quantisation
 };
 
 void check_quantizable(const char* op, const char* name, const Tensor& t);
@@ -28,10 +26,8 @@ void check_fp8(const char* op, const char* name, const Tensor& t);
 void check_history(const char* op, const char* name, const OptionalTensor& history, const char* like_name,
                    const Tensor& like);
 
-// Checks that the number of features of a float8 matmul is a multiple of 16, as the tensor cores require.
 void check_features(const char* op, const char* name, int64_t features);
 
-// Allocates the outputs of quantising a tensor like x.
 Quantized allocate_quantized(const Tensor& x, ScalarType dtype, bool transposed, bool values = true);
 
 Quantized quantize(const Launcher& launcher, const Tensor& x, const OptionalTensor& history, ScalarType dtype,
@@ -41,7 +37,6 @@ inline Fp8Format format_of(ScalarType dtype) {
   return dtype == ScalarType::Float8_e4m3fn ? Fp8Format::kE4M3 : Fp8Format::kE5M2;
 }
 
-// Calls fn.template operator()<T>() with the kernels' type T for the tensor's dtype, which the caller has checked.
 template <typename Fn>
 void dispatch_fp8(const Tensor& t, const Fn& fn) {
   switch (t.scalar_type()) {
@@ -51,7 +46,7 @@ void dispatch_fp8(const Tensor& t, const Fn& fn) {
   }
 }
 
-// Returns the arguments of fp8_quantize(), without a workspace.
+// Without a workspace.
 template <typename T>
 Fp8Quantize<T> quantize_arguments(const Quantized& out, const Tensor& x, const OptionalTensor& history,
                                   const QuantizeOptions& options = {}, Fp8Source source = Fp8Source::kValues) {
@@ -69,13 +64,11 @@ Fp8Quantize<T> quantize_arguments(const Quantized& out, const Tensor& x, const O
           .source = source};
 }
 
-// Returns a dense tensor as a matrix, whose rows are along the last dimension of the tensor.
 inline Matrix flat(const Tensor& t) {
   return {t, rows_of(t), width_of(t), width_of(t), 1};
 }
 
-// A matrix (rows, inner) of float8 numbers with contiguous rows. The numbers are multiplied by the scale, if there is
-// one.
+// (rows, inner) with contiguous rows. The scale is optional.
 struct Fp8Operand {
   Matrix values;
   OptionalTensor scale;
@@ -86,8 +79,8 @@ struct Fp8Operand {
 
 struct Fp8ProductOptions {
   OptionalTensor bias = {};
-  bool fast_accumulation = false;  // the tensor cores accumulate with 14 bits of significand, which is faster
-  bool accumulate = false;         // add alpha * a @ b^T to out, which is float32; excludes bias
+  bool fast_accumulation = false;  // 14 bits of significand
+  bool accumulate = false;         // excludes bias; out is float32
   float alpha = 1;
 };
 
@@ -95,8 +88,7 @@ struct Fp8ProductOptions {
 void fp8_product(const Launcher& launcher, const Matrix& out, const Fp8Operand& a, const Fp8Operand& b,
                  const Fp8ProductOptions& options);
 
-// Computes fp8_product and quantises the result, in one kernel if a kernel supports the arguments. With dgelu_at, this
-// kernel may leave `out` unwritten.
+// One kernel computes both if it supports the arguments. With dgelu_at, this kernel may leave `out` unwritten.
 Quantized quantize_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,
                            const Fp8ProductOptions& product, const OptionalTensor& history, ScalarType dtype,
                            const QuantizeOptions& options);

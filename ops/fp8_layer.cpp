@@ -1,6 +1,5 @@
-// A layer of GPT-2 in training with float8 matmuls. The results have the same bits as the results of the operators
-// fp8_linear, fp8_mlp, attention and layernorm. The kernels that compute the norms also quantise the norms' outputs,
-// which are stored in float8 only. GELU has the tanh form.
+// A layer of GPT-2 in training with float8 matmuls and tanh GELU, with the same bits as fp8_linear, fp8_mlp, attention
+// and layernorm. The norms' kernels quantise their outputs, which are stored in float8 only.
 #include "fp8_layernorm.h"
 #include "fp8_linear.h"
 #include "layer.h"
@@ -10,8 +9,8 @@ namespace {
 
 constexpr ScalarType kForward = ScalarType::Float8_e4m3fn;
 
-// The outputs of fp8_layer from mean_1 on, which are the argument `saved` of fp8_layer_backward, in this order. Names
-// that end in _t are transposed float8 operands.
+// fp8_layer's outputs from mean_1 on, in order: the argument `saved` of fp8_layer_backward. Names in _t are transposed
+// float8 operands.
 struct Saved {
   Tensor mean_1, rstd_1, norm_1_t, norm_1_scale, qkv_weight_t, qkv_weight_scale, qkv, attended, logsumexp, attended_t;
   Tensor attended_scale, attn_proj_weight_t, attn_proj_weight_scale, mean_2, rstd_2, norm_2_t, norm_2_scale;
@@ -38,8 +37,7 @@ Saved check_saved(const char* op, const std::vector<Tensor>& tensors) {
   return name(std::make_index_sequence<kCount>());
 }
 
-// The order of the amax histories. The forward receives the histories of the matmuls' inputs, and the backward receives
-// the histories of the gradients of the matmuls' outputs.
+// Amax histories of the matmuls' inputs (forward), or of their outputs' gradients (backward).
 enum Layers { kQkv, kAttnProj, kFc, kMlpProj, kLayers };
 
 void check_histories(const char* op, const char* name, const std::vector<Tensor>& histories, const char* like_name,
@@ -69,10 +67,10 @@ auto fp8_layer_op(const Tensor& stream, const OptionalTensor& values, const Opti
   check_fp8_layer(op, x_name, x, width, "fc_weight", fc_weight, "fc_bias", fc_bias);
   check_fp8_layer(op, x_name, x, fc_weight.size(0), "mlp_proj_weight", mlp_proj_weight, "mlp_proj_bias", std::nullopt);
   check_histories(op, "histories", histories, x_name, x);
-  check_histories(op, "dout_histories", dout_histories, x_name, x);  // used by the backward
+  check_histories(op, "dout_histories", dout_histories, x_name, x);
 
   const Launcher launcher(op, x);
-  const Tensor none;  // assigned to tensors that no later kernel reads, so that their memory is freed
+  const Tensor none;  // assigned to tensors that no later kernel reads, to free their memory
   Fp8Layernorm first = values ? run_fp8_layernorm(op, *values, stream, norm_1_weight, norm_1_bias, eps_1, values_bias,
                                                   {values_dropout_p, values_seed, values_offset}, histories[kQkv], true)
                               : run_fp8_layernorm(op, stream, std::nullopt, norm_1_weight, norm_1_bias, eps_1,

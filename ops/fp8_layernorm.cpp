@@ -11,7 +11,6 @@ constexpr ScalarType kFormat = ScalarType::Float8_e4m3fn;
 
 #ifdef GPTKERNELS_CUDA
 
-// Runs the norm and the quantisation in one kernel, or returns nullopt if the kernel does not support the arguments.
 std::optional<Fp8Layernorm> run_fused(const Launcher& launcher, const LayernormInputs& inputs,
                                       const OptionalTensor& history, bool transposed) {
   if (is_mixed(inputs.x, inputs.stream())) return std::nullopt;

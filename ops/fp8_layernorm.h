@@ -1,4 +1,3 @@
-// A norm whose output is quantised to float8 for the next matmul. See docs/fp8.md.
 #pragma once
 
 #include "fp8.h"
@@ -13,8 +12,7 @@ struct Fp8Layernorm {
   Tensor rstd;
 };
 
-// Computes a norm as run_layernorm() does, and quantises the output, rounded to x's dtype, as quantize() does. Both are
-// done in one kernel if a kernel supports the arguments.
+// run_layernorm(), then quantize() of the output rounded to x's dtype, in one kernel if one supports the arguments.
 Fp8Layernorm run_fp8_layernorm(const char* op, const Tensor& x, const OptionalTensor& residual,
                                const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                                const OptionalTensor& x_bias, const LayernormDropout& dropout,

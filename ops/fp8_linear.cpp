@@ -3,8 +3,8 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-constexpr ScalarType kForward = ScalarType::Float8_e4m3fn;  // for x and weights: e4m3 has more significand bits
-constexpr ScalarType kGradient = ScalarType::Float8_e5m2;   // for gradients of outputs: e5m2 has a wider range
+constexpr ScalarType kForward = ScalarType::Float8_e4m3fn;
+constexpr ScalarType kGradient = ScalarType::Float8_e5m2;  // a wider range, but fewer significand bits
 
 Shape with_width(const Tensor& x, int64_t width) {
   Shape shape = shape_of(x);
@@ -17,7 +17,7 @@ void check_input(const char* op, const Tensor& x) {
   check_quantizable(op, "x", x);
 }
 
-// Checks a saved transposed operand (features, padded rows), which has no elements if it is not needed.
+// (features, padded rows), without elements if not needed.
 void check_saved(const char* op, const char* name, const Tensor& saved, bool needed, const Shape& shape,
                  const Tensor& dout) {
   check_dtype(op, name, saved, kForward);
@@ -51,15 +51,14 @@ Tensor weight_gradient(const Launcher& launcher, const Tensor& like, const Quant
 
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// `save` has two entries: whether dx will be needed, and whether dweight will be needed. The op returns the operands of
-// the matmuls for these gradients.
+// `save` says whether dx and dweight will be needed.
 Forward fp8_linear_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& history,
                       const OptionalTensor& dout_history, const std::vector<bool>& save) {
   constexpr const char* op = "fp8_linear";
   check_input(op, x);
   check_fp8_layer(op, "x", x, width_of(x), "weight", weight, "bias", bias);
   check_history(op, "history", history, "x", x);
-  check_history(op, "dout_history", dout_history, "x", x);  // used by the backward
+  check_history(op, "dout_history", dout_history, "x", x);
 
   const Launcher launcher(op, x);
   const Quantized rows = quantize(launcher, dense(x), history, kForward, {.transposed = save[1]});
@@ -69,8 +68,7 @@ Forward fp8_linear_op(const Tensor& x, const Tensor& weight, const OptionalTenso
 
 using MlpForward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// `save` has four entries. They say whether these gradients will be needed: dx; dfc_weight; dproj_weight; any of dx,
-// dfc_weight and dfc_bias.
+// `save` says whether these gradients will be needed: dx; dfc_weight; dproj_weight; any of dx, dfc_weight and dfc_bias.
 MlpForward fp8_mlp_op(const Tensor& x, const Tensor& fc_weight, const OptionalTensor& fc_bias,
                       const Tensor& proj_weight, const OptionalTensor& proj_bias, const OptionalTensor& history,
                       const OptionalTensor& hidden_history, const OptionalTensor& dhidden_history,
@@ -81,7 +79,7 @@ MlpForward fp8_mlp_op(const Tensor& x, const Tensor& fc_weight, const OptionalTe
   check_fp8_layer(op, "x", x, fc_weight.size(0), "proj_weight", proj_weight, "proj_bias", proj_bias);
   check_history(op, "history", history, "x", x);
   check_history(op, "hidden_history", hidden_history, "x", x);
-  check_history(op, "dhidden_history", dhidden_history, "x", x);  // used by the backward
+  check_history(op, "dhidden_history", dhidden_history, "x", x);
   check_history(op, "dout_history", dout_history, "x", x);
 
   const Launcher launcher(op, x);

@@ -1,13 +1,9 @@
-// The operators for float8 linear layers and MLPs that are callable from C++ (fp8_layer.cpp). library.cpp describes
-// their arguments and results.
 #pragma once
 
 #include "fp8.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// Checks the weight (out_features, inner) and the bias of a linear layer, which must have the dtype and the device of
-// x.
 void check_fp8_layer(const char* op, const char* x_name, const Tensor& x, int64_t inner, const char* name,
                      const Tensor& weight, const char* bias_name, const OptionalTensor& bias);
 
@@ -16,20 +12,18 @@ struct Fp8Product {
   Quantized weight;
 };
 
-// out = x @ weight^T + bias, in the weight's dtype. The function also quantises the weight, and makes a transposed copy
-// if `transposed`.
+// out = x @ weight^T + bias, in the weight's dtype. Quantises the weight, also to a transposed copy if `transposed`.
 Fp8Product fp8_forward(const Launcher& launcher, const Quantized& x, const Tensor& weight, const OptionalTensor& bias,
                        bool transposed);
 
 struct Fp8Mlp {
   Tensor out;
   Tensor pre_gelu;
-  Quantized fc;      // quantised fc_weight
-  Quantized hidden;  // quantised output of GELU
-  Quantized proj;    // quantised proj_weight
+  Quantized fc;
+  Quantized hidden;  // of GELU's output
+  Quantized proj;
 };
 
-// The tensors of which a transposed copy is made.
 struct Fp8MlpTransposed {
   bool fc_weight = true;
   bool hidden = true;

@@ -1,6 +1,5 @@
-// linear_cross_entropy with float8 matmuls in its gradients and, with fp8_logits, for the logits (docs/fp8.md). Without
-// fp8_logits, the logits and the loss are the same as in linear_cross_entropy. The host does not read the values of any
-// tensor, so a CUDA graph can replay the op.
+// linear_cross_entropy with float8 matmuls in its gradients and, with fp8_logits, for the logits (docs/fp8.md). The
+// host reads no tensor's values, so a CUDA graph can replay the op.
 
 #include "../csrc/linear_cross_entropy.h"
 #include "fp8.h"
@@ -26,25 +25,24 @@ std::optional<Quantized> operand(const Launcher& launcher, const Tensor& t, bool
   return quantize(launcher, dense(t), std::nullopt, kOperand, {.transposed = transposed, .values = values});
 }
 
-// Allocates the gradient of t. The gradient of a float16 tensor is float32, because a float16 gradient may underflow
-// before the backward multiplies it by the loss scale.
+// The gradient of a float16 tensor is float32, because it could underflow before the backward multiplies it by the loss
+// scale.
 Tensor gradient_if(bool wanted, const Tensor& t) {
   const ScalarType dtype = t.scalar_type() == ScalarType::Half ? ScalarType::Float : t.scalar_type();
   return allocate(wanted ? shape_of(t) : Shape{0}, dtype, t);
 }
 
-// The operands, their gradients, and the memory of a chunk. Tensors for a gradient that is not needed have no elements.
 struct Gradients {
   bool want_x, want_weight;
-  bool logits;                      // whether logits are computed from the float8 operands
-  OptionalTensor scale;             // scale of dlogits, without Fp8Dlogit's multiplier
+  bool logits;                      // from the float8 operands
+  OptionalTensor scale;             // of dlogits, without kMultiplier
   Tensor dx;                        // of x's shape
   Tensor dweight;                   // (Vp, C)
-  Tensor sum;                       // dweight, or a float32 sum if there are several chunks
-  std::optional<Quantized> weight;  // (Vp, C) for the logits, (C, Vp) for dx
-  std::optional<Quantized> x;       // (N, C) for the logits, (C, N rounded up to 16) for dweight
-  Tensor dlogits;                   // (rows of a chunk, Vp)
-  Tensor dlogits_t;                 // (Vp, rows of a chunk rounded up to 16)
+  Tensor sum;                       // dweight, or its float32 sum over chunks
+  std::optional<Quantized> weight;  // (Vp, C) and (C, Vp)
+  std::optional<Quantized> x;       // (N, C) and (C, N rounded up to 16)
+  Tensor dlogits;
+  Tensor dlogits_t;  // (Vp, rows of a chunk rounded up to 16)
 
   Gradients(const Launcher& launcher, const Tensor& x, const Tensor& weight, const OptionalTensor& scale, int64_t chunk,
             bool logits, bool want_x, bool want_weight)
@@ -63,14 +61,12 @@ struct Gradients {
         dlogits_t(allocate(want_weight ? Shape{weight.size(0), fp8_padded(chunk)} : Shape{0}, kGradient, x)) {}
 };
 
-// Computes rows [begin, begin + count) of the logits, x @ weight^T, from the float8 operands. The sums have C terms,
-// few enough for fast accumulation.
+// Sums have C terms, few enough for fast accumulation.
 void rounded_logits(const Launcher& launcher, const Gradients& g, const Matrix& logits, int64_t begin, int64_t count) {
   fp8_product(launcher, logits, {part(flat(g.x->values), begin, count), g.x->scale},
               {g.weight->values, g.weight->scale}, {.fast_accumulation = true});
 }
 
-// Computes the losses and dlogits of rows [begin, begin + count).
 void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
               const Gradients& g, int64_t begin, int64_t count) {
   if (g.logits)
@@ -84,14 +80,12 @@ void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& los
   });
 }
 
-// Computes rows [begin, begin + count) of dx = dlogits @ weight. Fast accumulation, which would lose many small terms
-// next to a few large terms, is not used.
+// Fast accumulation would lose many small terms next to a few large terms.
 void add_dx(const Launcher& launcher, const Gradients& g, int64_t begin, int64_t count) {
   fp8_product(launcher, part(flat(g.dx), begin, count), {part(flat(g.dlogits), 0, count), g.scale},
               {g.weight->transposed, g.weight->scale}, {.alpha = 1 / Fp8Dlogit::kMultiplier});
 }
 
-// Adds the contribution of rows [begin, begin + count) to dweight = dlogits^T @ x.
 void add_dweight(const Launcher& launcher, const CrossEntropy& p, const Gradients& g, int64_t begin, int64_t count) {
   const int64_t padded = fp8_padded(count);
   launcher.check(fp8_transpose({.out = pointer<uint8_t>(g.dlogits_t),
@@ -107,12 +101,11 @@ void add_dweight(const Launcher& launcher, const CrossEntropy& p, const Gradient
               {.accumulate = begin > 0, .alpha = 1 / Fp8Dlogit::kMultiplier});
 }
 
-// Computes losses (N) and the gradients, chunk by chunk. Every chunk begins at a multiple of 16 rows, because a chunk's
-// columns of x^T must have this alignment for cuBLASLt.
+// cuBLASLt requires that a chunk's columns of x^T begin at a multiple of 16.
 void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Gradients& g, int64_t chunk) {
   const Tensor logits = allocate({chunk, p.columns()}, p.x.tensor);
   int64_t begin = 0;
-  do {  // runs once even without rows, so that the sum is 0
+  do {  // also without rows, so that the sum is 0
     const int64_t count = std::min(chunk, p.rows() - begin);
     classify(launcher, p, losses, part(flat(logits), 0, count), g, begin, count);
     if (g.want_x) add_dx(launcher, g, begin, count);

@@ -5,7 +5,7 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-// Checks the arguments of fused_classifier and fused_classifier_, and returns V.
+// Returns V.
 int64_t check(const char* op, const Tensor& logits, const Tensor& targets, int64_t vocab_size,
               const OptionalTensor& dlosses) {
   check_dim_at_least(op, "logits", logits, 1);
@@ -26,7 +26,7 @@ int64_t check(const char* op, const Tensor& logits, const Tensor& targets, int64
   return vocab_size == -1 ? width : vocab_size;
 }
 
-// Writes dlogits, which may be the logits themselves, and returns the losses.
+// dlogits may be the logits themselves.
 Tensor forward(const char* op, const Tensor& dlogits, const Tensor& logits, const Tensor& targets, int64_t vocab_size,
                int64_t ignore_index, const OptionalTensor& dlosses) {
   const Launcher launcher(op, logits);
@@ -59,7 +59,6 @@ std::tuple<Tensor, Tensor> fused_classifier_op(const Tensor& logits, const Tenso
   return {losses, dlogits};
 }
 
-// Replaces the logits by their gradient. Logits that are not contiguous are copied, and the gradient is copied back.
 Tensor fused_classifier_inplace_op(Tensor logits, const Tensor& targets, int64_t vocab_size, int64_t ignore_index,
                                    const OptionalTensor& dlosses) {
   constexpr const char* op = "fused_classifier_";
@@ -79,7 +78,6 @@ void check_backward(const char* op, const Tensor& dlosses, const Tensor& dlogits
   if (dlosses.dim() != 0) check_shape(op, "dlosses", dlosses, leading_shape(dlogits));
 }
 
-// Computes scaled = dlogits * dlosses. scaled and dlogits are dense, and may be the same tensor.
 void backward(const char* op, const Tensor& scaled, const Tensor& dlosses, const Tensor& dlogits) {
   const Launcher launcher(op, dlogits);
   const Tensor dlosses_dense = dense(dlosses);

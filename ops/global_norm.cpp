@@ -8,8 +8,6 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-// Computes the partial sums of squares of all tensors with the dtype of `like`. Returns the address for the next
-// dtype's partial sums.
 template <typename T>
 double* squares(const Launcher& launcher, const std::vector<Tensor>& tensors, const Tensor& like, double* partials) {
   std::vector<const T*> pointers;
@@ -29,7 +27,7 @@ double* squares(const Launcher& launcher, const std::vector<Tensor>& tensors, co
   return partials + count;
 }
 
-// Computes the norm of a list that is not empty. (An empty list has no device, so the Python rule returns its norm.)
+// An empty list has no device, so the Python rule returns its norm.
 Tensor global_norm_op(const std::vector<Tensor>& tensors) {
   constexpr const char* op = "global_norm";
   for (size_t i = 0; i < tensors.size(); ++i) {

@@ -1,6 +1,5 @@
-// A layer of GPT-2 in training. The op calls the single operators in C++. It thus runs the same kernels as these
-// operators do, but there is one call from Python instead of one call per operator. The addition of the MLP's output is
-// left to the next layer's first norm.
+// A layer of GPT-2 in training: the single operators' kernels, with one call from Python for the whole layer. The next
+// layer's first norm adds the MLP's output.
 #include "layer.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
@@ -12,7 +11,6 @@ bool is_tanh(const char* op, const std::string& approximate) {
   return approximate == "tanh";
 }
 
-// Returns the tensor, converted to `dtype`.
 Tensor cast(const Tensor& t, ScalarType dtype) {
   if (t.scalar_type() == dtype) return t;
   Tensor converted = allocate(shape_of(t), dtype, t);

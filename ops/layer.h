@@ -1,5 +1,4 @@
-// The backward of a whole layer, which layer.cpp and fp8_layer.cpp share. These files pass functions that compute the
-// backwards of the matmuls.
+// The backward of a whole layer, for layer.cpp and fp8_layer.cpp, which pass the backwards of the matmuls.
 #pragma once
 
 #include "calls.h"
@@ -7,7 +6,6 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// The gradients that the backward returns, in order. The backward's mask has an entry for each of them.
 enum LayerGradient {
   kStream,
   kValues,
@@ -34,20 +32,17 @@ inline void check_values(const char* op, const OptionalTensor& values, const Opt
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// The saved tensors of an addition to the residual stream and of the norm that follows it.
 struct AddAndNorm {
   const Tensor& sum;
   const Tensor& mean;
   const Tensor& rstd;
   const OptionalTensor& weight;
-  LayernormDropout dropout;  // applied to the addend
+  LayernormDropout dropout;  // of the addend
 
-  // Returns whether the addend's gradient differs from the residual stream's gradient, because the dtypes differ or
-  // elements were dropped.
   bool has_separate_gradient(const Tensor& dout) const { return is_mixed(dout, sum) || dropout.p > 0; }
 
-  // Computes the gradients. If the addend has no separate gradient, .dx is the gradient of the addend and of the
-  // residual stream, and .dresidual is undefined.
+  // Without a separate gradient, .dx is the gradient of the addend and of the residual stream, and .dresidual is
+  // undefined.
   LayernormGradients backward(const char* op, const Tensor& dout, const OptionalTensor& dsum, bool need_dx,
                               bool need_weight, bool need_bias, bool need_x_bias, bool need_dresidual) const {
     std::vector<bool> mask = {need_dx, need_weight, need_bias, need_x_bias, need_dresidual};
@@ -74,7 +69,6 @@ struct Attention {
   }
 };
 
-// The arguments of a layer's backward, without the operands of its matmuls.
 struct LayerBackward {
   const Tensor& dout;
   const OptionalTensor& dresidual_2;
@@ -85,8 +79,7 @@ struct LayerBackward {
   const std::vector<bool>& mask;
 };
 
-// Returns the gradients of a layer, in the order of LayerGradient. The three functions compute the backwards of the
-// matmuls, which depend on the number format:
+// Gradients in the order of LayerGradient. The three functions are the backwards of the matmuls:
 //   mlp_backward() -> dnorm_2, dfc_weight, dfc_bias, dmlp_proj_weight
 //   attn_proj_backward(dadded) -> dattended, dattn_proj_weight
 //   qkv_backward(dqkv, whether dnorm_1 is wanted) -> dnorm_1, dqkv_weight, dqkv_bias
@@ -96,7 +89,7 @@ auto layer_backward(const char* op, const LayerBackward& p, const MlpBackward& m
   const auto& [dout, dresidual_2, norm_1, attention, norm_2, adds_past, mask] = p;
   const bool inputs = mask[kStream] || mask[kValues] || mask[kValuesBias];
   const bool through_norm_1 = inputs || mask[kNorm1Weight] || mask[kNorm1Bias];
-  const Tensor none;  // assigned to tensors that no later kernel reads, so that their memory is freed
+  const Tensor none;  // assigned to tensors that no later kernel reads, to free their memory
 
   auto [dnorm_2, dfc_weight, dfc_bias, dmlp_proj_weight] = mlp_backward();
   const LayernormGradients second =

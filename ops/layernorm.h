@@ -1,4 +1,3 @@
-// Checks, allocation and launch of layernorm and residual_layernorm.
 #pragma once
 
 #include "../csrc/layernorm.h"
@@ -13,7 +12,6 @@ struct LayernormOutputs {
   Tensor rstd;
 };
 
-// The dropout of x + x_bias before the addition to the residual.
 struct LayernormDropout {
   double p = 0;
   OptionalTensor seed = {};
@@ -25,13 +23,12 @@ struct LayernormDropout {
   DropoutArguments arguments() const { return {p, pointer<int64_t>(seed), pointer<int64_t>(offset)}; }
 };
 
-// Returns whether x has 16 bits and the residual stream (the residual, the sum and the parameters) is float32.
+// x has 16 bits, and the residual stream (the residual, the sum and the parameters) is float32.
 inline bool is_mixed(const Tensor& x, const Tensor& stream) {
   const auto narrow = x.scalar_type();
   return stream.scalar_type() == ScalarType::Float && (narrow == ScalarType::BFloat16 || narrow == ScalarType::Half);
 }
 
-// Calls fn.template operator()<T, X>() with the dtypes of the residual stream and of x, which the caller has checked.
 template <typename Fn>
 void dispatch_layernorm(const Tensor& stream, const Tensor& x, const Fn& fn) {
   if (!is_mixed(x, stream)) return dispatch_floating(stream, [&]<typename T>() { fn.template operator()<T, T>(); });
@@ -39,7 +36,7 @@ void dispatch_layernorm(const Tensor& stream, const Tensor& x, const Fn& fn) {
   fn.template operator()<float, float16>();
 }
 
-// The inputs of a norm. All tensors are dense; residual, weight, bias and x_bias may be absent.
+// All tensors are dense.
 struct LayernormInputs {
   Tensor x;
   OptionalTensor residual;
@@ -48,7 +45,6 @@ struct LayernormInputs {
   OptionalTensor x_bias;
   double eps;
 
-  // Returns a tensor that has the dtype of the residual stream and of the parameters.
   const Tensor& stream() const { return residual ? *residual : x; }
 };
 
@@ -75,7 +71,6 @@ inline LayernormInputs check_layernorm(const char* op, const Tensor& x, const Op
   return {dense(x), dense(residual), dense(weight), dense(bias), dense(x_bias), eps};
 }
 
-// Allocates the outputs. `out` has no elements if it is not wanted.
 inline LayernormOutputs allocate_layernorm(const LayernormInputs& inputs, bool out_wanted) {
   const Tensor& x = inputs.x;
   return {.out = allocate_if(out_wanted, shape_of(x), x),
@@ -84,7 +79,6 @@ inline LayernormOutputs allocate_layernorm(const LayernormInputs& inputs, bool o
           .rstd = allocate(leading_shape(x), accumulate_dtype(x), x)};
 }
 
-// Returns the kernel's arguments.
 template <typename T, typename X>
 LayernormForward<T, X> layernorm_arguments(const LayernormInputs& inputs, const LayernormOutputs& outputs) {
   return {.out = pointer<X>(outputs.out),
@@ -111,7 +105,6 @@ inline LayernormOutputs run_layernorm(const Launcher& launcher, const LayernormI
   return outputs;
 }
 
-// Computes the layernorm of x or, with a residual, of dropout(x + x_bias) + residual.
 inline LayernormOutputs run_layernorm(const char* op, const Tensor& x, const OptionalTensor& residual,
                                       const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                                       const OptionalTensor& x_bias = std::nullopt,
@@ -128,11 +121,10 @@ struct LayernormGradients {
   Tensor dresidual;
 };
 
-// Computes the gradients of a norm. `name` is the name of x in error messages. dsum is the gradient that reaches the
-// sum by other paths than the norm, and is added to dx. The mask has entries for dx, dweight and dbias, an optional
-// fourth entry for dx_bias, and an optional fifth entry for dresidual. With five entries, dx is dresidual after the
-// dropout, in dout's dtype, which may be narrower. If the mask has no entry for dx_bias or dresidual, this gradient is
-// an undefined tensor.
+// `name` is x's name in error messages. dsum is the gradient that reaches the sum by other paths than the norm, and is
+// added to dx. The mask has entries for dx, dweight, dbias and optionally dx_bias and dresidual, which are undefined
+// tensors without an entry. With five entries, dx is dresidual after the dropout, in dout's dtype, which may be
+// narrower.
 inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& dout, const OptionalTensor& dsum,
                                                  const char* name, const Tensor& x, const OptionalTensor& weight,
                                                  const Tensor& mean, const Tensor& rstd,

@@ -1,6 +1,6 @@
-// cross_entropy(x @ weight^T, targets) without materializing all logits. The rows are processed in chunks. A chunk's
-// logits are overwritten by their gradient, or by exponentials, which become the gradient when each row is multiplied
-// by a factor. The host does not read the values of any tensor, so a CUDA graph can replay the op.
+// cross_entropy(x @ weight^T, targets) in chunks of rows, without materializing all logits. A chunk's logits are
+// overwritten by their gradient, or by exponentials that a factor per row makes the gradient. The host reads no
+// tensor's values, so a CUDA graph can replay the op.
 
 #include "linear_cross_entropy.h"
 
@@ -28,10 +28,9 @@ Reduction reduction_to_number(const char* op, const std::string& name) {
 
 namespace {
 
-// Returns the number of rows per chunk. The rows are divided evenly into chunks of at most 2^28 logits (512 MiB in
-// bfloat16), in multiples of 128 rows for efficient matmuls. Each chunk costs a pass over the float32 gradient of the
-// weight, so a few large chunks are best. With GPT-2's vocabulary a chunk has at most 5248 rows, and the pass then
-// takes 5 % of the time of the chunk's three matmuls.
+// Chunks of equal size, at most 2^28 logits (512 MiB in bfloat16), in multiples of 128 rows for efficient matmuls. Each
+// chunk costs a pass over the float32 gradient of the weight, so a few large chunks are best: with GPT-2's vocabulary,
+// at most 5248 rows, the pass takes 5 % of the time of the chunk's three matmuls.
 int64_t default_chunk(int64_t rows, int64_t columns) {
   constexpr int64_t kMaxLogits = int64_t(1) << 28;
   constexpr int64_t kMultiple = 128;
@@ -84,8 +83,7 @@ void chunk_logits(const Launcher& launcher, const CrossEntropy& p, const Matrix&
 
 namespace {
 
-// Computes the logits and the losses of rows [begin, begin + count), and dlogits, the losses' gradients for the logits,
-// multiplied by dlosses. dlosses is (N) or 0-dim; absent means 1. dlogits may be the same memory as logits.
+// dlogits, which may be the same memory as logits, is multiplied by dlosses: (N), 0-dim, or absent for 1.
 void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
               const Matrix& dlogits, const OptionalTensor& dlosses, int64_t begin, int64_t count) {
   chunk_logits(launcher, p, logits, begin, count);
@@ -101,7 +99,6 @@ void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& los
 
 // ---- all chunks -----------------------------------------------------------------------------------------------------
 
-// The gradients of x and weight. A gradient that is not wanted has no elements.
 struct Gradients {
   bool want_x;
   bool want_weight;
@@ -120,9 +117,8 @@ struct Gradients {
 
 #ifdef GPTKERNELS_CUDA
 
-// Computes rows [begin, begin + count) of losses and dx without a separate pass over the logits. dlogits receives the
-// gradient of the logits up to a factor for each row. Returns the rows of x times these factors, for dweight, or
-// nullopt if no kernel supports the arguments.
+// Losses and dx of rows [begin, begin + count), and in dlogits the gradient of the logits up to a factor for each row.
+// Returns the rows of x times these factors, for dweight, or nullopt if no kernel supports the arguments.
 std::optional<Matrix> exponentials(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses,
                                    const Matrix& dlogits, const OptionalTensor& dloss, const Gradients& gradients,
                                    int64_t begin, int64_t count) {
@@ -147,7 +143,7 @@ std::optional<Matrix> exponentials(const Launcher& launcher, const CrossEntropy&
   launcher.check(exp_classifier(classifier, pointer<void>(scratch), launcher.stream()));
   if (gradients.want_x) {
     const Matrix dx = part(matrix(gradients.dx), begin, count);
-    // The product is float32, so that dx is rounded only once, after the factors are applied.
+    // In float32, dx is rounded only once, after the factors are applied.
     const Tensor product = allocate({dx.rows, dx.columns}, ScalarType::Float, dx.tensor);
     matmul(launcher, matrix(product), dlogits, p.weight);
     launcher.check(exp_classifier_dx(pointer<bfloat16>(dx.tensor) + dx.offset, pointer<float>(product),
@@ -165,10 +161,9 @@ std::optional<Matrix> exponentials(const Launcher&, const CrossEntropy&, const T
 
 #endif
 
-// Computes losses (N) and the gradients, chunk by chunk. dweight is the sum of dlogits^T @ x over the chunks. If there
-// are several chunks, the matmuls add to a float32 sum (float64 if x is float64), which is rounded to dweight's dtype
-// at the end; on the CPU, each chunk's 16-bit term is also rounded before it is added (matmul.h). If `logits` (N, Vp)
-// is given, the logits are written to it; otherwise a chunk's logits are overwritten by their gradient.
+// With several chunks, the matmuls add to a float32 sum of dlogits^T @ x (float64 if x is float64), which is rounded to
+// dweight's dtype at the end; on the CPU, each chunk's 16-bit term is also rounded before it is added (matmul.h). If
+// `logits` (N, Vp) is given, the logits are kept there.
 void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const OptionalTensor& dlosses,
          const Gradients& gradients, const OptionalTensor& logits = std::nullopt) {
   const int64_t most = std::min(p.chunk, p.rows());
@@ -177,7 +172,7 @@ void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, 
                          ? allocate(shape_of(gradients.dweight), p.accumulate(), p.x.tensor)
                          : gradients.dweight;
   int64_t begin = 0;
-  do {  // runs once even without rows, so that the sum is 0
+  do {  // also without rows, so that the sum is 0
     const int64_t count = std::min(most, p.rows() - begin);
     const Matrix here = part(chunk, 0, count);
     std::optional<Matrix> x;
@@ -262,8 +257,7 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_with_gradients_op(
   return {total(launcher, p, losses, scale), gradients.dx, gradients.dweight};
 }
 
-// Computes the sum of the losses times scale, the gradients of this result, and the logits. dweight has the dtype of
-// the loss (float32, or float64 if x is float64), so that it is not rounded.
+// dweight has the dtype of the loss (float32, or float64 if x is float64), so that it is not rounded.
 std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_with_logits_op(
     const Tensor& x, const Tensor& weight, const Tensor& targets, const OptionalTensor& scale, int64_t vocab_size,
     int64_t ignore_index, int64_t chunk_size, const std::vector<bool>& output_mask) {
@@ -286,7 +280,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_with_logits_op(
   return {logits, total(launcher, p, losses, factor), gradients.dx, gradients.dweight};
 }
 
-// Computes the gradients. The logits are computed a second time, because dloss was not known in the forward.
+// The logits are computed a second time, because dloss was not known in the forward.
 std::tuple<Tensor, Tensor> linear_cross_entropy_backward_op(const Tensor& dloss, const Tensor& x, const Tensor& weight,
                                                             const Tensor& targets, int64_t vocab_size,
                                                             int64_t ignore_index, StringHandle reduction_name,

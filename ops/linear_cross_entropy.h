@@ -1,5 +1,3 @@
-// The code that linear_cross_entropy and fp8_linear_cross_entropy share: the arguments, the logits and losses of a
-// chunk of rows, and the reduction.
 #pragma once
 
 #include <string>
@@ -13,8 +11,8 @@ enum class Reduction { kMean, kSum, kNone };
 
 Reduction reduction_of(const char* op, const std::string& name);
 
-// Returns the reduction, which must be 'mean' or 'sum'. With these reductions the forward can already compute the
-// gradients, because the backward only multiplies them by one number, the gradient of the loss.
+// 'mean' or 'sum': the backward then only multiplies the gradients by one number, so the forward can already compute
+// them.
 Reduction reduction_to_number(const char* op, const std::string& name);
 
 struct CrossEntropy {
@@ -24,7 +22,7 @@ struct CrossEntropy {
   Tensor targets;  // (N), dense
   int64_t vocab_size;
   int64_t ignore_index;
-  int64_t chunk;  // the number of rows in a chunk
+  int64_t chunk;  // rows of a chunk
 
   int64_t rows() const { return x.rows; }
   int64_t columns() const { return weight.rows; }
@@ -34,13 +32,10 @@ struct CrossEntropy {
 CrossEntropy checked_cross_entropy(const char* op, const Tensor& x, const Tensor& weight, const Tensor& targets,
                                    int64_t vocab_size, int64_t ignore_index, int64_t chunk_size);
 
-// Computes only the loss.
 Tensor cross_entropy_loss(const CrossEntropy& p, Reduction reduction);
 
-// Returns rows [begin, begin + count) of a matrix.
 Matrix part(Matrix m, int64_t begin, int64_t count);
 
-// Computes rows [begin, begin + count) of the logits, x @ weight^T.
 void chunk_logits(const Launcher& launcher, const CrossEntropy& p, const Matrix& logits, int64_t begin, int64_t count);
 
 template <typename T>
@@ -48,7 +43,7 @@ T* advance(T* p, int64_t offset) {
   return p ? p + offset : nullptr;
 }
 
-// Returns the classifier's arguments for rows [begin, begin + count), without dlogits and dlosses.
+// Without dlogits and dlosses.
 template <typename T, typename Out = T>
 FusedClassifierForward<T, Out> chunk_classifier(const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
                                                 int64_t begin, int64_t count) {
@@ -68,12 +63,12 @@ FusedClassifierForward<T, Out> chunk_classifier(const CrossEntropy& p, const Ten
           .first_row = begin};
 }
 
-// Returns the gradient of every loss: (dloss or 1) / (the number of rows that are not ignored) for "mean", otherwise
-// dloss. For "mean", `finite` receives the same value, but 0 if all rows are ignored.
+// The gradient of every loss: (dloss or 1) / (the number of rows that are not ignored) for "mean", otherwise dloss. For
+// "mean", `finite` receives the same value, but 0 if all rows are ignored.
 OptionalTensor row_gradient(const Launcher& launcher, const CrossEntropy& p, Reduction reduction,
                             const OptionalTensor& dloss, const OptionalTensor& finite = std::nullopt);
 
-// Returns the sum of the losses, times scale.
+// Times scale.
 Tensor total(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const OptionalTensor& scale);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -18,18 +18,17 @@ namespace {
 
 #ifdef GPTKERNELS_CUDA
 
-// Returns torch's handle for the current device and stream. The handle has a workspace, and the math mode of
-// torch.backends.cuda.matmul, which says whether float32 matmuls may use TF32. (The stable ABI has no other way to
-// read that flag.) torch sets stream, workspace and math mode at each call, which takes host time.
+// torch's handle has a workspace, and the math mode of torch.backends.cuda.matmul, which says whether float32 matmuls
+// may use TF32 and which the stable ABI shows in no other way. torch sets both, and the stream, at each call, which
+// takes host time.
 cublasHandle_t cublas() {
   void* handle;
   check_shim(torch_get_current_cuda_blas_handle(&handle));
   return static_cast<cublasHandle_t>(handle);
 }
 
-// Returns torch's handle for matmuls that cuBLASLt computes. cuBLASLt receives the stream and the workspace with each
-// matmul, and reads no math mode, so the handle need not be set up by torch at each call. torch has one handle for each
-// thread and device, and never destroys it. Therefore the handle is kept after the first call.
+// cuBLASLt receives stream and workspace with each matmul and reads no math mode, so torch need not set up the handle
+// at each call. torch has one handle for each thread and device, and never destroys it.
 cublasHandle_t cublas_lt(const Tensor& like) {
   constexpr size_t kMaxDevices = 64;
   thread_local std::array<cublasHandle_t, kMaxDevices> known = {};
@@ -39,16 +38,15 @@ cublasHandle_t cublas_lt(const Tensor& like) {
   return known[device];
 }
 
-// Returns the address of the first element of the matrix, or null if the matrix is empty.
+// Null for an empty matrix.
 template <typename T>
 T* start(const Matrix& m) {
   T* base = pointer<T>(m.tensor);
   return base ? base + m.offset : nullptr;
 }
 
-// BLAS reads a matrix whose rows are contiguous and `ld` elements apart, or the transpose of such a matrix.
-// is_transposed() and leading_dimension() return how BLAS reads `m`. A single row may have any stride, but BLAS checks
-// `ld` as if there were a second row. leading_dimension() therefore returns at least the length of a row.
+// BLAS reads a matrix whose rows are contiguous and `ld` elements apart, or its transpose. A single row may have any
+// stride, but BLAS requires an `ld` of at least the row's length.
 bool is_transposed(const Matrix& m) {
   return m.column_stride != 1;
 }
@@ -59,7 +57,6 @@ int64_t leading_dimension(const Matrix& m) {
 
 #else
 
-// Returns the matrix, or the batch of matrices, as a tensor over the same memory.
 Tensor strided(const Matrix& m) {
   const int64_t sizes[] = {m.batches, m.rows, m.columns};
   const int64_t strides[] = {m.batch_stride, m.row_stride, m.column_stride};
@@ -69,10 +66,9 @@ Tensor strided(const Matrix& m) {
   return Tensor(handle);
 }
 
-// Returns `a` as the first operand of torch's matmul. On processors with AMX, oneDNN loads 32 16-bit elements of a row
-// at a time. If `columns` is no multiple of 32, oneDNN multiplies the elements that follow a row in memory by 0, so a
-// NaN or an infinity there, which mostly belongs to the next row, makes this row's results NaN. Such rows are copied,
-// and zeros follow each copy.
+// On processors with AMX, oneDNN loads 32 16-bit elements of a row at a time, and multiplies those beyond `columns` by
+// 0. A NaN or an infinity there, mostly in the next row, would make this row's results NaN, so such rows are copied and
+// followed by zeros.
 Tensor first_operand(const Matrix& a) {
   constexpr int64_t kUnit = 32;
   const Tensor x = strided(a);
@@ -85,9 +81,8 @@ Tensor first_operand(const Matrix& a) {
   return rows;
 }
 
-// Computes out = alpha * a @ b + beta * out by torch's own BLAS. The BLAS is called below the dispatcher, so that
-// autocast and autograd of the caller's thread do not apply. If beta is 0, out is not read. If alpha is 0, out becomes
-// zero, as in every BLAS; oneDNN, which torch calls for 16-bit matrices, would leave out unwritten.
+// torch's own BLAS, below the dispatcher, so that the caller's autocast and autograd do not apply. If beta is 0, out is
+// not read. For an alpha of 0, oneDNN, which torch calls for 16-bit matrices, would leave out unwritten.
 AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, double alpha, double beta) {
   const Tensor o = strided(out), x = first_operand(a), y = strided(b);
   if (alpha == 0 && beta == 0) return aoti_torch_zero_(o.get());
@@ -99,8 +94,7 @@ AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, doub
   return aoti_torch_cpu_baddbmm_out(o.get(), o.get(), x.get(), y.get(), beta, alpha);
 }
 
-// Computes a float32 output from 16-bit operands. a @ b is rounded to the operands' dtype, and then converted to
-// float32 and written to `out`, or added to `out`.
+// a @ b of 16-bit operands is rounded to their dtype, and then written or added to the float32 `out`.
 void wide_product(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b, double alpha,
                   bool accumulate) {
   const Matrix narrow = matrix(allocate({out.rows, out.columns}, a.tensor));
@@ -125,7 +119,7 @@ void gelu(const Launcher& launcher, const Tensor& out, const Tensor& x) {
   });
 }
 
-// Multiplies out by GELU'(x), in place.
+// In place.
 void dgelu(const Launcher& launcher, const Tensor& out, const Tensor& x) {
   dispatch_floating(x, [&]<typename T>() {
     launcher.check(gelu_backward<T>({.dx = pointer<T>(out),
@@ -178,7 +172,7 @@ void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const 
                          .wide_out = wide ? start<accumulate_t<T>>(out) : nullptr,
                          .accumulate = epilogue.accumulate,
                          .column_sums = pointer<T>(epilogue.column_sums)};
-    constexpr bool k16Bits = sizeof(T) == 2;  // 16-bit matmuls do not depend on the math mode
+    constexpr bool k16Bits = sizeof(T) == 2;  // no math mode
     cublasHandle_t handle = k16Bits ? cublas_lt(out.tensor) : cublas();
     const MatmulPlan plan = matmul_plan(p, handle);
     if (k16Bits && plan.needs_cublas()) handle = cublas();
@@ -197,7 +191,6 @@ bool tf32_allowed() {
   return false;
 }
 
-// Returns a @ b as an argument of this package's kernels, without out and an epilogue.
 Matmul own_product(const Matrix& a, const Matrix& b) {
   const auto strided = [](const Matrix& m) {
     return Strided{pointer<float>(m.tensor) + m.offset, m.row_stride, m.column_stride};
@@ -205,7 +198,6 @@ Matmul own_product(const Matrix& a, const Matrix& b) {
   return {.a = strided(a), .b = strided(b), .rows = a.rows, .columns = b.columns, .inner = a.columns};
 }
 
-// Returns whether this package's kernels compute the matmul.
 bool uses_own_kernels(const Matrix& a, const Matrix& b, double alpha = 1) {
   return a.tensor.scalar_type() == ScalarType::Float && a.batches == 1 && b.batches == 1 && alpha == 1 &&
          matmul_supports(own_product(a, b));

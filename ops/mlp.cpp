@@ -4,7 +4,6 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-// Returns F, the hidden width.
 int64_t hidden_of(const Tensor& fc_weight) {
   return fc_weight.size(0);
 }
@@ -55,9 +54,8 @@ std::tuple<Tensor, Tensor, Tensor> mlp_op(const Tensor& x, const Tensor& fc_weig
   return {out, pre_gelu, keep_post_gelu ? post_gelu : absent(x)};
 }
 
-// Computes the gradients. Let u = pre_gelu. Then du = (dout @ proj_weight) * GELU'(u), dx = du @ fc_weight, dfc_weight
-// = du^T @ x and dproj_weight = dout^T @ GELU(u). The bias gradients are the sums over the rows of du and dout. With a
-// mask of four entries dproj_bias is undefined.
+// Let u = pre_gelu. Then du = (dout @ proj_weight) * GELU'(u), dx = du @ fc_weight, dfc_weight = du^T @ x and
+// dproj_weight = dout^T @ GELU(u). With a mask of four entries dproj_bias is undefined.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward_op(const Tensor& dout, const Tensor& x,
                                                                    const Tensor& fc_weight, const Tensor& proj_weight,
                                                                    const Tensor& pre_gelu, const Tensor& post_gelu,

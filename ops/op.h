@@ -1,9 +1,9 @@
-// Common code of all operators: argument checks, allocation, dispatch over dtypes, and the launch. An op's file is
-// compiled once for each device; GPTKERNELS_CUDA selects the kernels' namespace and the dispatch key.
+// Common code of all operators. An op's file is compiled once for each device; GPTKERNELS_CUDA selects the kernels'
+// namespace and the dispatch key.
 //
-// Only the stable ABI of LibTorch is used (torch/csrc/stable, torch/headeronly and the C shims), so one build supports
-// torch >= 2.10 (the CUDA library: with the same CUDA major version). The only exception type that crosses that ABI is
-// std::runtime_error, so all errors have this type.
+// Only LibTorch's stable ABI is used (torch/csrc/stable, torch/headeronly and the C shims), so one build supports torch
+// >= 2.10 (the CUDA library: with the same CUDA major version). Only std::runtime_error crosses that ABI, so all errors
+// have this type.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -41,8 +41,8 @@ using Shape = std::vector<int64_t>;
 
 // ---- error messages -------------------------------------------------------------------------------------------------
 
-// The parts of a message are joined without C++ streams. A stream uses the locale of the process, which a libstdc++
-// that is linked statically into this library cannot access.
+// A C++ stream would use the process's locale, which a libstdc++ that is linked statically into this library cannot
+// access.
 inline void append(std::string& text, const std::string& part) {
   text += part;
 }
@@ -102,15 +102,18 @@ template <typename... Parts>
   throw std::runtime_error(text);
 }
 
-// Throws if a C shim of LibTorch reports an error. (torch's macro for this check is not used, because its name differs
-// between releases.)
+// Null before torch 2.13.
+extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
+
+// torch's macro for this check has different names in different releases.
 inline void check_shim(AOTITorchError error) {
-  if (error != AOTI_TORCH_SUCCESS) throw std::runtime_error("gptkernels: a call into LibTorch failed");
+  if (error == AOTI_TORCH_SUCCESS) return;
+  const bool has_message = torch_exception_get_what_without_backtrace != nullptr;
+  throw std::runtime_error(std::string("gptkernels: a call into LibTorch failed") +
+                           (has_message ? std::string(": ") + torch_exception_get_what_without_backtrace() : ""));
 }
 
 // ---- checks ---------------------------------------------------------------------------------------------------------
-
-// An error message names the op and the argument, and says what the argument must be and what it is.
 
 inline bool is_floating(ScalarType dtype) {
   return dtype == ScalarType::Double || dtype == ScalarType::Float || dtype == ScalarType::BFloat16 ||
@@ -137,7 +140,6 @@ inline void check_same_device(const char* op, const char* name, const Tensor& t,
     fail(op, name, " is on ", describe_device(t), " but ", other_name, " is on ", describe_device(other));
 }
 
-// Checks that two tensors have the same dtype and device.
 inline void check_like(const char* op, const char* name, const Tensor& t, const char* other_name, const Tensor& other) {
   check_same_device(op, name, t, other_name, other);
   if (t.scalar_type() != other.scalar_type())
@@ -150,8 +152,7 @@ inline void check_like(const char* op, const char* name, const OptionalTensor& t
   if (t) check_like(op, name, *t, other_name, other);
 }
 
-// Checks that the elements of a tensor that is written in place do not share memory, because the order of the writes
-// would be undefined.
+// The order of writes in place would be undefined if elements shared memory.
 inline void check_no_overlap(const char* op, const char* name, const Tensor& t) {
   for (int64_t i = 0; i < t.dim(); ++i)
     if (t.numel() > 0 && t.size(i) > 1 && t.stride(i) == 0)
@@ -174,8 +175,6 @@ inline void check_dim_at_least(const char* op, const char* name, const Tensor& t
          describe(shape_of(t)));
 }
 
-// Checks a dropout's probability, seed and offset. Seed and offset are 0-dim int64, and required if the probability is
-// not 0.
 inline void check_dropout(const char* op, const char* name, double probability, const OptionalTensor& seed,
                           const OptionalTensor& offset, const char* like_name, const Tensor& like) {
   if (!(probability >= 0 && probability <= 1)) fail(op, name, " must be from 0 to 1, got ", probability);
@@ -193,7 +192,6 @@ inline void check_dropout(const char* op, const char* name, double probability, 
 
 // ---- tensors --------------------------------------------------------------------------------------------------------
 
-// Allocates a tensor on the device of `like`, from torch's allocator, without the dispatcher.
 inline Tensor allocate_strided(const Shape& shape, const Shape& strides, ScalarType dtype, const Tensor& like) {
   const auto shim_dtype = torch::stable::detail::to<int32_t>(torch::stable::detail::from(dtype));
   int32_t device_type;
@@ -204,7 +202,6 @@ inline Tensor allocate_strided(const Shape& shape, const Shape& strides, ScalarT
   return Tensor(handle);
 }
 
-// Allocates a dense tensor.
 inline Tensor allocate(const Shape& shape, ScalarType dtype, const Tensor& like) {
   Shape strides(shape.size());
   int64_t stride = 1;
@@ -219,9 +216,9 @@ inline Tensor allocate(const Shape& shape, const Tensor& like) {
   return allocate(shape, like.scalar_type(), like);
 }
 
-// Copies an operator's string argument and frees the argument, so the function must be called once. torch's own
-// conversion to std::string, at least up to 2.13, leaks the string. Small blocks that are never freed fragment the heap
-// between the large blocks that a training step frees.
+// Frees the operator's string argument, so it must be called once. torch's own conversion to std::string, at least up
+// to 2.13, leaks the string, and small blocks that are never freed fragment the heap between the large blocks that a
+// training step frees.
 inline std::string take_string(StringHandle handle) {
   size_t length = 0;
   const char* text = nullptr;
@@ -232,7 +229,7 @@ inline std::string take_string(StringHandle handle) {
   return taken;
 }
 
-// Returns a backward's output that is not needed: a tensor without elements, which the Python rules replace by None.
+// A backward's output that is not needed; the Python rules replace it by None.
 inline Tensor absent(const Tensor& like) {
   return allocate({0}, like);
 }
@@ -245,8 +242,8 @@ inline Tensor allocate_if(bool wanted, const Shape& shape, const Tensor& like) {
   return wanted ? allocate(shape, like) : absent(like);
 }
 
-// Allocates scratch memory from torch's allocator. The caller may release the memory when its kernels are queued: the
-// allocator reuses it only for kernels that are queued later.
+// The caller may release scratch memory when its kernels are queued: the allocator reuses it only for kernels that are
+// queued later.
 inline Tensor workspace(int64_t bytes, const Tensor& like) {
   return allocate({bytes}, ScalarType::Byte, like);
 }
@@ -273,7 +270,6 @@ T* pointer(const OptionalTensor& t) {
   return t ? pointer<T>(*t) : nullptr;
 }
 
-// Returns the dtype of statistics and of per-row losses.
 inline ScalarType accumulate_dtype(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
@@ -297,8 +293,6 @@ inline Shape leading_shape(const Tensor& t) {
 
 // ---- dispatch and launch --------------------------------------------------------------------------------------------
 
-// Calls fn.template operator()<T>(), where T is the kernels' type for this tensor's dtype. The caller has checked the
-// dtype.
 template <typename Fn>
 void dispatch_floating(const Tensor& t, const Fn& fn) {
   switch (t.scalar_type()) {
@@ -317,8 +311,6 @@ void dispatch_index(const Tensor& t, const Fn& fn) {
 
 #ifdef GPTKERNELS_CUDA
 
-// Makes the tensor's device current during the lifetime of the Launcher, and provides torch's current stream on that
-// device.
 class Launcher {
  public:
   Launcher(const char* op, const Tensor& t) : op_(op) {
@@ -337,13 +329,12 @@ class Launcher {
 
  private:
   const char* op_;
-  std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // set only if another device was current
+  std::optional<torch::stable::accelerator::DeviceGuard> guard_;  // only if another device was current
   Stream stream_;
 };
 
 #else
 
-// Runs kernels on the threads of torch's pool.
 class Launcher {
  public:
   Launcher(const char* op, const Tensor&) : op_(op) {}

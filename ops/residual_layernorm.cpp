@@ -11,7 +11,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layernorm_op(
   return {out, *sum, mean, rstd};
 }
 
-// Computes the gradients. dx is the gradient of both x and residual.
 std::tuple<Tensor, Tensor, Tensor> residual_layernorm_backward_op(const Tensor& dout, const OptionalTensor& dsum,
                                                                   const Tensor& sum, const OptionalTensor& weight,
                                                                   const Tensor& mean, const Tensor& rstd,
@@ -21,7 +20,6 @@ std::tuple<Tensor, Tensor, Tensor> residual_layernorm_backward_op(const Tensor& 
   return {found.dx, found.dweight, found.dbias};
 }
 
-// Computes the gradients, including the gradient of x_bias.
 std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layernorm_bias_backward_op(
     const Tensor& dout, const OptionalTensor& dsum, const Tensor& sum, const OptionalTensor& weight, const Tensor& mean,
     const Tensor& rstd, const std::vector<bool>& output_mask) {
@@ -30,8 +28,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layernorm_bias_backward_op(
   return {found.dx, found.dweight, found.dbias, found.dx_bias};
 }
 
-// Computes the gradients, including the gradient of the residual, which differs from dx if there is dropout or if dx
-// has another dtype.
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> residual_layernorm_dropout_backward_op(
     const Tensor& dout, const OptionalTensor& dsum, const Tensor& sum, const OptionalTensor& weight, const Tensor& mean,
     const Tensor& rstd, double dropout_p, const OptionalTensor& seed, const OptionalTensor& offset,

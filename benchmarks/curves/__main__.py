@@ -1,7 +1,6 @@
 """``python -m benchmarks.curves`` trains GPT-2 with and without float8 matmuls from one seed, and plots the losses.
 
-The file of ``--json`` is updated every few steps. Several processes may train variants and seeds, each with its own
-file; ``--from A.json B.json`` joins the files.
+Several processes may train variants and seeds, each with its own ``--json``; ``--from A.json B.json`` joins the files.
 """
 
 import argparse
@@ -64,18 +63,16 @@ def main(arguments=None):
 
 
 def section(curves) -> str:
-    """Return the section of docs/fp8.md that has the curves."""
     return "\n\n".join([*tables(curves), f"![Losses](../{PICTURE.relative_to(ROOT)})"])
 
 
 def save(path, curves):
-    """Write the curves atomically."""
     with replace_file(path) as temporary:
         temporary.write_text(json.dumps({"curves": curves}) + "\n")
 
 
 def joined(paths, error):
-    """Join the curves of all files, ordered by seed. Only the seed may differ in their settings."""
+    """Only the seed may differ in the curves' settings."""
     curves = [curve for path in paths for curve in json.loads(path.read_text())["curves"]]
     for curve in curves[1:]:
         if {**curve["settings"], "seed": None} != {**curves[0]["settings"], "seed": None}:

@@ -13,25 +13,18 @@ COLOURS = dict(zip(VARIANTS, ["#1f4e9c", "#8a8a8a", "#ee7733", "#33a27f", "#aa6f
 
 
 def smoothed(losses):
-    """Return the moving average of the losses over AVERAGED steps."""
     return [statistics.fmean(losses[i : i + AVERAGED]) for i in range(len(losses) - AVERAGED + 1)]
 
 
 def differences(curve, other):
-    """Return the relative differences of the smoothed losses of two curves."""
     return [a / b - 1 for a, b in zip(smoothed(curve["losses"]), smoothed(other["losses"]), strict=False)]
 
 
 def first_of_seed(curve, curves):
-    """Return the curve with which a curve is compared: the first curve of the same seed."""
     return next(other for other in curves if other["settings"]["seed"] == curve["settings"]["seed"])
 
 
 def tables(curves) -> list[str]:
-    """Return the text with the machine, a table of the curves and the mean differences.
-
-    The table has the differences of each curve from the first curve of its seed.
-    """
     header = [*HEADER, *(text.format(VARIANTS[curves[0]["variant"]]) for text in COMPARED)]
     lines = [_line(curve, first_of_seed(curve, curves)) for curve in curves]
     return [_machine(curves), markdown(header, lines, texts=1), *_over_seeds(curves)]
@@ -55,10 +48,6 @@ def _line(curve, first):
 
 
 def _beside(curve, first):
-    """Return the largest and the last difference from the first curve, and the difference of the validation losses.
-
-    A difference is None if it is unknown.
-    """
     found = differences(curve, first)
     if curve is first or not found:
         return [None] * 3
@@ -67,11 +56,7 @@ def _beside(curve, first):
 
 
 def _over_seeds(curves) -> list[str]:
-    """Return, for each variant with several seeds, a line with its mean difference from the first variant.
-
-    If the control variant (CONTROL) was trained too, the line also has the difference from the mean of the first
-    variant and the control. This mean has less random variation.
-    """
+    """The mean of the first variant and CONTROL varies less than the first variant alone."""
     ends = {curve["variant"]: _ends(curves, curve["variant"]) for curve in curves}
     firsts, controls = ends.pop(curves[0]["variant"]), ends.get(CONTROL, {})
     lines = []
@@ -89,7 +74,6 @@ def _over_seeds(curves) -> list[str]:
 
 
 def _ends(curves, variant):
-    """Return the mean of the last AVERAGED losses of each complete curve of a variant. The keys are the seeds."""
     return {
         curve["settings"]["seed"]: _end(curve)
         for curve in curves
@@ -106,10 +90,6 @@ def _mean_and_error(shares):
 
 
 def draw(curves, path):
-    """Plot the losses and their moving averages.
-
-    A second panel has the differences of the averages from the first curve.
-    """
     import matplotlib
 
     matplotlib.use("Agg")
@@ -142,5 +122,4 @@ def draw(curves, path):
 
 
 def _middles(means):
-    """Return for each mean the middle of the steps that it averages."""
     return range(AVERAGED // 2, AVERAGED // 2 + len(means))

@@ -27,18 +27,7 @@ KEEP_EVERY = 25  # steps
 
 
 def train(variant: str, settings: dict, files: dict, device: torch.device, keep: Callable[[dict], object]) -> dict:
-    """Train a model whose weights, batches and learning rates depend only on the settings.
-
-    Args:
-        variant: one of VARIANTS. All have bfloat16 parameters with float32 masters.
-        settings: the settings from the command line.
-        files: a dict with the lists of token files for "train" and "val".
-        device: the device.
-        keep: a function that is called with the curve every KEEP_EVERY steps and at the end.
-
-    Returns:
-        The curve: variant, machine, settings, the loss before each update, and the validation loss at the end.
-    """
+    """Train a model whose weights, batches and learning rates depend only on the settings; return its curve."""
     curve = {"variant": variant, "settings": settings, "machine": describe(device)}
     curve |= {"losses": [], "seconds": 0.0, "validation": None}
     model = _model(variant, settings, device)
@@ -64,7 +53,7 @@ def train(variant: str, settings: dict, files: dict, device: torch.device, keep:
         for group in optimizer.param_groups:
             group["lr"] = schedule.rate(i)
         result = step(_in_order(data.next_batch(), variant))
-        if waiting:  # read the previous step's loss while the device runs the next step
+        if waiting:
             note(waiting)
         waiting = result
     if waiting:
@@ -83,10 +72,7 @@ def _model(variant, settings, device):
 
 
 def _in_order(batch, variant):
-    """Return the batch. For the control variant, its sequences are in reverse order.
-
-    The control's gradients are then sums of the same terms in another order.
-    """
+    """Reverse the control's sequences, so that its gradients are sums of the same terms in another order."""
     return [part.flip(0) for part in batch] if variant == CONTROL else batch
 
 
@@ -98,7 +84,6 @@ def _loader(paths, settings, device, *, shuffle):
 
 @torch.no_grad()
 def _validation(model, paths, settings, device):
-    """Return the mean loss of the first batches, with the model in evaluation mode, which uses no float8."""
     data = _loader(paths, settings, device, shuffle=False)
     count = min(data.batches_per_epoch, settings["val_batches"])
     if not count:

@@ -11,7 +11,6 @@ Variant = Callable[[], Any]
 
 
 def as_tuple(result) -> tuple:
-    """Wrap a single output in a tuple."""
     return tuple(result) if isinstance(result, tuple | list) else (result,)
 
 
@@ -20,15 +19,12 @@ class Case:
     """One op at one size.
 
     Args:
-        name: the name, e.g. ``"layernorm fwd"``.
-        shape: the sizes, as text for the tables.
-        ours: runs this package's kernel.
         exact: yields ``(i, part, value)``: output ``i`` must equal the float64 ``value`` at ``[part]``.
-        bytes: the fewest bytes that the op must read and write: each input once, and each output once.
-        flops: the number of floating-point operations; approximate if the op is memory-bound.
-        peers: the baselines, by their names in ``peers.PEERS``. Only the selected ones are run.
-        look: selects the tensors to verify from a variant's result. It may select fewer tensors than ``exact`` yields.
-        reset: restores the tensors that variants overwrite. It runs before each verification.
+        bytes: the fewest bytes: each input is read once, and each output written once.
+        flops: approximate if the op is memory-bound.
+        peers: the baselines, by their names in ``peers.PEERS``.
+        look: selects the tensors to verify from a variant's result, which may be fewer than ``exact`` yields.
+        reset: restores the tensors that variants overwrite, before each verification.
         rounded: the dtype whose precision the matmuls have, if the outputs have a higher precision.
     """
 
@@ -45,5 +41,4 @@ class Case:
 
 
 def nbytes(*tensors) -> int:
-    """Return the number of bytes of all these tensors. None counts as 0."""
     return sum(t.nbytes for t in tensors if t is not None)

@@ -4,14 +4,13 @@ import statistics
 
 from benchmarks.harness.report import microseconds
 
-LEAST = 0.03  # smaller differences are not reported
+LEAST = 0.03
 
 
 def slower(old_rows, new_rows):
-    """Return a line for each row whose time grew by more than 3 % and by more than the two runs' spreads together.
+    """List the rows whose time grew by more than 3 % and by more than the two runs' spreads together.
 
-    Machines differ by a few per cent. All times are therefore divided by the ratio of the copies' times. The ratio is
-    the median over all rows, because the ratio of a single row has too much noise.
+    All times are divided by the median ratio of the copies' times, because machines differ by a few per cent.
     """
     old = {row.key: row for row in old_rows if "ours" in row.times}
     pairs = [(old[row.key], row) for row in new_rows if row.key in old]

@@ -13,18 +13,11 @@ def both(
     """Yield a case of the forward and a case of the backward, with torch's eager and compiled code as baselines.
 
     Args:
-        op: the operator's name.
-        shape: the sizes, as text for the tables.
-        formula: computes the result from ``rows`` and ``shared`` with torch's operators.
-        forward: runs this package's forward.
-        backward: runs this package's backward.
-        dout: the gradient of the result.
-        rows: tensors with the same first dimension. The formula computes each row independently.
+        rows: tensors with the same first dimension, whose rows the formula computes independently.
         shared: tensors that every row uses, such as weights.
-        costs: the bytes and flops of the forward and of the backward (default: the operator's costs in ``OPERATORS``).
+        costs: the bytes and flops of the forward and of the backward (default: those in ``OPERATORS``).
         eager: the function that torch runs eagerly, if it differs from the formula.
         differentiated: the formula and the rows that the backward differentiates, if they differ from the forward's.
-        exact_backward: yields the exact results of the backward (default: the formula's gradients in float64).
         more: further baselines of the forward and of the backward.
         saves: whether the forward saves tensors for its backward, so that the compiled formula must save them too.
     """

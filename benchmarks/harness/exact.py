@@ -1,24 +1,17 @@
-"""Exact results, computed in float64 for a few rows at a time to save memory, and verification of variants."""
+"""Verification of variants by exact results, computed in float64 for a few rows at a time to save memory."""
 
 import torch
 
 from benchmarks.harness.case import as_tuple
 
-ELEMENTS = 1 << 24  # the largest number of elements of one piece
-# The tolerances are relative to the largest element and to the mean of the exact result. They are much larger than
-# the errors of a correct kernel and much smaller than the errors of a wrong kernel. The tests check the exactness of
-# our kernels.
+ELEMENTS = 1 << 24
+# Relative to the largest element and to the mean of the exact result, between the errors of correct and wrong kernels.
+# The tests check the exactness of our kernels.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 
 def outputs(function, rows, shared=()):
-    """Yield the outputs of ``function(*rows, *shared)``, for ``Case.exact``.
-
-    Args:
-        function: the formula, which must compute each row independently.
-        rows: tensors with the same first dimension, along which they are split into pieces.
-        shared: tensors that all rows use, such as weights.
-    """
+    """Yield the outputs for ``Case.exact``; ``function`` must compute each row independently."""
     shared = [double(t) for t in shared]
     for part in _parts(rows[0]):
         for i, out in enumerate(as_tuple(function(*(double(t[part]) for t in rows), *shared))):
@@ -26,7 +19,6 @@ def outputs(function, rows, shared=()):
 
 
 def gradients(function, douts, rows, shared=()):
-    """Yield the gradients of ``rows`` piece by piece, and then the gradients of ``shared``."""
     shared = [double(t).requires_grad_() for t in shared]
     totals = [torch.zeros_like(t) for t in shared]
     for part in _parts(rows[0]):
@@ -42,7 +34,6 @@ def gradients(function, douts, rows, shared=()):
 
 
 def double(t):
-    """Return the tensor detached, in float64 unless it has integers."""
     return t.detach().double() if t.is_floating_point() else t
 
 
@@ -52,7 +43,6 @@ def _parts(t):
 
 
 def fault(case, variant, dtype) -> str | None:
-    """Describe what is wrong with the variant's outputs. Return None if they are right."""
     case.reset()
     outputs = case.look(variant())
     pieces: dict[int, list[torch.Tensor]] = {}  # by output: largest error, sum of errors, largest value, sum of values

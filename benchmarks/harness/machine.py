@@ -17,7 +17,6 @@ PACKAGES = ["torch", "triton", "liger-kernel", "quack-kernels", "gptkernels"]
 
 
 def describe(device) -> dict:
-    """Return a dict for JSON with everything on which a run's figures may depend."""
     info = gptkernels.info()
     known = {"torch": torch.__version__, "gptkernels": info["gptkernels"]}
     versions = {name: version for name in PACKAGES if (version := known.get(name) or _version(name))}
@@ -35,7 +34,6 @@ def describe(device) -> dict:
 
 
 def title(machine) -> str:
-    """Return a machine's description in one line."""
     gpu, versions = machine["gpu"], machine["versions"]
     where = f"{gpu['name']}, driver {gpu['driver']}" if gpu else f"{machine['cpu']}, {machine['threads']} threads"
     what = ", ".join(f"{name} {versions[name]}" for name in PACKAGES if name in versions)
@@ -68,7 +66,7 @@ def _version(package):
 
 
 def _commit():
-    """Return the environment variable GIT_COMMIT if it is set, else the checkout's commit."""
+    """The environment variable GIT_COMMIT overrides the checkout's commit."""
     if told := os.environ.get("GIT_COMMIT"):
         return told
     commit = _output("git", "rev-parse", "--short=12", "HEAD").strip() or "unknown commit"

@@ -19,26 +19,23 @@ OTHERS = ("__main__", "generate", "ledger")  # these files have no cases of an o
 OPS = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in OTHERS and not m.ispkg)
 
 COMPILERS = {"compile", "liger", "quack", "flex"}  # these store compiled code on disk, and the run loads it
-MEMORY = 8 << 30  # reserved for each process, enough for the largest case
+MEMORY = 8 << 30
 
 
 @dataclass
 class Settings:
-    """The options of the command line."""
-
     device: torch.device
     dtypes: list[torch.dtype]
     peers: list[str]
-    sizes: list[tuple[int, ...]] | None = None  # used in place of the op's own sizes
+    sizes: list[tuple[int, ...]] | None = None
     host: bool = False
     repeats: int = 20
 
 
 def copy(nbytes, device):
-    """Return a function that copies on the device with torch. It reads ``nbytes / 2`` bytes and writes as many.
+    """A small kernel is compared with a small copy, because neither reaches the rate of a large copy.
 
-    A small kernel is compared with a small copy, because neither reaches the rate of a large copy. The bytes are
-    random, because zeros can be copied faster.
+    The bytes are random, because zeros can be copied faster.
     """
     source = torch.randint(256, (max(1, nbytes // 2),), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
@@ -46,7 +43,6 @@ def copy(nbytes, device):
 
 
 def roof(device, repeats) -> list[Row]:
-    """Time a large copy and a large matmul, which show the machine's limits."""
     cuda = device.type == "cuda"
     nbytes, n, dtype = (2 << 30, 8192, torch.bfloat16) if cuda else (2 << 26, 1024, torch.float32)
     a, b = (torch.randn(n, n, device=device, dtype=dtype) for _ in range(2))
@@ -60,10 +56,6 @@ def roof(device, repeats) -> list[Row]:
 
 
 def sizes_of(op, settings):
-    """Yield the dtypes and sizes to measure for an op.
-
-    Sizes from the command line are used if they have as many numbers as the op's sizes.
-    """
     module = importlib.import_module(f"benchmarks.{op}")
     for dtype in settings.dtypes:
         if settings.sizes:
@@ -79,13 +71,11 @@ def sizes_of(op, settings):
 
 
 def cases(op, settings, dtype, size):
-    """Return the op's cases at one size, with the same random numbers every time."""
     torch.manual_seed(0)
     return importlib.import_module(f"benchmarks.{op}").cases(settings.device, dtype, *size)
 
 
 def measure(op, settings):
-    """Measure an op's cases and yield the rows."""
     for dtype, size in sizes_of(op, settings):
         for case in cases(op, settings, dtype, size):
             if settings.host and case.name.endswith("bwd"):
@@ -95,7 +85,6 @@ def measure(op, settings):
 
 
 def measure_case(op, case, dtype, settings) -> Row:
-    """Verify all variants and time those that are right."""
     variants = {"ours": case.ours} | {p: f for p, f in case.peers.items() if p in settings.peers}
     faults = {name: why for name, variant in variants.items() if (why := _fault(case, variant, dtype))}
     timed = {name: variant for name, variant in variants.items() if name not in faults}
@@ -110,13 +99,12 @@ def measure_case(op, case, dtype, settings) -> Row:
 def _fault(case, variant, dtype):
     try:
         wrong = fault(case, variant, dtype)
-    except Exception as error:  # a baseline that does not support this size must not end the run
+    except Exception as error:
         return f"failed: {first_line(error)}"
     return wrong and f"WRONG: {wrong}"
 
 
 def first_line(error) -> str:
-    """Return the type of an exception and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
@@ -125,13 +113,13 @@ def _name(dtype):
 
 
 def warm(ops, settings):
-    """Run every compiled baseline of these ops once, in other processes, to fill the compilers' caches."""
+    """Run every compiled baseline once, in other processes, to fill the compilers' caches."""
     if settings.device.type != "cuda" or settings.host or not COMPILERS & set(settings.peers):
         return
     tasks = [(op, settings, dtype, size) for op in ops for dtype, size in sizes_of(op, settings)]
     workers = min(len(tasks), os.cpu_count() or 1, max(1, torch.cuda.mem_get_info()[0] // MEMORY))
     with ProcessPoolExecutor(workers, get_context("spawn"), initializer=_one_thread) as pool:
-        wait([pool.submit(_run_once, *task) for task in tasks])  # the run reports errors
+        wait([pool.submit(_run_once, *task) for task in tasks])
 
 
 def _one_thread():

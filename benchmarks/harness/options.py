@@ -16,7 +16,6 @@ def add_kept(parser):
 
 
 def names_in(text, known, what, error) -> list[str]:
-    """Split a comma-separated option. Calls ``error`` if a name is unknown."""
     names = [name for name in text.split(",") if name]
     for name in names:
         if name not in known:
@@ -25,5 +24,4 @@ def names_in(text, known, what, error) -> list[str]:
 
 
 def described(names) -> str:
-    """Return a table of names as a help text."""
     return "; ".join(f"{name}: {what}" for name, what in names.items())

@@ -11,33 +11,28 @@ PICTURES = "benchmarks/results"
 
 
 def fill(root: Path, run):
-    """Write a run's figures into the README and the ops' pages of the checkout ``root``."""
     for path, text in filled(root, run).items():
         path.write_text(text)
 
 
 def filled(root: Path, run) -> dict[Path, str]:
-    """Return the pages' new contents. A page without the two comments is unchanged."""
     parts = {root / "README.md": overview(run)}
     parts |= {root / "docs" / f"{op}.md": section(op, rows, run) for op, rows in by_op(run["rows"]).items()}
     return {path: between(path.read_text(), part) for path, part in parts.items() if path.exists()}
 
 
 def between(text, part, place=KEPT):
-    """Replace the text between the two comments that mark a place."""
     before, begin, rest = text.partition(f"<!-- {place} -->")
     _, end, after = rest.partition(f"<!-- /{place} -->")
     return f"{before}{begin}\n{part}\n{end}{after}" if begin and end else text
 
 
 def section(op, rows, run) -> str:
-    """Return the plot and the table of an op."""
     head = f"{title(run['machine'])}; [how to read this](benchmarks.md#how-to-read-it), [the whole run](../{PICTURES})."
     return "\n\n".join([head, f"![{op}](../{PICTURES}/{op}.png)", *tables(rows)])
 
 
 def overview(run) -> str:
-    """Return a table of all cases at their first size, in bfloat16 if possible, with the fastest baseline."""
     first = {}
     rows = [row for row in run["rows"] if row.op != "roof" and "ours" in row.times]
     for row in rows:

@@ -1,4 +1,4 @@
-"""The baselines, called peers in the code, and the ways to call them."""
+"""The baselines, called peers in the code."""
 
 import importlib.util
 import warnings
@@ -21,7 +21,6 @@ PACKAGES = {"liger": "liger_kernel", "quack": "quack", "fa3": "flash_attn_interf
 
 
 def absent(device) -> dict[str, str]:
-    """Return the baselines that cannot run here, with the reason."""
     if device.type == "cpu":
         return dict.fromkeys(["cudnn", *PACKAGES], "it has no CPU kernels")
     needed = {**PACKAGES, "compile": "triton", "flex": "triton"}
@@ -29,7 +28,6 @@ def absent(device) -> dict[str, str]:
 
 
 def compiled(function):
-    """Return the function under torch.compile, specialized to one case's shapes. The first call compiles it."""
     made = []
 
     def call(*inputs):
@@ -46,13 +44,12 @@ def compiled(function):
 
 
 def training(function, *inputs):
-    """Return a call of the function on inputs that require gradients, so that it saves what its backward needs."""
+    """The function saves what its backward needs."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     return lambda: function(*leaves)
 
 
 def backward(function, inputs, douts):
-    """Return a call of autograd's backward of the function. The forward runs once and is not timed."""
     graph = []
 
     def run():
@@ -66,18 +63,15 @@ def backward(function, inputs, douts):
 
 
 def of_forward(formula, inputs, eager=None, saves=False):
-    """Return a formula's eager and compiled calls. With ``saves``, the compiled call saves what its backward needs."""
     call = training if saves else partial
     return {"torch": partial(eager or formula, *inputs), "compile": call(compiled(formula), *inputs)}
 
 
 def of_backward(formula, inputs, douts, eager=None):
-    """Return the eager and the compiled backward of a formula."""
     return {"torch": backward(eager or formula, inputs, douts), "compile": backward(compiled(formula), inputs, douts)}
 
 
 def loss_and_gradients(function, targets, *inputs):
-    """Return the loss ``function(*inputs, targets)`` and its gradients with respect to the inputs."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     loss = function(*leaves, targets)
     return loss.detach(), *torch.autograd.grad(loss, leaves)

@@ -19,7 +19,6 @@ STYLE |= {"axes.grid": True, "axes.grid.axis": "y", "grid.color": "#dddddd", "fi
 
 
 def draw(run, folder: Path):
-    """Draw a plot of each op and the roofline, and write a page of tables that shows them."""
     folder.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(STYLE):
         for op, rows in by_op(run["rows"]).items():
@@ -35,7 +34,6 @@ def _save(figure, path):
 
 
 def bars(rows):
-    """Return a figure with a panel for each case name of an op. A panel has a group of bars for each size."""
     panels = {name: [row for row in rows if row.name == name] for name in dict.fromkeys(row.name for row in rows)}
     variants = ["ours", *columns_of(rows)]
     labels = {name: _labels(mine) for name, mine in panels.items()}
@@ -52,7 +50,6 @@ def bars(rows):
 
 
 def _labels(rows):
-    """Return the size and dtype of each row, in lines that are short enough for the space below its bars."""
     width = max(11, 120 // len(rows))
     return [f"{textwrap.fill(row.shape, width, break_long_words=False)}\n{row.dtype}" for row in rows]
 
@@ -66,11 +63,11 @@ def _group(axes, rows, variants, labels):
             if variant in row.times:
                 at, rate = i + (j - (len(variants) - 1) / 2) * width, row.rate(variant)
                 axes.bar(at, rate, 0.92 * width, color=COLOURS[variant])
-                inside = rate > (0.17 if narrow else 0.1) * top  # otherwise the bar is shorter than its label
+                inside = rate > (0.17 if narrow else 0.1) * top
                 style = {"fontsize": 8 if narrow else 9, "rotation": 90 if narrow else 0, "ha": "center"}
                 style |= {"va": "top", "xytext": (0, -3)} if inside else {"va": "bottom", "xytext": (0, 3)}
                 colour, behind = ("white", COLOURS[variant]) if inside else ("black", "white")
-                box = {"facecolor": behind, "edgecolor": "none", "pad": 1}  # hides the line of the copy
+                box = {"facecolor": behind, "edgecolor": "none", "pad": 1}
                 style |= {"color": colour, "bbox": box}
                 axes.annotate(f"{rate:.0f}", (at, rate), textcoords="offset points", **style)
         if "copy" in row.times and row.unit == "GB/s":
@@ -82,11 +79,7 @@ def _group(axes, rows, variants, labels):
 
 
 def roofline(run):
-    """Return a figure with two panels.
-
-    The first panel plots flops per second against flops per byte. The second panel plots the rate of memory-bound rows,
-    divided by the rate of a copy.
-    """
+    """Plot flops per second against flops per byte, and the rates of memory-bound rows divided by a copy's rate."""
     rows = [row for row in run["rows"] if row.op != "roof" and "ours" in row.times]
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 6), width_ratios=(1, 1.25))
     _roof(left, [row for row in run["rows"] if row.op == "roof"], rows)

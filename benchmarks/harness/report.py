@@ -9,7 +9,6 @@ PAD = {"justify": "right", "no_wrap": True}
 
 
 def show(rows):
-    """Print one op's table, and a line for each variant without a time."""
     console = Console(width=190)
     table = Table(box=None, header_style="dim")
     for i, column in enumerate(header(rows)):
@@ -30,7 +29,6 @@ def header(rows):
 
 
 def cells(row, peers, strong):
-    """Return a row's texts: our time, rate and share of the copy's rate, then each baseline's time and speedup."""
     texts = [row.name, row.shape, row.dtype]
     if "ours" in row.times:
         median, low, high = row.times["ours"]
@@ -67,29 +65,24 @@ def number(value):
 
 
 def faults(rows):
-    """Return the reasons why variants have no time."""
     return [f"{row.name} {row.shape} {row.dtype}, {name}: {why}" for row in rows for name, why in row.faults.items()]
 
 
 def table(rows) -> str:
-    """Return the table in Markdown. Baselines that are faster than our kernel are bold."""
     return markdown(header(rows), [cells(row, columns_of(rows), "**{}**") for row in rows], texts=3)
 
 
 def tables(rows) -> list[str]:
-    """Return the table, and the faults if there are any."""
     lines = "\n".join(f"- {line}" for line in faults(rows))
     return [table(rows), lines] if lines else [table(rows)]
 
 
 def markdown(head, lines, texts) -> str:
-    """Return a table in Markdown whose first ``texts`` columns are texts and whose other columns are figures."""
     rule = ["---" if i < texts else "---:" for i in range(len(head))]
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, rule, *lines])
 
 
 def page(run) -> str:
-    """Return a whole run as a Markdown page with its plots."""
     parts = ["# Results", title(run["machine"]) + "; [how to read this](../../docs/benchmarks.md)."]
     parts.append("![Roofline of all ops](roofline.png)")
     for op, rows in by_op(run["rows"]).items():
@@ -98,7 +91,6 @@ def page(run) -> str:
 
 
 def by_op(rows):
-    """Group rows by op, in their order."""
     found = {}
     for row in rows:
         found.setdefault(row.op, []).append(row)

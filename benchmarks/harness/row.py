@@ -27,7 +27,6 @@ class Row:
         return cls(**{**data, "times": {name: Time(*time) for name, time in data["times"].items()}})
 
     def dump(self) -> dict:
-        """Convert the row to JSON. The rates are for readers of the file; ``load`` ignores them."""
         rates = {n: round(self.rate(n), 1) for n in self.times if n != "copy" or self.unit == "GB/s"}
         return {**asdict(self), "times": {n: list(t) for n, t in self.times.items()}, "rates": rates}
 
@@ -37,7 +36,6 @@ class Row:
 
     @property
     def intensity(self) -> float:
-        """Return the flops per byte."""
         return self.flops / self.bytes
 
     @property
@@ -45,7 +43,6 @@ class Row:
         return "TFLOP/s" if self.intensity > COMPUTE_BOUND else "GB/s"
 
     def rate(self, name) -> float:
-        """Return the rate in ``unit``: the fewest bytes, or the flops, divided by the time."""
         work = self.flops * 1e-12 if self.unit == "TFLOP/s" else self.bytes * 1e-9
         return work / self.times[name].median
 
@@ -54,23 +51,19 @@ class Row:
         return [name for name in (*self.times, *self.faults) if name not in ("ours", "copy")]
 
     def ratio(self, name) -> float | None:
-        """Return a variant's time divided by our kernel's time, or None if one of the two times is missing."""
         if name not in self.times or "ours" not in self.times:
             return None
         return self.times[name].median / self.times["ours"].median
 
     @property
     def share(self) -> float | None:
-        """Return our rate divided by the rate of a copy of as many bytes, if the rate is in GB/s."""
         return self.ratio("copy") if self.unit == "GB/s" else None
 
     @property
     def fastest(self) -> str | None:
-        """Return the fastest baseline."""
         return min((p for p in self.peers if p in self.times), key=lambda p: self.times[p].median, default=None)
 
     @property
     def ahead(self) -> list[str]:
-        """Return the baselines that are faster than our kernel."""
         ours = self.times["ours"].median if "ours" in self.times else float("inf")
         return [p for p in self.peers if p in self.times and self.times[p].median < TIE * ours]

@@ -7,7 +7,7 @@ from gptkernels.files.writing import replace_file
 
 
 def save(path, run):
-    """Write a run atomically. Each row is one line, so that two files can be compared."""
+    """Each row is one line, so that two files can be compared."""
     rows = ",\n  ".join(json.dumps(row.dump() if isinstance(row, Row) else row) for row in run["rows"])
     rest = json.dumps({k: v for k, v in run.items() if k != "rows"}, indent=1)
     with replace_file(path) as temporary:
@@ -15,13 +15,11 @@ def save(path, run):
 
 
 def joined_machine(runs) -> dict:
-    """Return the first run's machine, with the commits of all runs."""
     commits = ", ".join(dict.fromkeys(run["machine"]["commit"] for run in runs))
     return {**runs[0]["machine"], "commit": commits}
 
 
 def load(*paths):
-    """Join files into one run, which has the settings, the machine and the `roof` rows of the first file."""
     runs = [json.loads(path.read_text()) for path in paths]
     rows = [Row.load(row) for i, run in enumerate(runs) for row in run["rows"] if i == 0 or row["op"] != "roof"]
     return {**runs[0], "machine": joined_machine(runs), "rows": rows}

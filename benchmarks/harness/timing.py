@@ -9,8 +9,6 @@ import torch
 
 
 class Time(NamedTuple):
-    """The median and the quartiles of the times of several runs, in seconds."""
-
     median: float
     low: float
     high: float
@@ -57,8 +55,8 @@ def _cuda_timer(cycles=1_000_000, most_cycles=16_000_000):
         nonlocal cycles
         while True:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            # Cache lines with the policy evict_last, which torch.compile's reductions use, survive the flush below. The
-            # next kernel would then find up to a tenth of its input in the cache.
+            # Cache lines with the policy evict_last, which torch.compile's reductions use, survive the flush below, so
+            # that the next kernel would find up to a tenth of its input in the cache.
             if error := forget_persisting():
                 raise RuntimeError(f"cuCtxResetPersistingL2Cache: CUDA error {error}")
             flush.sum()  # reads four times the size of the cache, so that no write-back remains when the clock starts
@@ -76,8 +74,6 @@ def _cuda_timer(cycles=1_000_000, most_cycles=16_000_000):
 
 
 def host_times(functions, device, repeats):
-    """Time the host for calls of each function. The functions alternate; a turn of a function has many calls."""
-
     def seconds(function, calls=200):
         start = time.perf_counter()
         for _ in range(calls):
@@ -86,5 +82,5 @@ def host_times(functions, device, repeats):
         synchronize(device)
         return taken / calls
 
-    _in_turn(functions, seconds, 1)  # warm-up
+    _in_turn(functions, seconds, 1)
     return _in_turn(functions, seconds, repeats)

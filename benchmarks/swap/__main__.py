@@ -1,7 +1,6 @@
 """``python -m benchmarks.swap`` times training steps of third-party GPT-2 models, unswapped and swapped.
 
-A step has bfloat16 autocast, T=1024, gradient clipping and torch's fused AdamW. Each variant is measured in its own
-process.
+A step has bfloat16 autocast, T=1024, gradient clipping and torch's fused AdamW.
 """
 
 import argparse
@@ -89,7 +88,6 @@ def _variants(options, error):
 
 
 def _measured(variants, options, device):
-    """Measure all variants. The figures of each variant are shown and saved after its measurement."""
     run = {"machine": describe(device), "rows": []}
     print(title(run["machine"]), flush=True)
     for row in measure_in_processes(variants, options):

@@ -1,4 +1,4 @@
-"""Timing of a variant's steps. Each variant runs in its own process, so that variants share no memory."""
+"""Timing of a variant's steps, in its own process, so that variants share no memory."""
 
 import contextlib
 import dataclasses
@@ -14,14 +14,10 @@ import torch
 from benchmarks.harness.timing import synchronize
 from benchmarks.swap.variants import Trainer, batches
 
-STEPS = 4  # number of steps between two readings of the clock
+STEPS = 4
 
 
 def measure(variant, device, seconds, losses, wait=lambda: None):
-    """Return the time of a step in ms, the peak memory and the first losses.
-
-    ``wait`` is called before the timed steps.
-    """
     trainer = Trainer(variant, device)
     data = batches(variant, device)
     fixed = next(data)
@@ -53,11 +49,7 @@ def measure(variant, device, seconds, losses, wait=lambda: None):
 
 
 def measure_in_processes(variants, options):
-    """Yield the figures of each variant after its measurement.
-
-    ``options.at_once`` variants are started together. They compile and run their first steps in parallel, and their
-    timed steps one after the other.
-    """
+    """``options.at_once`` variants compile in parallel, and run their timed steps one after the other."""
     for i in range(0, len(variants), options.at_once):
         yield from _together(variants[i : i + options.at_once], options)
 
@@ -71,7 +63,7 @@ def _together(variants, options):
             errors = stack.enter_context(tempfile.TemporaryFile("w+"))
             pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": errors}
             process = subprocess.Popen(command, **pipes, text=True)
-            stack.callback(process.kill)  # if the run is interrupted
+            stack.callback(process.kill)
             started.append((variant, process, errors))
         for _, process, _ in started:
             next((line for line in process.stdout if line == "ready\n"), None)
@@ -88,13 +80,11 @@ def _together(variants, options):
 
 
 def until_told():
-    """Print that the first steps are done, and wait for a line on standard input."""
     print("ready", flush=True)
     sys.stdin.readline()
 
 
 def profile(variant, device):
-    """Print a table of the kernels of a step."""
     trainer, tokens = Trainer(variant, device), next(batches(variant, device))
     for _ in range(3):
         trainer.step(tokens)
@@ -103,7 +93,7 @@ def profile(variant, device):
         trainer.step(tokens)
         torch.cuda.synchronize()
     kernels = [e for e in found.key_averages() if e.self_device_time_total > 0 and e.device_type.name == "CUDA"]
-    kernels = [e for e in kernels if not e.key.startswith("Optimizer.")]  # this entry is a range of several kernels
+    kernels = [e for e in kernels if not e.key.startswith("Optimizer.")]
     total, launches = sum(e.self_device_time_total for e in kernels), sum(e.count for e in kernels)
     print(f"# {variant}, swapped: {variant.swapped}: {total / 1e3:.1f} ms of kernels in {launches} launches")
     for e in sorted(kernels, key=lambda e: -e.self_device_time_total)[:28]:

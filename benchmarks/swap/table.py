@@ -21,14 +21,12 @@ EXPLAINED = (
 
 
 def load(paths):
-    """Join files to one run. If several files have a variant, the last file's figures are used."""
     runs = [json.loads(path.read_text()) for path in paths]
     rows = {Variant.of(row): row for run in runs for row in run["rows"]}
     return {"machine": joined_machine(runs), "rows": list(rows.values())}
 
 
 def lines(rows) -> list[list[str]]:
-    """Return a line for each pair of a swapped and an unswapped variant, and for each variant without a counterpart."""
     found = {Variant.of(row): row for row in rows}
     compared = {dataclasses.replace(variant, swapped="no") for variant in found if variant.swapped != "no"}
     made = []
@@ -60,7 +58,6 @@ def _line(variant, before, after) -> list[str]:
 
 
 def text(run) -> str:
-    """Return the machine, the table, and its explanation."""
     steps = max((len(row.get("losses", ())) for row in run["rows"]), default=0)
     return "\n\n".join(
         [title(run["machine"]) + ".", markdown(HEADER, lines(run["rows"]), texts=1), EXPLAINED.format(steps)]
@@ -68,6 +65,5 @@ def text(run) -> str:
 
 
 def filled(root: Path, run) -> dict[Path, str]:
-    """Return the pages' new contents."""
     pages = {root / "README.md": text(run), root / "docs" / "swap.md": text(run).replace("](docs/swap.md#", "](#")}
     return {page: between(page.read_text(), part, PLACE) for page, part in pages.items()}

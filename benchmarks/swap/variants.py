@@ -9,26 +9,23 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))  # published.py there has nanoGPT's and llm.c's models
 
 MODELS = {"huggingface": "Hugging Face", "nanogpt": "nanoGPT", "llmc": "llm.c"}
-MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}  # modes of torch.compile
-LOGITS = {"no": True, "yes": True, "no-logits": False, "detached": "detached"}  # return_logits of swap
-SIZES = {"gpt2": (12, 12, 768), "tiny": (2, 2, 64)}  # layers, heads, channels
+MODES = {"eager": None, "compiled": "default", "graphs": "reduce-overhead"}
+LOGITS = {"no": True, "yes": True, "no-logits": False, "detached": "detached"}
+SIZES = {"gpt2": (12, 12, 768), "tiny": (2, 2, 64)}
 
 
 @dataclasses.dataclass(frozen=True)
 class Variant:
-    """One model, unswapped or swapped in one way."""
-
     model: str
     mode: str
     batch: int
     dropout: float
-    swapped: str = "no"  # a key of LOGITS
+    swapped: str = "no"
     size: str = "gpt2"
     length: int = 1024
 
     @classmethod
     def of(cls, row):
-        """Return the variant of a run's row."""
         return cls(**{field.name: row[field.name] for field in dataclasses.fields(cls)})
 
     def __str__(self):
@@ -37,10 +34,6 @@ class Variant:
 
 
 def variant_of(row, **options) -> Variant:
-    """Parse the name of a row, MODEL/MODE/BATCH/DROPOUT, such as huggingface/eager/32/0.1.
-
-    Raises a ValueError if the name is malformed or the model or mode is unknown.
-    """
     try:
         model, mode, batch, dropout = row.split("/")
         if model in MODELS and mode in MODES:
@@ -51,7 +44,6 @@ def variant_of(row, **options) -> Variant:
 
 
 def made(variant, device):
-    """Create the model, and its loss as a function of the model and of tokens (B, T + 1)."""
     layers, heads, channels = SIZES[variant.size]
     torch.manual_seed(0)
     if variant.model == "huggingface":
@@ -73,7 +65,6 @@ def made(variant, device):
 
 
 def batches(variant, device):
-    """Yield tokens that a model can learn to predict: most tokens are the previous token plus a constant."""
     generator = torch.Generator().manual_seed(0)
     while True:
         jumps = torch.randint(50257, (variant.batch, variant.length + 1), generator=generator)
@@ -82,7 +73,7 @@ def batches(variant, device):
 
 
 class Trainer:
-    """A variant's model and optimizer. A step has bfloat16 autocast, clipping and torch's fused AdamW."""
+    """A step has bfloat16 autocast, clipping and torch's fused AdamW."""
 
     def __init__(self, variant, device):
         self.device = device
@@ -96,7 +87,6 @@ class Trainer:
         self._optimizer = torch.optim.AdamW(self.model.parameters(), lr=6e-4, betas=(0.9, 0.95), fused=True)
 
     def step(self, tokens):
-        """Run a step. Returns the loss before the update, on the device."""
         with torch.autocast(self.device.type, torch.bfloat16):
             loss = self._loss_of(self._call, tokens)
         loss.backward()

@@ -148,7 +148,6 @@ def _cells(row):
 
 
 def tables(run) -> list[str]:
-    """Return the tables of a run for docs/step.md."""
     found = []
     if "steps" in run:
         found += [

@@ -17,17 +17,14 @@ from gptkernels.trainer.config import PRESETS
 
 PRECISION = "tf32"  # float32 parameters; on a CPU the matmuls are float32
 VARIANTS = "ours", "torch-eager", "torch-compile"
-TURN = 5  # number of steps that a variant runs before the next variant
+TURN = 5
 VOCABULARY = 128
 
 
 def measured(variants, turns, peak):
-    """Measure steps on one thread (process time) and on all threads (wall-clock time), and our operators on one thread.
+    """Measure steps on one thread (process time) and on all threads (wall-clock time).
 
-    Args:
-        variants: the names of the variants.
-        turns: the number of turns of each variant. A turn has TURN steps.
-        peak: the peak GFLOP/s of one thread. The lower bounds of the matmuls' times are computed from it.
+    ``peak`` is the peak GFLOP/s of one thread, for the lower bounds.
     """
     preset = PRESETS["tiny"]
     sizes = {"n_layer": preset.layers, "n_head": preset.heads, "n_embd": preset.channels}
@@ -48,7 +45,6 @@ def measured(variants, turns, peak):
 
 
 def _interleaved(variants, turns, clock, config, weights, batch):
-    """Return for each variant the milliseconds of a step (lower quartile, median, minimum) and the last loss."""
     torch._dynamo.reset()
     device = torch.device("cpu")
     data = batches(config, batch, config.block_size, (turns + 2) * TURN, device)
@@ -62,14 +58,13 @@ def _interleaved(variants, turns, clock, config, weights, batch):
                 times[name].append(1e3 * (clock() - start))
     summary = {}
     for name in variants:
-        kept = times[name][2 * TURN :]  # without the first two turns, which compile and warm up
+        kept = times[name][2 * TURN :]
         quartile, median, _ = statistics.quantiles(kept, n=4, method="inclusive")
         summary[name] = [quartile, median, min(kept), float(losses[name])]
     return summary
 
 
 def _parts(config, weights, batch, steps):
-    """Return for each operator of a step its calls, milliseconds (the minimum over the steps) and flops."""
     device = torch.device("cpu")
     data = batches(config, batch, config.block_size, steps, device)
     step = make("ours", PRECISION, config, weights, device)
@@ -95,14 +90,12 @@ def _parts(config, weights, batch, steps):
 
 
 def _flops(op, shapes):
-    """Return the flops of a call's matmuls."""
     if op in ("attention", "attention_backward"):
         return timeline.attention_flops(op, shapes)
     return sum(timeline.matmul_flops(op, what, shapes) for what in timeline.PRODUCTS.get(op, ()))
 
 
 def tables(found) -> list[str]:
-    """Return the tables of a result of ``measured``."""
     names = ["1 thread, process time", f"{found['threads']} threads, by the clock"]
     steps = []
     for what, summary in zip(names, found["rows"], strict=True):

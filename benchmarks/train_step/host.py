@@ -20,11 +20,7 @@ PARTS = ("forward", "backward", "update")
 
 
 def measured(config, weights, device):
-    """Measure the host's time.
-
-    The times of forward, backward and update, for our step and plain torch's, are in ms. The times of single operators
-    and of a whole layer are in us.
-    """
+    """The times of a step's parts are in ms, those of single operators and of a whole layer in us."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     length = min(LENGTH, config.block_size)
     model, plain = GPT2(config, device, dtype), TorchGPT2(config).to(device, dtype)
@@ -34,10 +30,6 @@ def measured(config, weights, device):
 
 
 def _parts(model, plain, length, device):
-    """Return the median times in ms of forward, backward and update, for three variants of the step.
-
-    The variants alternate in each round.
-    """
     optimizer = AdamW(groups(model), master_weights=True, max_grad_norm=1.0)
     tokens = torch.zeros(1, length, dtype=torch.int64, device=device)
 
@@ -70,7 +62,6 @@ def _round(loss, update, threads, device):
 
 
 def _calls(model, length, dtype, device):
-    """Return for each operator the time in us of a call that autograd records, and of a call with its backward."""
     config, block = model.config, model.transformer.h[0]
 
     def tensor(*shape):
@@ -99,7 +90,6 @@ def _calls(model, length, dtype, device):
 
 
 def tables(found) -> list[str]:
-    """Return the tables of a result of ``measured``."""
     steps = {name: {**parts, "in all": sum(parts.values())} for name, parts in found["step"].items()}
     rows = [[part, *(f"{of[part]:.2f}" for of in steps.values())] for part in (*PARTS, "in all")]
     calls = [[name, *(f"{value:.1f}" for value in values)] for name, values in found["calls"].items()]

@@ -18,8 +18,6 @@ PEAK = {"H200": 989.4e12, "H100": 989.4e12, "A100": 312e12, "B200": 2250e12}
 
 @dataclass
 class Row:
-    """A variant at one batch size and precision. If it did not run, `fault` is the reason."""
-
     variant: str
     precision: str
     batch: int
@@ -33,7 +31,7 @@ class Row:
 
 
 def batches(config, batch, length, count, device):
-    """Return tokens that a model can learn to predict, so that wrong gradients are visible in the losses."""
+    """A model can learn to predict the tokens, so that wrong gradients are visible in the losses."""
     generator = torch.Generator().manual_seed(0)
     uniform = torch.rand(count, batch, length + 1, generator=generator)
     tokens = (config.vocab_size * uniform**4).long().to(device)  # small tokens are far more frequent
@@ -41,10 +39,6 @@ def batches(config, batch, length, count, device):
 
 
 def measure(variant, precision, config, weights, batch, device, *, warm_up, steps) -> Row:
-    """Time some steps, after a warm-up that compiles the model and captures CUDA graphs.
-
-    The row has the losses of all steps.
-    """
     row = Row(variant, precision, batch)
     length = config.block_size
     data = batches(config, batch, length, warm_up + steps, device)
@@ -62,7 +56,7 @@ def measure(variant, precision, config, weights, batch, device, *, warm_up, step
             losses.append(step(*b))
             marks.append(_mark(device))
         times = [_seconds(a, b) for a, b in pairwise(marks)]
-    except Exception as error:  # a failing variant must not end the run
+    except Exception as error:
         row.fault = first_line(error)
         return row
     low, _, high = statistics.quantiles(times, n=4, method="inclusive")

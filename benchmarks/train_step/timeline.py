@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness.measure import roof
 
-# The matmuls of an op in launch order, each with the position of its weight among the op's arguments. If an op launches
-# more matmuls, the list starts again. The ops with UNKNOWN have no argument of the weight's shape. For
-# fp8_layer_backward the number is the weight's other dimension divided by C, as in GPT-2.
+# The matmuls of an op in launch order, each with the position of its weight among the op's arguments; the list repeats
+# if an op launches more. The ops with UNKNOWN have no argument of the weight's shape. For fp8_layer_backward the number
+# is the weight's other dimension divided by C, as in GPT-2.
 UNKNOWN = -1
 PRODUCTS: dict[str, dict[str, int]] = {
     "linear": {"out": 1},
@@ -32,8 +32,8 @@ PRODUCTS |= {f"fp8_{op}": PRODUCTS[op] for op in ("linear", "mlp", "linear_cross
 PRODUCTS |= {f"fp8_{op}": dict.fromkeys(PRODUCTS[op], UNKNOWN) for op in ("linear_backward", "mlp_backward")}
 
 PRODUCT = re.compile(r"nvjet|gemm|cutlass|xmma|matmul|fp8_gelu", re.IGNORECASE)
-BEFORE_PRODUCT = re.compile(r"Memset")  # cuBLAS launches this before a matmul
-AFTER_PRODUCT = re.compile(r"splitKreduce")  # this kernel adds the parts of a matmul
+BEFORE_PRODUCT = re.compile(r"Memset")
+AFTER_PRODUCT = re.compile(r"splitKreduce")
 REDO = "ExpEpilogue<true>"  # the matmul that recomputes rows; usually there are none
 PARTS = {"column_sum": "column sums", "partial_sums": "column sums", "ClassifierForwardRow": "classifier"}
 PARTS |= {"exp_classifier": "factors", REDO: "factors"}
@@ -45,7 +45,7 @@ HEADER = ["op", "", "size", "kernel", "launches", "ms", "floor", "excess"]
 
 
 class Launch(NamedTuple):
-    """A kernel, copy or fill that ran on the device, and the op call that launched it."""
+    """A kernel, copy or fill on the device, and the op call that launched it."""
 
     op: str
     call: int
@@ -56,10 +56,7 @@ class Launch(NamedTuple):
 
 @dataclass
 class Piece:
-    """All launches of a step that compute the same thing at one size.
-
-    `seconds` and `floor` are sums over these launches.
-    """
+    """All launches of a step that compute the same thing at one size; `seconds` and `floor` are their sums."""
 
     op: str
     what: str
@@ -75,8 +72,6 @@ class Piece:
 
 
 class Rates(NamedTuple):
-    """The device's highest rates: the bytes/s of a large copy and the flop/s of a large matmul."""
-
     bytes: float
     flops: float
 
@@ -87,7 +82,6 @@ def rates(device, repeats=10) -> Rates:
 
 
 def launches(step: Callable[[], object]) -> list[Launch]:
-    """Record the launches of one call on the device, in order."""
     with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], record_shapes=True) as profiler:
         step()
         torch.cuda.synchronize()
@@ -101,7 +95,6 @@ def launches(step: Callable[[], object]) -> list[Launch]:
 
 
 def owner(event):
-    """Return the outermost of our ops around an event. If there is none, return the outermost torch op."""
     around = []
     while event is not None:
         around.append(event)
@@ -118,18 +111,15 @@ def shapes_of(event) -> tuple[tuple[int, ...], ...]:
 
 
 class Sizes(NamedTuple):
-    """Sizes that the shapes of a call do not include."""
-
-    itemsize: int  # bytes of an activation
+    itemsize: int
     parameters: int
-    updates: int  # number of calls that update the parameters
+    updates: int
     fp8_logits: bool  # whether fp8_linear_cross_entropy computes the logits by float8 matmuls
 
 
 def pieces(
     found: Iterable[Launch], speed: Rates, *, itemsize: int, parameters: int, fp8_logits: bool = False
 ) -> list[Piece]:
-    """Group the launches of a step by what they compute, and sort the groups by their excess over the floor."""
     by_key: dict[tuple, Piece] = {}
     counted, products, longest = set(), collections.Counter(), collections.Counter()
     updates = len({launch.call for launch in found if launch.op == "adamw_"})
@@ -151,7 +141,6 @@ def pieces(
 
 
 def _what(launch: Launch, products: collections.Counter) -> str:
-    """Return the part of the op that a launch computes. `products` counts the matmuls of each call."""
     names = list(PRODUCTS.get(launch.op, ()))
     if not names:
         return ""
@@ -168,8 +157,8 @@ def _what(launch: Launch, products: collections.Counter) -> str:
 def least(op, what, shapes, sizes) -> tuple[int, int]:
     """Return the fewest bytes and flops of one call.
 
-    For matmuls and attention the bytes are 0, because their flops take longer than their bytes. Both numbers are 0 for
-    work that another kernel could do without additional time.
+    For matmuls and attention the bytes are 0, because their flops take longer. Both are 0 for work that another kernel
+    could do without additional time.
     """
     n, itemsize = math.prod(shapes[0]) if shapes else 0, sizes.itemsize
     if what in PRODUCTS.get(op, ()):
@@ -200,11 +189,11 @@ def least(op, what, shapes, sizes) -> tuple[int, int]:
 
 
 def matmul_flops(op, what, shapes) -> int:
-    """Return the flops of one matmul of an op. The op's first argument has a row for each token."""
+    """The op's first argument has a row for each token."""
     columns = shapes[0][-1]
-    if op == "fp8_linear_backward":  # the arguments are dout and x transposed
+    if op == "fp8_linear_backward":
         weight = columns, shapes[1][0]
-    elif op == "fp8_mlp_backward":  # the arguments are dout and GELU's input
+    elif op == "fp8_mlp_backward":
         weight = columns, shapes[1][-1]
     elif op == "fp8_layer_backward":
         weight = columns, columns * PRODUCTS[op][what]
@@ -214,19 +203,17 @@ def matmul_flops(op, what, shapes) -> int:
 
 
 def attention_flops(op, shapes) -> int:
-    """Return the flops of attention's matmuls, without the half that the causal mask hides."""
+    """The half that the causal mask hides does not count."""
     b, t, c3 = shapes[1 if op.endswith("backward") else 0]
     return (5 if op.endswith("backward") else 2) * b * t * t * (c3 // 3)
 
 
 def _short(kernel: str) -> str:
-    """Return a kernel's name without template arguments."""
     name = re.sub(r"^void ", "", kernel).replace("(anonymous namespace)::", "")
     return re.split(r"[<(]", name)[0].split("::")[-1][:60]
 
 
 def cells(found: list[Piece], least_shown=5e-6) -> list[list[str]]:
-    """Return a line for each piece, a line for all pieces that are too short to show, and a line for the sum."""
     shown = [piece for piece in found if piece.seconds >= least_shown]
     rest = [piece for piece in found if piece.seconds < least_shown]
     lines = [[p.op, p.what, p.size, p.kernel, *_sums([p])] for p in shown]

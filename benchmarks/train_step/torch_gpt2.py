@@ -1,4 +1,4 @@
-"""GPT-2 in plain torch, with fused attention. The parameters have the same names as in this package's GPT2."""
+"""GPT-2 in plain torch, with fused attention and the parameter names of this package's GPT2."""
 
 import torch.nn.functional as F
 from torch import nn
@@ -25,8 +25,6 @@ class Block(nn.Module):
 
 
 class GPT2(nn.Module):
-    """GPT-2 with the sizes of a ``gptkernels.models.GPT2Config`` whose vocabulary needs no padding."""
-
     def __init__(self, config):
         super().__init__()
         layers = {
@@ -40,7 +38,6 @@ class GPT2(nn.Module):
         self.lm_head.weight = self.transformer["wte"].weight
 
     def forward(self, tokens, targets):
-        """Return the mean cross-entropy."""
         x = self.transformer["wte"](tokens) + self.transformer["wpe"].weight[: tokens.shape[1]]
         with sdpa_kernel(ATTENTION, set_priority=True):
             for block in self.transformer["h"]:

@@ -1,7 +1,4 @@
-"""The variants of a training step: our and torch's model, eager, compiled and with CUDA graphs.
-
-All variants have the same initial weights.
-"""
+"""The variants of a training step: our and torch's model with equal weights, eager, compiled and with CUDA graphs."""
 
 import contextlib
 import dataclasses
@@ -38,7 +35,6 @@ Step = Callable[[Tensor, Tensor], Tensor]
 
 
 def make(variant: str, precision: str, config, weights: dict[str, Tensor], device) -> Step:
-    """Return a step: a function of (tokens, targets) that returns the loss before the update, on the device."""
     torch.backends.cuda.matmul.allow_tf32 = precision == "tf32"
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     if variant.startswith("ours"):
@@ -58,13 +54,11 @@ def make(variant: str, precision: str, config, weights: dict[str, Tensor], devic
 
 
 def fp8_options(variant: str) -> dict[str, bool]:
-    """Return the float8 options of GPT2Config. fp8-logits implies fp8-head, and fp8-head implies fp8."""
     logits = "fp8-logits" in variant
     return {"fp8": "fp8" in variant, "fp8_head": logits or "fp8-head" in variant, "fp8_logits": logits}
 
 
 def groups(model):
-    """Return parameter groups with weight decay for matrices only."""
     parameters = list(model.parameters())
     return [
         {"params": [p for p in parameters if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
@@ -106,7 +100,7 @@ def _device(model):
 
 
 def torchs_update(model) -> Callable[[], None]:
-    """Return a function that clips and updates with fused AdamW. For 16-bit parameters it updates float32 masters."""
+    """For 16-bit parameters, fused AdamW updates float32 masters."""
     parameters = list(model.parameters())
     low = parameters[0].dtype != torch.float32
     masters = {p: p.detach().float().requires_grad_() if low else p for p in parameters}

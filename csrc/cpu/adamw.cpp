@@ -25,8 +25,6 @@ struct Exact {
   }
 };
 
-// Updates elements [begin, end). load(i) returns parameter i or its master, and store_param(i, p) stores the updated
-// value.
 template <typename A, typename Gradient, typename State, typename Load, typename Store>
 void update_range(const AdamwFactors<A>& factors, const Gradient* grad, State* exp_avg, State* exp_avg_sq,
                   int64_t begin, int64_t end, const Load& load, const Store& store_param) {
@@ -51,8 +49,7 @@ void store_stochastically(V& to, float value, uint32_t random) {
     store(to, value);
 }
 
-// Updates elements [begin, end) with stochastic rounding. bits(array, group) returns the random bits of a group of 8
-// elements. `begin` is a multiple of 8.
+// bits(array, group) is the random bits of a group of 8 elements. `begin` is a multiple of 8.
 template <typename Gradient, typename State, typename Bits>
 void update_range_stochastically(const AdamwFactors<float>& factors, bfloat16* param, const Gradient* grad,
                                  State* exp_avg, State* exp_avg_sq, int64_t begin, int64_t end, const Bits& bits) {

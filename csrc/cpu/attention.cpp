@@ -1,4 +1,3 @@
-// Flash attention on the CPU: dispatch by instruction set and head size. The kernels are in attention_tiles.h.
 #include "../attention.h"
 
 #include <algorithm>
@@ -13,7 +12,7 @@
 namespace gptkernels::cpu {
 namespace {
 
-constexpr int64_t kTile = 64;  // queries of a query tile, and keys of a key tile
+constexpr int64_t kTile = 64;
 
 }  // namespace
 }  // namespace gptkernels::cpu
@@ -25,7 +24,6 @@ constexpr int64_t kTile = 64;  // queries of a query tile, and keys of a key til
 namespace gptkernels::cpu {
 namespace {
 
-// Calls fn<kSize>(), where kSize is the smallest of 64, 128 and 256 that is at least head_size.
 template <typename Fn>
 void dispatch_head_size(int64_t head_size, const Fn& fn) {
   if (head_size <= 64) return fn.template operator()<64>();
@@ -43,10 +41,9 @@ int64_t tiles(int64_t n) {
   return (n + kTile - 1) / kTile;
 }
 
-// Returns the number of tasks into which the backward of a key head is divided. Each task needs memory for separate
-// sums of dkey and dvalue. A key head is therefore divided only if all key heads together have at most 24 tasks and
-// each task has at least four query tiles. The number depends on the sizes alone, so that the result's bits do not
-// depend on the number of threads.
+// Each task of a key head's backward has its own sums of dkey and dvalue, so all key heads together have at most 24
+// tasks, and a task at least four query tiles. The number depends on the sizes alone, so the bits do not depend on the
+// number of threads.
 int64_t backward_splits(const AttentionSizes& s) {
   const int64_t heads = s.batches * s.key_heads, units = s.heads / s.key_heads * tiles(s.queries);
   return std::clamp<int64_t>(std::min(24 / heads, units / 4), 1, 24);

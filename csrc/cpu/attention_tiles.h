@@ -1,5 +1,5 @@
-// Flash attention on tiles of 64 queries and 64 keys. The file has no include guard, because each_instruction_set.h
-// includes it once for each instruction set.
+// Flash attention on tiles of 64 queries and 64 keys. No include guard: each_instruction_set.h includes the file once
+// for each instruction set.
 //
 // Forward, for each tile of queries:
 //
@@ -16,10 +16,8 @@
 //   for each tile of keys: p = exp(scores - logsumexp);  dscores = p * (dropout(value @ dout^T) - delta)
 //                          dvalue += dropout(p) @ dout;  dkey += dscores @ query;  dquery += key^T @ dscores
 //
-// A tile of scores is stored transposed: one row per key, one vector lane per query. Maxima, sums and rescalings are
-// therefore elementwise operations on rows, without reductions across lanes. Keys and values keep their layout. The
-// tensors with one row per query (query and out, and in the backward also dout and dquery) are transposed, once per
-// tile of queries.
+// A tile of scores is transposed, one row per key and one vector lane per query, so that maxima, sums and rescalings
+// are elementwise operations on rows. The tensors with one row per query are transposed once per tile of queries.
 
 namespace gptkernels::cpu::GPTKERNELS_ISA {
 
@@ -36,7 +34,6 @@ inline int64_t round_up(int64_t n, int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
-// to[r][i] = from[r][i] for n rows of `size` elements, padded with zeros up to `ld`.
 template <typename A, typename T>
 void load_rows(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int64_t size) {
   for (int64_t r = 0; r < n; ++r) {
@@ -48,22 +45,21 @@ void load_rows(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int6
   }
 }
 
-// The factors that convert a dot product of query and key to the argument of exp2. The sign of the scale is applied to
-// the queries, so that the largest dot product is the largest score. With an additive mask, an FMA multiplies by
-// |scale| and adds the mask. Without an additive mask, exponentials() multiplies the differences between scores by
-// |scale| * log2(e), so that the exponential of the largest score is exactly 1.
+// The sign of the scale is applied to the queries, so that the largest dot product is the largest score. With an
+// additive mask, an FMA multiplies by |scale| and adds the mask. Without one, exponentials() multiplies differences
+// between scores by |scale| * log2(e), so that the exponential of the largest score is exactly 1.
 //
-// In scores of several hundred, the error that comes from rounding `factor` is larger than the rounding error of the
-// score itself. The backward subtracts the logsumexp from the scores, so the error would remain in the small
-// difference. The backward therefore multiplies the logsumexp by the exact factor, and corrects the scores by `excess`.
+// In scores of several hundred, the rounding of `factor` causes a larger error than the rounding of the score, which
+// would remain in the backward's small differences of score and logsumexp. The backward multiplies the logsumexp by the
+// exact factor, and corrects the scores by `excess`.
 template <typename A>
 struct Scaling {
-  using Wide = long double;  // for one number per query; double would add a rounding error to float64 results
+  using Wide = long double;  // double would add a rounding error to float64 results
   static constexpr Wide kLog2e = 1.4426950408889634073599246810018921L;
 
   A sign;
-  A magnitude;  // |scale|, or 1 for a scale of 0
-  Wide unit;    // unit * (the input of exponentials()) is the scaled score
+  A magnitude;  // 1 for a scale of 0
+  Wide unit;    // scaled score / input of exponentials()
   A factor;     // unit * log2(e), rounded towards 0
   A excess;     // unit * log2(e) / factor - 1; positive, because 0 * -inf (a masked score) would be NaN
 
@@ -79,14 +75,12 @@ struct Scaling {
   }
 };
 
-// A matrix whose rows are `ld` elements apart.
 template <typename A>
 struct Rows {
   const A* data;
   int64_t ld;
 };
 
-// Returns n rows of `size` elements. Copies the rows to `to` if they need conversion to A or padding to ld elements.
 template <typename A, typename T>
 Rows<A> rows_of(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int64_t size) {
   if constexpr (std::is_same_v<A, T>)
@@ -106,7 +100,6 @@ void load_transposed(A* to, Rows<A> rows, int64_t n, int64_t lanes, int64_t size
   }
 }
 
-// to[r][i] = from[i][r] * factor for n rows; `rows` is scratch memory (n, size).
 template <typename A, typename T>
 void store_transposed(T* to, int64_t stride, const A* from, int64_t n, int64_t size, A factor, A* rows) {
   transpose(rows, size, from, kTile, size, n);
@@ -115,33 +108,29 @@ void store_transposed(T* to, int64_t stride, const A* from, int64_t n, int64_t s
     for (int64_t i = 0; i < size; ++i) store(to[r * stride + i], rows[r * size + i] * factor);
 }
 
-// Keys [first, last) of a tile of scores, which are rows of the tile. Queries in lanes below `lane` do not see these
-// keys.
+// Queries in lanes below `lane` do not see keys [first, last).
 struct Part {
   int64_t first;
   int64_t last;
   int64_t lane;
 };
 
-// A tile of scores: keys [begin, end) and queries [query, query + rows) of a head.
 struct ScoreTile {
   int64_t batch;
   int64_t head;
-  int64_t query;      // the tile's first query, a multiple of 64
-  int64_t rows;       // number of queries, at most 64
-  int64_t lanes = 0;  // rows, rounded up to a multiple of 16
+  int64_t query;      // a multiple of 64
+  int64_t rows;       // at most 64
+  int64_t lanes = 0;  // rounded up to a multiple of 16
   int64_t begin = 0;
   int64_t end = 0;
 
   int64_t keys() const { return end - begin; }
-  // Returns the number of terms per partial sum of a score (`length` of product()). With at most 16 queries the kernel
-  // is bound by memory bandwidth. Shorter partial sums then take no additional time, and make the scores as accurate as
-  // the results of dot().
+  // Terms per partial sum. With at most 16 queries the kernel is bound by memory bandwidth; shorter partial sums then
+  // take no additional time, and make the scores as accurate as those of dot().
   int64_t sum_length() const { return lanes > 16 ? 64 : 16; }
 };
 
-// Calls fn(part) for the parts of a tile that some query sees. A tile on the causal diagonal is divided into parts of
-// 16 keys. Other tiles are one part.
+// Calls fn for the parts that some query sees: parts of 16 keys on the causal diagonal, else the whole tile.
 template <typename T, typename Fn>
 void for_each_part(const ScoreTile& tile, const AttentionMask<T>& mask, const Fn& fn) {
   if (!mask.causal || tile.end - 1 <= tile.query + mask.query_offset) return fn(Part{0, tile.keys(), 0});
@@ -151,19 +140,17 @@ void for_each_part(const ScoreTile& tile, const AttentionMask<T>& mask, const Fn
   }
 }
 
-// Finds the queries of a tile whose values of the additive mask are so low for all keys (for example
-// torch.finfo(torch.float32).min) that adding a score does not change the value. The probabilities of such a query are
-// uniform over the keys with the largest mask value.
+// For queries whose additive mask is so low for all keys (for example torch.finfo(torch.float32).min) that adding a
+// score does not change it, the probabilities are uniform over the keys with the largest mask value.
 template <typename A>
 struct UniformQueries {
-  bool any = false;          // whether the tile has such a query
-  A shift[kTile] = {};       // per query: the largest mask value; 0 for the other queries
-  A log2_count[kTile] = {};  // per query: log2 of the number of keys with that value
+  bool any = false;
+  A shift[kTile] = {};  // 0 for the other queries
+  A log2_count[kTile] = {};
 
-  // [begin, end) is the range of keys that the tile sees.
   template <typename T>
   UniformQueries(const AttentionMask<T>& mask, const ScoreTile& tile, int64_t begin, int64_t end) {
-    if (!mask.bias || std::is_same_v<T, float16>) return;  // float16's lowest value, -65504, is not low enough
+    if (!mask.bias || std::is_same_v<T, float16>) return;  // -65504 is not low enough
     for (int64_t i = 0; i < tile.rows; ++i) {
       const int64_t last = mask.causal ? std::min(end, tile.query + i + mask.query_offset + 1) : end;
       const T* row = mask.bias + tile.batch * mask.batch + tile.head * mask.head + (tile.query + i) * mask.query;
@@ -183,7 +170,6 @@ struct UniformQueries {
   }
 };
 
-// Sets masked scores to -inf. With a bias, multiplies the scores by |scale| and adds the bias.
 template <typename T, typename A>
 void apply_mask(A* scores, A magnitude, const ScoreTile& tile, const AttentionMask<T>& mask,
                 const UniformQueries<A>& uniform) {
@@ -242,7 +228,6 @@ void dropout_tile(A* keep, const ScoreTile& tile, int64_t aligned, const Dropout
   }
 }
 
-// Returns the range [begin, end) of keys that some of the queries [query, query + rows) of sequence b may see.
 template <typename T>
 std::pair<int64_t, int64_t> key_range(const AttentionMask<T>& mask, const AttentionSizes& s, int64_t b, int64_t query,
                                       int64_t rows) {
@@ -255,9 +240,8 @@ std::pair<int64_t, int64_t> key_range(const AttentionMask<T>& mask, const Attent
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// Replaces the scores of kColumns SIMD vectors of queries, one query per lane, by exp2((score - maximum) * factor).
-// Updates each query's running maximum and sum. Writes to `decay` the factor that rescales the outputs of earlier
-// tiles.
+// Replaces scores by exp2((score - maximum) * factor), with one query per lane of kColumns vectors. `decay` receives
+// the factor that rescales the outputs of earlier tiles.
 template <int kColumns, typename A>
 [[gnu::always_inline]] inline void exponentials(A* scores, int64_t keys, A factor, A* maximum, A* sum, A* decay) {
   using V = Vector<A>;
@@ -292,7 +276,6 @@ template <int kColumns, typename A>
   }
 }
 
-// to[r][lane] *= factors[lane].
 template <typename A>
 void scale_lanes(A* to, int64_t rows, int64_t lanes, const A* factors) {
   for (int64_t r = 0; r < rows; ++r)
@@ -300,12 +283,10 @@ void scale_lanes(A* to, int64_t rows, int64_t lanes, const A* factors) {
     for (int64_t i = 0; i < lanes; ++i) to[r * kTile + i] *= factors[i];
 }
 
-// For up to 4 queries, as in decoding, most lanes would be empty. A vector then contains channels instead of queries,
-// and each score is a dot product. The backward uses the same order of additions, so that its scores are bitwise
-// identical to the scores from which the forward computes the logsumexp.
+// With up to 4 queries, as in decoding, most lanes would be empty, so a vector contains channels instead, and each
+// score is a dot product. The backward adds in the same order, so that its scores are bitwise those of the logsumexp.
 constexpr int64_t kFewQueries = 4;
 
-// scores[j][i] = sign * dot(query[i], key[j]); lanes without a query are 0.
 template <typename A>
 void few_scores(A* scores, const ScoreTile& tile, A sign, Rows<A> query, int64_t width, Rows<A> key) {
   for (int64_t j = 0; j < tile.keys(); ++j) {
@@ -316,8 +297,8 @@ void few_scores(A* scores, const ScoreTile& tile, A sign, Rows<A> query, int64_t
   }
 }
 
-// Scratch memory on the stack for head sizes up to kSize. forward_tiles() and backward_tiles() receive pointers to it,
-// so they are compiled once for all values of kSize.
+// forward_tiles() and backward_tiles() receive pointers to this scratch memory on the stack, so they are compiled once
+// for all values of kSize.
 template <typename A, int kSize, int kArrays>
 struct alignas(64) TileBuffers {
   A rows[kArrays][kSize * kTile];
@@ -329,7 +310,7 @@ struct ForwardScratch {
   explicit ForwardScratch(TileBuffers<A, kSize, 4>& room)
       : query(room.rows[0]), out(room.rows[1]), key(room.rows[2]), value(room.rows[3]) {}
 
-  A* query;  // (HS, queries); (queries, HS) if there are few queries
+  A* query;  // (HS, queries), or transposed if there are few queries
   A* out;    // same shape as query
   A* key;
   A* value;
@@ -340,7 +321,6 @@ struct ForwardScratch {
   A decay[kTile];
 };
 
-// Computes out and logsumexp for one tile of queries (of head h of sequence b) over all keys that the tile sees.
 template <typename T>
 void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query,
                    ForwardScratch<accumulate_t<T>>& at) {
@@ -353,7 +333,7 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
   tile.lanes = round_up(tile.rows, 16);
 
   const bool few = tile.rows <= kFewQueries;
-  const int64_t width = few ? round_up(size, 16) : size;  // row length of queries, keys and values
+  const int64_t width = few ? round_up(size, 16) : size;
 
   const T* queries = p.query.data + b * p.query.batch + h * p.query.head + query * p.query.token;
   if (few) {
@@ -438,9 +418,8 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
   store_transposed(out, p.out.token, at.out, tile.rows, size, A(1), at.query);
 }
 
-// Runs tasks [begin, end). A task is a pair of query tiles of a head: the i-th tile from the start and the i-th from
-// the end. With a causal mask, all pairs see about the same number of keys. The function is not inlined, so that the
-// stack holds the scratch memory of one kSize only.
+// A task is the i-th query tile from the start and the i-th from the end: with a causal mask, all tasks see about the
+// same number of keys. Not inlined, so that the stack holds the scratch memory of one kSize only.
 template <int kSize, typename T>
 [[gnu::noinline]] void forward_range(const AttentionForward<T>& p, const Dropout& dropout, int64_t begin, int64_t end) {
   TileBuffers<accumulate_t<T>, kSize, 4> room;
@@ -477,13 +456,12 @@ struct BackwardScratch {
   alignas(64) A probabilities[kTile * kTile];
   A dscores[kTile * kTile];
   A keep[kTile * kTile];
-  A logsumexp[kTile];       // -logsumexp * log2(e), rounded
-  A logsumexp_rest[kTile];  // corrects for the rounding of `logsumexp` and for Scaling::excess
+  A logsumexp[kTile];       // -logsumexp * log2(e)
+  A logsumexp_rest[kTile];  // for the rounding of `logsumexp` and for excess
   A delta[kTile];
 };
 
-// Replaces scores by the probabilities after dropout. Replaces `gradients`, which hold the gradient of these
-// probabilities, by the gradient of the scores.
+// Replaces scores by the probabilities after dropout, and `gradients` by the gradient of the scores.
 template <typename A>
 void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t lanes, const Scaling<A>& scaling,
                      const A* logsumexp, const A* logsumexp_rest, const A* delta) {
@@ -506,8 +484,6 @@ void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t 
     }
 }
 
-// dots[i] = a[0][i] * b[0][i] + ... + a[n - 1][i] * b[n - 1][i] for each lane i. The terms are added in the order of
-// product().
 template <typename A>
 void dots_of_lanes(A* dots, const A* a, const A* b, int64_t lanes, int64_t n, int64_t length) {
   using V = Vector<A>;
@@ -523,8 +499,7 @@ void dots_of_lanes(A* dots, const A* a, const A* b, int64_t lanes, int64_t n, in
   }
 }
 
-// Computes the gradients for one tile of queries (of head h of sequence b) over all keys that the tile sees. Writes
-// dquery, and adds to dkey and dvalue, which are (Tk, HS rounded up to a multiple of 16).
+// Adds to dkey and dvalue, (Tk, HS rounded up to a multiple of 16).
 template <typename T>
 void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query,
                     accumulate_t<T>* dkey, accumulate_t<T>* dvalue, BackwardScratch<accumulate_t<T>>& at) {
@@ -535,7 +510,7 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
   ScoreTile tile{.batch = b, .head = h, .query = query, .rows = std::min<int64_t>(kTile, s.queries - query)};
   tile.lanes = round_up(tile.rows, 16);
   const bool few = tile.rows <= kFewQueries;
-  const int64_t row = few ? width : size;  // row length of keys and values
+  const int64_t row = few ? width : size;
 
   const T* queries = p.query.data + b * p.query.batch + h * p.query.head + query * p.query.token;
   const T* douts = p.dout.data + b * p.dout.batch + h * p.dout.head + query * p.dout.token;
@@ -547,8 +522,8 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
   load_transposed(at.dout_transposed, dall, tile.rows, tile.lanes, size);
   const auto [begin, end] = key_range(p.mask, s, b, query, tile.rows);
   const UniformQueries<A> uniform(p.mask, tile, begin, end);
-  // The terms of delta are added in the same order as the terms of the probabilities' gradients. For a query with a
-  // single key, delta therefore equals the gradient of the probability exactly, and the gradient of the score is 0.
+  // The same order of terms as in the probabilities' gradients makes delta equal the gradient of the probability for a
+  // query with a single key, and the gradient of the score exactly 0.
   const auto out = rows_of(at.key, width, outs, p.out.token, tile.rows, size);
   if (few) {
     for (int64_t i = 0; i < tile.rows; ++i) at.delta[i] = dot(dall.data + i * dall.ld, out.data + i * out.ld, width);
@@ -617,8 +592,6 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
   store_transposed(dquery, p.dquery.token, at.dquery, tile.rows, size, A(gradient_scale(p)), at.key);
 }
 
-// Writes dkey and dvalue of key head kh of sequence b, for keys [first, last): the sums over all tasks of the key head.
-// `sums` is the workspace of the key head's first task.
 template <typename T>
 void add_splits(const AttentionBackward<T>& p, int64_t b, int64_t kh, int64_t first, int64_t last,
                 const accumulate_t<T>* sums, int64_t splits) {
@@ -645,10 +618,9 @@ void add_splits(const AttentionBackward<T>& p, int64_t b, int64_t kh, int64_t fi
   add(p.dvalue, sums + slab, A(1));
 }
 
-// Runs tasks [begin, end). The query tiles of the heads that read a key head are divided among `splits` tasks, each of
-// which has separate sums of dkey and dvalue. Every second group of `splits` tiles is assigned to the tasks in reverse
-// order, because later tiles see more keys under a causal mask. If `splits` is 1, the task writes the gradients itself,
-// and the next task reuses the memory of the sums, which is still in the cache.
+// Each of the `splits` tasks of a key head has its own sums of dkey and dvalue. Every second group of `splits` query
+// tiles is assigned in reverse order, because later tiles see more keys under a causal mask. If `splits` is 1, the task
+// writes the gradients itself, and the next task reuses the memory of the sums, which is still in the cache.
 template <int kSize, typename T>
 [[gnu::noinline]] void backward_range(const AttentionBackward<T>& p, const Dropout& dropout, int64_t splits,
                                       int64_t begin, int64_t end) {
@@ -671,7 +643,6 @@ template <int kSize, typename T>
   }
 }
 
-// Adds up the sums of a key head's tasks and writes the gradients, for key tiles [begin, end) of all key heads.
 template <typename T>
 void add_splits_range(const AttentionBackward<T>& p, int64_t splits, int64_t begin, int64_t end) {
   const AttentionSizes& s = p.sizes;

@@ -1,7 +1,6 @@
 #include "capability.h"
 
-// Python calls these two functions by ctypes. The first returns the name of the capability in use, and the second
-// CapabilityChoice's error.
+// Python calls these two functions by ctypes.
 extern "C" __attribute__((visibility("default"))) const char* gptkernels_cpu_capability() {
   return gptkernels::cpu::name(gptkernels::cpu::capability_choice().capability);
 }

@@ -1,4 +1,3 @@
-// The instruction sets that the kernels are compiled for (simd.h), and the choice of the copy that runs.
 #pragma once
 
 #include <cstdlib>
@@ -10,8 +9,7 @@
 
 namespace gptkernels::cpu {
 
-// The capabilities are in ascending order: a processor that supports a capability supports all capabilities before it.
-// kDefault is the compiler's default target.
+// A processor with a capability has all before it. kDefault is the compiler's default target.
 enum class Capability { kDefault, kAvx2, kAvx512 };
 
 inline const char* name(Capability capability) {
@@ -22,7 +20,6 @@ inline const char* name(Capability capability) {
   }
 }
 
-// Returns the highest capability of this processor.
 inline Capability processor_capability() {
 #ifdef GPTKERNELS_X86
   __builtin_cpu_init();
@@ -37,11 +34,11 @@ inline Capability processor_capability() {
 
 struct CapabilityChoice {
   Capability capability;
-  std::string error;  // empty, or the reason why the requested capability cannot be used
+  std::string error;  // or empty
 };
 
-// Returns the capability whose copy runs. `requested` is the environment variable GPTKERNELS_CPU_CAPABILITY (default,
-// avx2 or avx512), and `most` the processor's highest capability, which is returned if the variable is not set.
+// `requested` is the environment variable GPTKERNELS_CPU_CAPABILITY, `most` the processor's highest capability and the
+// default.
 inline CapabilityChoice choose_capability(const char* requested, Capability most) {
   if (requested == nullptr || *requested == '\0') return {most, {}};
   for (const Capability capability : {Capability::kDefault, Capability::kAvx2, Capability::kAvx512}) {
@@ -53,7 +50,6 @@ inline CapabilityChoice choose_capability(const char* requested, Capability most
   return {most, std::string("GPTKERNELS_CPU_CAPABILITY must be default, avx2 or avx512, got ") + requested};
 }
 
-// Returns the choice for this process. The first call reads the environment variable.
 inline const CapabilityChoice& capability_choice() {
   static const CapabilityChoice choice =
       choose_capability(std::getenv("GPTKERNELS_CPU_CAPABILITY"), processor_capability());

@@ -1,5 +1,3 @@
-// Causal softmax on the CPU: applies softmax_row() to columns 0..t of each row t, and writes zeros to the right of
-// them.
 #include "../causal_softmax.h"
 
 #include "softmax.h"
@@ -7,8 +5,7 @@
 namespace gptkernels::cpu {
 namespace {
 
-// Calls fn(offset, n) for every row t, where n = t + 1 is the number of columns up to the diagonal. A thread processes
-// rows t and T - 1 - t together, so that all pairs of rows have the same number of columns.
+// A thread processes rows t and T - 1 - t together, so that all pairs have equally many columns.
 template <typename Fn>
 void for_each_row(int64_t matrices, int64_t tokens, Stream stream, const Fn& fn) {
   const int64_t pairs = (tokens + 1) / 2;

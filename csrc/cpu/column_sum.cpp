@@ -1,5 +1,3 @@
-// Column sums on the CPU, in two parallel loops: the first sums each group of rows, and the second adds up the sums of
-// the groups.
 #include "../column_sum.h"
 
 #include <algorithm>
@@ -10,9 +8,8 @@
 namespace gptkernels::cpu {
 namespace {
 
-// The number of groups depends on the number of rows only, and the groups' sums are added in order. Therefore the bits
-// of the result do not depend on the number of threads. The columns are divided into strips whose sums fit in the L1
-// cache.
+// The groups depend on the number of rows only, and their sums are added in order, so the bits do not depend on the
+// number of threads. A strip's sums fit in the L1 cache.
 constexpr int64_t kMaxGroups = 64;
 constexpr int64_t kMinGroupRows = 16;
 constexpr int64_t kStrip = 1024;
@@ -21,8 +18,7 @@ int64_t row_groups(int64_t rows) {
   return std::clamp<int64_t>((rows + kMinGroupRows - 1) / kMinGroupRows, 1, kMaxGroups);
 }
 
-// The type of the sums. float32 elements are summed in float64, which takes no additional time because the kernel is
-// bound by memory bandwidth.
+// Summing float32 in float64 takes no additional time, because the kernel is bound by memory bandwidth.
 template <typename T>
 using Sum = std::conditional_t<sizeof(T) == 2, float, double>;
 

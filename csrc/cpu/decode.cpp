@@ -1,4 +1,3 @@
-// A decoding step on the CPU, layer by layer. Each matmul is one parallel loop over the rows of the weight.
 #include "../decode.h"
 
 #include <algorithm>
@@ -12,8 +11,8 @@
 namespace gptkernels::cpu {
 namespace {
 
-// out (C) = layernorm(x). As in layernorm.cpp, the mean's rounding error, `rest`, is subtracted too. Otherwise the
-// normalised elements of a constant row would be rest / sqrt(eps) instead of 0.
+// As in layernorm.cpp, the mean's rounding error, `rest`, is subtracted too; otherwise a constant row would give rest /
+// sqrt(eps) instead of 0.
 template <typename T, typename A>
 void normalise(A* out, const A* x, const T* weight, const T* bias, int64_t width, double eps) {
   vectorised([&] {
@@ -30,8 +29,7 @@ void normalise(A* out, const A* x, const T* weight, const T* bias, int64_t width
   });
 }
 
-// Calls result(b, row, dot(x[b], weight[row]) + bias[row]) for all rows of x (B, K) and of the weight (M, K). Each row
-// of the weight is read once for all of x.
+// Calls result(b, row, dot(x[b], weight[row]) + bias[row]), and reads each row of the weight once.
 template <typename T, typename A, typename Result>
 void product(Stream stream, const A* x, int64_t batch, const T* weight, const T* bias, int64_t rows, int64_t inner,
              const Result& result) {
@@ -48,8 +46,7 @@ void product(Stream stream, const A* x, int64_t batch, const T* weight, const T*
   });
 }
 
-// out (HS) = softmax(q k^T / sqrt(HS)) v over `count` keys, with an online softmax: `total` and `out` are relative to
-// the exponential of the largest score so far.
+// `total` and `out` are relative to the exponential of the largest score so far.
 template <typename T, typename A>
 void attend(A* out, const A* query, const T* keys, const T* values, int64_t count, int64_t head_size) {
   const A scale = A(1) / std::sqrt(A(head_size));
@@ -75,7 +72,6 @@ void attend(A* out, const A* query, const T* keys, const T* values, int64_t coun
   for (int64_t i = 0; i < head_size; ++i) out[i] /= total;
 }
 
-// Returns the newest token of sequence b.
 template <typename T>
 int64_t token(const Decode<T>& p, int64_t b) {
   return p.sequences[b * p.sequence_length + p.lengths[b] - 1];
@@ -108,7 +104,6 @@ class Step {
   }
 
  private:
-  // Returns the number of elements of a layer's keys (or values) in the cache.
   int64_t cache_size() const { return p_.batch * p_.width * p_.capacity; }
 
   void layer(const DecodeLayer<T>& w, T* keys) {
@@ -140,8 +135,7 @@ class Step {
     product(stream_, hidden_, B, w.mlp_proj_weight, w.mlp_proj_bias, C, 4 * C, add);
   }
 
-  // Returns the offset, in the layer's cache of keys (or values), of element i of sequence b's newest key (or value). i
-  // counts the elements of all heads: 0 <= i < C.
+  // The offset of element 0 <= i < C of sequence b's newest key (or value) in the layer's cache.
   int64_t place(int64_t b, int64_t i) const {
     return ((b * p_.heads + i / head_size_) * p_.capacity + p_.lengths[b] - 1) * head_size_ + i % head_size_;
   }

@@ -1,4 +1,3 @@
-// The types in the signatures of CPU launchers: number types, Stream (a thread pool) and Status.
 #pragma once
 
 #include <bit>
@@ -7,7 +6,7 @@
 
 namespace gptkernels::cpu {
 
-// bfloat16 is the upper half of a float32. Conversion rounds to nearest even; NaN stays NaN.
+// Conversion rounds to nearest even; NaN stays NaN.
 struct bfloat16 {
   uint16_t bits;
 
@@ -22,8 +21,7 @@ struct bfloat16 {
   }
 };
 
-// IEEE binary16, converted with integer and float32 arithmetic and without branches, so that every compiler vectorizes
-// loops of conversions.
+// Conversions have no branches, so every compiler vectorizes loops of them.
 struct float16 {
   uint16_t bits;
 
@@ -41,10 +39,10 @@ struct float16 {
   static uint16_t round(float value) {
     const uint32_t u = std::bit_cast<uint32_t>(value);
     const uint32_t magnitude = u & 0x7FFFFFFFu;
-    // Normal results: change the exponent's bias from 127 to 15 and round away the low 13 bits of the significand.
+    // Changes the exponent's bias from 127 to 15, and rounds away the low 13 bits of the significand.
     const uint32_t normal = (magnitude - (112u << 23) + 0x0FFFu + ((magnitude >> 13) & 1u)) >> 13;
-    // Denormal results: the last bit of 0.5 in float32 has the value 2^-24, as has the last bit of a float16 denormal.
-    // Adding 0.5 therefore rounds to a multiple of 2^-24.
+    // For denormal results: the last bit of 0.5 in float32 is 2^-24, as is that of a float16 denormal, so adding 0.5
+    // rounds to a multiple of 2^-24.
     const uint32_t denormal =
         std::bit_cast<uint32_t>(std::bit_cast<float>(magnitude) + 0.5f) - std::bit_cast<uint32_t>(0.5f);
     const uint32_t finite = magnitude < (113u << 23) ? denormal : normal;
@@ -53,8 +51,7 @@ struct float16 {
   }
 };
 
-// Rounds value and stores it. Loops use this in place of assigning a temporary bfloat16 or float16: a temporary struct
-// on the stack prevents vectorization.
+// Loops use store(), because a temporary bfloat16 or float16 on the stack would prevent vectorization.
 inline void store(double& to, double value) {
   to = value;
 }
@@ -68,7 +65,6 @@ inline void store(float16& to, float value) {
   to.bits = float16::round(value);
 }
 
-// The type of sums and statistics: float for float and the 16-bit types, double for double.
 template <typename T>
 struct accumulate {
   using type = float;
@@ -80,28 +76,25 @@ struct accumulate<double> {
 template <typename T>
 using accumulate_t = typename accumulate<T>::type;
 
-// The result of a launcher: an empty error on success, otherwise a message for the user.
 struct Status {
   std::string error;
   bool ok() const { return error.empty(); }
 };
 
-// The thread pool of a launcher. parallel_for calls body(begin, end, context) on disjoint ranges that cover
-// [begin, end), each of at least `grain` indices except the last, and returns when all calls have returned.
+// A thread pool. parallel_for calls body(begin, end, context) on disjoint ranges that cover [begin, end), each of at
+// least `grain` indices except the last, and returns when all calls have returned.
 struct Stream {
   using Body = void (*)(int64_t begin, int64_t end, void* context);
   void (*parallel_for)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);
 };
 
-// Returns a Stream that runs everything on the calling thread, for programs without a thread pool.
 inline Stream serial_stream() {
   return {[](int64_t begin, int64_t end, int64_t, Stream::Body body, void* context) {
     if (begin < end) body(begin, end, context);
   }};
 }
 
-// Calls fn(begin, end) on ranges that cover [0, n), on the stream's threads. `cost`, the approximate number of elements
-// read per index, determines the grain.
+// `cost` is the approximate number of elements read per index.
 template <typename Fn>
 void parallel_for(Stream stream, int64_t n, int64_t cost, const Fn& fn) {
   constexpr int64_t kMinElementsPerThread = 16384;

@@ -1,4 +1,3 @@
-// Dropout of dense data on the CPU. Vectorized loops generate the random bits (dropout.h).
 #include "dropout.h"
 
 #include "simd.h"
@@ -6,8 +5,7 @@
 namespace gptkernels::cpu {
 
 namespace {
-constexpr int64_t kCost =
-    4;  // cost of an element in parallel_for, including its share of a Philox call; a copy costs 1
+constexpr int64_t kCost = 4;  // a copy costs 1
 }  // namespace
 
 template <typename T>

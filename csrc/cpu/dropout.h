@@ -1,5 +1,3 @@
-// Dropout on the CPU: reads the seed and the offset from memory, and generates the random bits for the elements of
-// dense data.
 #pragma once
 
 #include <algorithm>
@@ -11,13 +9,12 @@
 
 namespace gptkernels::cpu {
 
-// DropoutArguments with seed and offset read from memory.
 struct Dropout {
   bool on = false;
   int64_t seed = 0;
   int64_t offset = 0;
   uint32_t threshold = 0;
-  double factor = 1;  // multiplies kept elements: 1 / (1 - probability)
+  double factor = 1;
 };
 
 inline Dropout read(const DropoutArguments& dropout) {
@@ -26,8 +23,7 @@ inline Dropout read(const DropoutArguments& dropout) {
   return {true, *dropout.seed, *dropout.offset, dropout_threshold(dropout.probability), kept > 0 ? 1 / kept : 0};
 }
 
-// Computes kCalls Philox results at once. `words` holds the counters on entry and the results on return. Each round is
-// a loop over all counters, which compilers vectorize.
+// Compilers vectorize each round's loop over the counters in `words`, which become random bits.
 template <int kCalls>
 inline void philox_vectorized(uint64_t key, uint32_t (&words)[4][kCalls]) {
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
@@ -42,11 +38,11 @@ inline void philox_vectorized(uint64_t key, uint32_t (&words)[4][kCalls]) {
   }
 }
 
-// Divides the elements [begin, end) of dense data into runs and calls fn(from, to, bits) for each run, where bits[i -
-// from] are the random bits of element i. Must be called inside vectorised().
+// Calls fn(from, to, bits) for runs of [begin, end), where bits[i - from] are the random bits of element i. Inside
+// vectorised() only.
 template <typename Fn>
 void for_each_dropout_run(const Dropout& dropout, int64_t begin, int64_t end, const Fn& fn) {
-  constexpr int kGroups = 32;  // groups of 8 elements per run
+  constexpr int kGroups = 32;  // groups of 8 elements
   const uint64_t key = dropout_key(dropout.seed, dropout.offset);
   for (int64_t group = begin / kDenseGroup; group * kDenseGroup < end; group += kGroups) {
     uint32_t words[4][kGroups];
@@ -67,9 +63,8 @@ void for_each_dropout_run(const Dropout& dropout, int64_t begin, int64_t end, co
   }
 }
 
-// Divides [0, size) into runs and calls fn(from, to, factor) for each run. For i in [from, to), dropout multiplies
-// element begin + i of dense data by factor(i). Without dropout there is one run, with factor 1. Must be called inside
-// vectorised().
+// Calls fn(from, to, factor) for runs of [0, size), where factor(i) multiplies element begin + i. Inside vectorised()
+// only.
 template <typename A, typename Fn>
 void for_each_dropout_factor(const Dropout& dropout, int64_t begin, int64_t size, const Fn& fn) {
   if (!dropout.on) return fn(int64_t(0), size, [](int64_t) { return A(1); });

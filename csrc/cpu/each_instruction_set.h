@@ -1,9 +1,7 @@
-// Compiles vector.h and the file GPTKERNELS_KERNELS once for each instruction set, in the namespaces NAME_avx512,
-// NAME_avx2 and NAME_baseline, where NAME is GPTKERNELS_NAME. GPTKERNELS_WIDEST(function(...)) calls the copy for the
-// chosen instruction set (capability.h). Include this file once in a source file, outside namespaces, after all headers
-// that the kernels need.
-//
-// Use this for kernels that are written with Vector<A>. Plain loops use vectorised() (simd.h).
+// Compiles vector.h and the file GPTKERNELS_KERNELS, written with Vector<A>, in a namespace GPTKERNELS_NAME_<isa> for
+// each instruction set. GPTKERNELS_WIDEST(function(...)) calls the copy for the chosen one (capability.h). Include this
+// file once per source file, outside namespaces, after all headers that the kernels need. Plain loops use vectorised()
+// (simd.h).
 
 #include "capability.h"
 
@@ -17,8 +15,7 @@
 
 #ifndef __clang__
 #pragma GCC diagnostic push
-// GCC's warning is a false positive for _mm512_undefined_ps, and for scratch memory that a function receives before the
-// memory is written.
+// False positives for _mm512_undefined_ps, and for scratch memory that a function receives before it is written.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 

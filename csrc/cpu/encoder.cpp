@@ -1,5 +1,3 @@
-// Token and position embeddings on the CPU. The backward sorts the positions by token, so that each row of dwte is
-// summed by one thread in a fixed order.
 #include "../encoder.h"
 
 #include <algorithm>
@@ -18,9 +16,8 @@ bool outside(Token token, int64_t vocabulary) {
   return token < 0 || token >= vocabulary;
 }
 
-// Returns an error that names the first token outside the vocabulary, or success if there is no such token. A single
-// thread reads the tokens, because the tokens are few bytes compared with the embeddings, and because the error must
-// not depend on the number of threads.
+// One thread reads the tokens, which are few bytes compared with the embeddings, so the error does not depend on the
+// number of threads.
 template <typename P>
 Status check_tokens(const P& p, bool has_positions) {
   const int64_t n = p.batch * p.length;
@@ -56,15 +53,14 @@ void forward_row(const EncoderForward<T, Token>& p, int64_t row) {
 
 // ---- backward -------------------------------------------------------------------------------------------------------
 
-// out = row(0) + ... + row(count - 1); with `accumulate`, adds the sum to out. Rows are added in runs of kRun rows. If
-// T is float32, the sums of the runs are added in float64, so that the rounding error grows with the length of a run,
-// not with the number of rows.
+// For float32, runs of kRun rows are summed in float32, and their sums in float64, so that the rounding error grows
+// with the length of a run, not with the number of rows.
 template <typename T, typename Row>
 void sum_rows(T* out, int64_t count, int64_t width, const Row& row, bool accumulate = false) {
   using A = accumulate_t<T>;
   using Total = std::conditional_t<sizeof(T) == 4, double, A>;
   constexpr int64_t kRun = 32;
-  constexpr int64_t kTile = 256;  // columns per tile; `total` and `sum` stay in the L1 cache
+  constexpr int64_t kTile = 256;  // `total` and `sum` stay in the L1 cache
   for (int64_t column = 0; column < width; column += kTile) {
     const int64_t columns = std::min(kTile, width - column);
     Total total[kTile] = {};
@@ -94,14 +90,14 @@ void sum_rows(T* out, int64_t count, int64_t width, const Row& row, bool accumul
   }
 }
 
-// The positions sorted by token: token v occurs at order[starts[v]], ..., order[starts[v + 1] - 1], in ascending order,
-// so that a row's sum does not depend on the thread that computes it.
+// Token v occurs at order[starts[v]], ..., order[starts[v + 1] - 1], in ascending order, so that one thread sums each
+// row of dwte in a fixed order.
 struct Sorted {
-  int64_t* starts;  // (V + 2); the last element is scratch
+  int64_t* starts;  // (V + 2), the last is scratch
   int64_t* order;   // (B * T)
 };
 
-// Sorts the positions by token, with a counting sort.
+// A counting sort.
 template <typename T, typename Token>
 Sorted sort_positions(const EncoderBackward<T, Token>& p) {
   const int64_t n = p.batch * p.length;
@@ -110,8 +106,7 @@ Sorted sort_positions(const EncoderBackward<T, Token>& p) {
   std::fill_n(starts, p.vocabulary + 2, int64_t(0));
   for (int64_t i = 0; i < n; ++i) ++starts[p.tokens[i] + 2];
   for (int64_t v = 0; v < p.vocabulary; ++v) starts[v + 2] += starts[v + 1];
-  // starts[v + 1] is the index at which token v's next position is stored; after the loop it is the start of token v +
-  // 1's positions.
+  // After the loop, token v + 1 starts at starts[v + 1].
   for (int64_t i = 0; i < n; ++i) order[starts[p.tokens[i] + 1]++] = i;
   return {starts, order};
 }
@@ -152,9 +147,8 @@ template <typename T, typename Token>
 Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
   if (Status status = check_tokens(p, p.dwpe != nullptr); !status.ok()) return status;
   const Sorted sorted = sort_positions(p);
-  // Frequent tokens have neighbouring indices in most vocabularies, so equal ranges of tokens would be unbalanced.
-  // Therefore the sorted positions are divided among the threads. The thread with a token's first position sums the
-  // token's row. Rows of tokens that do not occur are zeroed separately.
+  // Frequent tokens are neighbours in most vocabularies, so equal ranges of tokens would be unbalanced. The sorted
+  // positions are divided instead, and the thread with a token's first position sums the token's row.
   if (!p.accumulate)
     parallel_for(stream, p.vocabulary, p.width, [&](int64_t begin, int64_t end) {
       for (int64_t v = begin; v < end; ++v)

@@ -1,5 +1,3 @@
-// Quantisation to float8 on the CPU. The first pass over x finds the amax, which is added to the history. The second
-// pass rounds x.
 #include "../fp8.h"
 
 #include <algorithm>
@@ -11,15 +9,14 @@
 namespace gptkernels::cpu {
 namespace {
 
-constexpr int64_t kChunks = 64;  // chunks of x, reduced in parallel
+constexpr int64_t kChunks = 64;
 
-// Returns the bits of |x|, or 0 for NaN and infinities.
+// 0 for NaN and infinities.
 inline int32_t finite_magnitude(float x) {
   const int32_t bits = std::bit_cast<int32_t>(x) & 0x7FFFFFFF;
   return bits < 0x7F800000 ? bits : 0;
 }
 
-// Returns the bits of the largest finite magnitude of x.
 template <typename T>
 int32_t largest(const Fp8Quantize<T>& p, Stream stream) {
   auto* found = static_cast<int32_t*>(p.workspace);

@@ -1,4 +1,3 @@
-// Conversions before and after a float8 matmul on the CPU.
 #include "fp8_matmul.h"
 
 #include <array>

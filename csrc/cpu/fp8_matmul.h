@@ -1,17 +1,15 @@
-// Helpers for float8 matmuls on the CPU: the operands are widened to float32, a BLAS multiplies them, and
-// fp8_epilogue applies the scales and the bias.
+// The operands are widened to float32, a BLAS multiplies them, and fp8_epilogue applies scales and bias.
 #pragma once
 
 #include "../fp8.h"
 
 namespace gptkernels::cpu {
 
-// out (rows, width) = x converted to float32, without a scale. The rows of x are x_stride apart.
 Status fp8_widen(float* out, const uint8_t* x, int64_t rows, int64_t width, int64_t x_stride, Fp8Format format,
                  Stream stream);
 
-// out (rows, columns) = product * alpha * scale_a * scale_b + bias, rounded to T. With `accumulate`, the result is
-// added to out. A null scale is 1, and a null bias (columns) is 0.
+// out (rows, columns) = product * alpha * scale_a * scale_b + bias, added to out with `accumulate`. A null scale is 1,
+// and a null bias is 0.
 template <typename T>
 struct Fp8Epilogue {
   T* out;

@@ -1,4 +1,3 @@
-// Conversion between float32 and the two float8 formats.
 #pragma once
 
 #include <bit>
@@ -10,17 +9,16 @@
 
 namespace gptkernels::cpu {
 
-// Rounds a float32 to a float8 number, to nearest even. Values beyond the format's range saturate, and NaN stays NaN.
-//
-// kSignificand: bits of the significand; kBias: the exponent's bias; kLargest: bits of the largest number.
+// Rounds to nearest even and saturates; NaN stays NaN. kSignificand is the bits of the significand, kBias the
+// exponent's bias, kLargest the bits of the largest number.
 template <int kSignificand, int kBias, uint32_t kLargest>
 struct Fp8Rounding {
   static uint8_t round(float value) {
     constexpr int kDropped = 23 - kSignificand;
     constexpr uint32_t kRebias = uint32_t(127 - kBias) << 23;
     constexpr uint32_t kLeastNormal = kRebias + (1u << 23);
-    // For denormal results: kMagic is the power of two whose last float32 bit has the value of the format's smallest
-    // denormal. Adding kMagic to a value therefore rounds the value to a multiple of that denormal.
+    // For denormal results: the last float32 bit of kMagic is the format's smallest denormal, so adding kMagic rounds
+    // to a multiple of it.
     constexpr float kMagic = std::bit_cast<float>(uint32_t(127 + 23 + 1 - kBias - kSignificand) << 23);
     const uint32_t u = std::bit_cast<uint32_t>(value);
     const uint32_t magnitude = u & 0x7FFFFFFFu;
@@ -36,7 +34,6 @@ struct Fp8Rounding {
 using Fp8E4M3 = Fp8Rounding<3, 7, 0x7E>;
 using Fp8E5M2 = Fp8Rounding<2, 15, 0x7B>;
 
-// Returns the value of a float8 number.
 inline float fp8_value(uint8_t bits, Fp8Format format) {
   const int kept = format == Fp8Format::kE4M3 ? 3 : 2, bias = format == Fp8Format::kE4M3 ? 7 : 15;
   const int exponent = (bits & 0x7F) >> kept, significand = bits & ((1 << kept) - 1);

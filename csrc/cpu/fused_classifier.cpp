@@ -1,4 +1,3 @@
-// Softmax, cross-entropy and its gradient on the CPU. The rows are divided among the threads.
 #include "../fused_classifier.h"
 
 #include <algorithm>
@@ -35,12 +34,11 @@ Status check_targets(const P& p) {
   return {};
 }
 
-// Computes the loss and the gradients of one row. `rest` is the sum of all exponentials except the target's. If the
-// target's probability is nearly 1, the loss and the target's gradient depend on `rest` alone. The total, which is then
-// slightly more than 1, retains few digits of `rest`.
+// `rest` is the sum of all exponentials except the target's. If the target's probability is nearly 1, the loss and the
+// target's gradient depend on `rest` alone, of which the total, slightly more than 1, retains few digits.
 //
-// If Out is the accumulation type, the pass that sums the exponentials also stores them in dlogits, and the last pass
-// scales them there. A narrower Out would round the exponentials, so the last pass then computes them again.
+// If Out is the accumulation type, the exponentials are stored in dlogits and scaled there by the last pass. A narrower
+// Out would round them, so the last pass computes them again.
 template <typename T, typename Out>
 void forward_row(const FusedClassifierForward<T, Out>& p, int64_t row) {
   using A = accumulate_t<T>;

@@ -1,4 +1,3 @@
-// GELU and its backward on the CPU: vectorized loops over the elements, with the functions of gelu.h.
 #include "../gelu.h"
 
 #include "gelu.h"
@@ -7,7 +6,7 @@
 namespace gptkernels::cpu {
 namespace {
 
-constexpr int64_t kCost = 4;  // cost of an element in parallel_for: an exponential and a division; a copy costs 1
+constexpr int64_t kCost = 4;  // of an element; a copy costs 1
 
 template <typename Form, typename T>
 void forward(const GeluForward<T>& p, Stream stream) {

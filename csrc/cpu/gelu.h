@@ -1,7 +1,5 @@
-// GELU and its derivative at a scalar x, for loops that the compiler vectorizes.
-//
-// x / 2 * (1 + tanh(u)) and x / 2 * (1 + erf(u)) lose all digits for negative x, where the sum cancels. The functions
-// below therefore compute the small tail directly from an exponential.
+// GELU and its derivative, for loops that the compiler vectorizes. The small tail is computed directly, because in x /
+// 2 * (1 + tanh(u)) and x / 2 * (1 + erf(u)) the sum cancels for negative x.
 #pragma once
 
 #include <algorithm>
@@ -12,8 +10,7 @@
 
 namespace gptkernels::cpu {
 
-// Tanh GELU. Let v = 2 sqrt(2/pi) (x + 0.044715 x^3); then (1 + tanh(v / 2)) / 2 is the logistic function
-// s(v) = 1 / (1 + e^-v).
+// Let v = 2 sqrt(2/pi) (x + 0.044715 x^3). Then (1 + tanh(v / 2)) / 2 is the logistic function s(v) = 1 / (1 + e^-v).
 struct GeluTanh {
   static constexpr double kLinear = 1.5957691216057308;  // 2 sqrt(2/pi)
   static constexpr double kCubic = 0.044715 * kLinear;
@@ -24,9 +21,8 @@ struct GeluTanh {
     return x / (A(1) + exp(-v));
   }
 
-  // The derivative is s(v) + x s'(v) v'(x). s and s' are computed from e^-|v|, which cannot overflow: s(|v|) = 1 / (1 +
-  // e^-|v|) and s'(v) = e^-|v| s(|v|)^2. Clamping x^2 to a finite value keeps s'(v) v'(x) = 0 for |x| > 1e19, where the
-  // product would otherwise be 0 * inf = NaN.
+  // s(v) + x s'(v) v'(x), from e^-|v|, which cannot overflow: s(|v|) = 1 / (1 + e^-|v|) and s'(v) = e^-|v| s(|v|)^2.
+  // Clamping x^2 to a finite value keeps s'(v) v'(x) = 0 for |x| > 1e19, where it would otherwise be 0 * inf = NaN.
   template <typename A>
   static A derivative(A x) {
     const A square = std::min(x * x, std::numeric_limits<A>::max());
@@ -37,7 +33,6 @@ struct GeluTanh {
   }
 };
 
-// The standard normal distribution at x: P(X <= x) and the density.
 template <typename A>
 struct Normal {
   A probability;
@@ -46,9 +41,9 @@ struct Normal {
 
 constexpr double kDensityAtZero = 0.3989422804014327;  // 1 / sqrt(2 pi)
 
-// Returns the distribution at x. For t >= 0, P(X > t) = e^(-t^2 / 2) R(t), where R(0) = 1/2 and R(t) falls like 1/t. R
-// is approximated by a rational function with a relative error of 2^-25 on [0, 15]. All its coefficients are positive,
-// so that no sum cancels. For t > 15 the tail is smaller than the smallest float.
+// For t >= 0, P(X > t) = e^(-t^2 / 2) R(t). R is approximated by a rational function with a relative error of 2^-25 on
+// [0, 15], whose coefficients are all positive, so that no sum cancels. For t > 15 the tail is smaller than the
+// smallest float.
 inline Normal<float> normal(float x) {
   const float t = std::abs(x);
   const float numerator = polynomial(t, 0.5f, 0x1.c11aa6p-2f, 0x1.77a41cp-3f, 0x1.4d4f6cp-5f, 0x1.0e23ccp-8f);
@@ -64,7 +59,6 @@ inline Normal<double> normal(double x) {
   return {0.5 * std::erfc(-x * kSqrtHalf), kDensityAtZero * std::exp(-0.5 * x * x)};
 }
 
-// Exact GELU: x * P(X <= x).
 struct GeluErf {
   template <typename A>
   static A value(A x) {

@@ -1,4 +1,3 @@
-// The norm of a list of tensors on the CPU: one parallel loop over the chunks of all tensors, then a serial sum.
 #include "../global_norm.h"
 
 #include <cmath>

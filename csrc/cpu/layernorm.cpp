@@ -1,5 +1,4 @@
-// Layer normalisation on the CPU. The threads divide the rows among themselves in the forward, and groups of rows in
-// the backward. Each group of rows yields partial sums of dweight, dbias and dx_bias, which a second loop adds up.
+// The backward's groups of rows yield partial sums of dweight, dbias and dx_bias, which a second loop adds up.
 #include "../layernorm.h"
 
 #include <algorithm>
@@ -13,15 +12,13 @@
 namespace gptkernels::cpu {
 namespace {
 
-// Returns a row filled with `value` that replaces `row`, a weight or a bias, if `row` is null, so that the loops need
-// no version without a weight or bias. Returns an empty vector if `row` is not null.
+// Replaces a null weight or bias; empty if `row` is given.
 template <typename T>
 std::vector<T> replacement_row(const T* row, int64_t width, accumulate_t<T> value) {
   return std::vector<T>(row ? 0 : static_cast<size_t>(width), T(value));
 }
 
-// Returns the row to normalise. If there is no residual, this is the row of x. If there is a residual, the function
-// computes dropout(x + x_bias) + residual, writes it to p.sum, and returns the row of p.sum.
+// x or, with a residual, dropout(x + x_bias) + residual, which is also written to p.sum.
 template <typename T, typename X>
 const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
@@ -44,10 +41,9 @@ const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int6
   return sum;
 }
 
-// Normalises one row, in three passes over the row; the second and third passes read the row from the L1 cache. The
-// first pass computes the mean, which has a rounding error of up to |mean| * 2^-24. The second pass computes the
-// variance about the mean, and the mean of x - mean, which is the rounding error (`rest`). The third pass subtracts the
-// mean and `rest`, so that a large offset in x costs no accuracy, and writes the output.
+// The mean has a rounding error of up to |mean| * 2^-24. The second pass computes the variance about the mean, and that
+// error (`rest`) as the mean of x - mean. The third pass subtracts both, so that a large offset in x costs no accuracy.
+// These two passes read the row from the L1 cache.
 template <typename T, typename X>
 void forward_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
@@ -55,7 +51,7 @@ void forward_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_
   X* out = p.out + row * p.width;
 
   const A mean = sum<A>(p.width, [&](int64_t i) { return A(x[i]); }) / A(p.width);
-  prefetch(x + p.width, p.width);  // load the next row while this one is processed
+  prefetch(x + p.width, p.width);
   const auto [rests, squares] = sum_two<A>(p.width, [&](int64_t i, A& rest, A& square) {
     const A d = A(x[i]) - mean;
     rest += d;
@@ -71,8 +67,8 @@ void forward_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_
   for (int64_t i = 0; i < p.width; ++i) store(out[i], (A(x[i]) - mean - rest) * rstd * A(p.weight[i]) + A(p.bias[i]));
 }
 
-// dweight, dbias and dx_bias are sums over rows. The number of groups of rows depends on the number of rows only, and
-// the groups' sums are added in order. Therefore the bits of the result do not depend on the number of threads.
+// The groups depend on the number of rows only, and their sums are added in order, so the bits do not depend on the
+// number of threads.
 constexpr int64_t kMaxGroups = 64;
 constexpr int64_t kMinGroupRows = 16;
 
@@ -93,16 +89,15 @@ Partial<accumulate_t<T>> partial(const LayernormBackward<T, X>& p, int64_t group
   return {base, base + p.width, base + 2 * p.width};
 }
 
-// The means over a row of g and g * c, where g = dout * weight and c = x - mean:
+// Means over a row, where g = dout * weight and c = x - mean:
 //   dx = rstd * (g - avg(g) - c * rstd^2 * avg(g * c)).
 template <typename A>
 struct Means {
   A g, gc;
 };
 
-// The first pass over a row: computes the means of g and g * c. (If the terms were g * c * rstd, their rounding errors
-// would not cancel, and a constant dout would not give a gradient of exactly 0.) The pass reads x and dout anyway, so
-// it also adds the row's terms to the sums of dweight and dbias.
+// Rounding errors of g * c * rstd would not cancel, and a constant dout would not give a gradient of exactly 0. The
+// pass reads x and dout anyway, so it also adds the row's terms to the sums of dweight and dbias.
 template <bool kSums, typename T, typename X>
 Means<accumulate_t<T>> gradient_means(const LayernormBackward<T, X>& p, int64_t row, Partial<accumulate_t<T>> sums) {
   using A = accumulate_t<T>;
@@ -125,7 +120,6 @@ Means<accumulate_t<T>> gradient_means(const LayernormBackward<T, X>& p, int64_t 
   return {sum_g / A(p.width), sum_gc / A(p.width)};
 }
 
-// The second pass over a row: writes dx and dresidual, and adds dx to the sums of dx_bias.
 template <typename T, typename X>
 void write_dx(const LayernormBackward<T, X>& p, const Dropout& dropout, int64_t row, Means<accumulate_t<T>> means,
               accumulate_t<T>* dx_bias) {
@@ -141,8 +135,7 @@ void write_dx(const LayernormBackward<T, X>& p, const Dropout& dropout, int64_t 
   const auto gradient = [&](int64_t i) {
     return (A(dout[i]) * A(weight[i]) - avg_g - (A(x[i]) - mean) * slope) * rstd;
   };
-  // Calls write(i, gradient) for i in [begin, end), and adds the results to dx_bias if dx_bias is wanted. `write`
-  // stores dx[i] and returns its value before rounding.
+  // `write` stores dx[i] and returns its value before rounding.
   const auto write_run = [&](int64_t begin, int64_t end, const auto& write) {
     const auto with = [&](const auto& value) {
       if (p.dx_bias) {

@@ -1,4 +1,3 @@
-// The mean reduction of a chunked cross-entropy on the CPU.
 #include "../linear_cross_entropy.h"
 
 #include "simd.h"
@@ -6,7 +5,6 @@
 namespace gptkernels::cpu {
 namespace {
 
-// Returns the number of targets that are not ignored.
 template <typename Index>
 int64_t count(const void* targets, int64_t rows, int64_t ignore_index) {
   const Index* t = static_cast<const Index*>(targets);

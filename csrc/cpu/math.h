@@ -1,5 +1,4 @@
-// Float32 exponentials without branches or calls, so that the compiler vectorizes loops over them. double uses
-// std::exp.
+// Float32 exponentials without branches or calls, so that the compiler vectorizes loops over them.
 #pragma once
 
 #include <algorithm>
@@ -9,10 +8,8 @@
 
 namespace gptkernels::cpu {
 
-// Evaluates c0 + c1 x + c2 x^2 + ... by Horner's rule.
-//
-// std::fma is one instruction in the AVX2 and AVX-512 copies and on Arm. The default copy for x86 calls the library's
-// fma, which is slow but gives the same bits.
+// In the default copy for x86, std::fma calls the library, which is slow but gives the same bits as the instruction of
+// the other copies and of Arm.
 inline float polynomial(float, float c0) {
   return c0;
 }
@@ -22,13 +19,12 @@ float polynomial(float x, float c0, Coefficients... rest) {
   return std::fma(x, polynomial(x, rest...), c0);
 }
 
-// e^x = mantissa * 2^exponent, for -2^21 < x < 2^21.
 struct Exponential {
   float mantissa;
   int32_t exponent;
 };
 
-// Computes e^x = 2^n e^r, where x = n ln 2 + r with integer n and |r| <= ln(2) / 2. e^r is a minimax polynomial with a
+// e^x = 2^n e^r for -2^21 < x < 2^21, where x = n ln 2 + r with |r| <= ln(2) / 2. e^r is a minimax polynomial with a
 // relative error of 2^-28.
 inline Exponential exponential(float x) {
   constexpr float kLog2e = 0x1.715476p0f;
@@ -44,29 +40,28 @@ inline Exponential exponential(float x) {
   return {1.0f + std::fma(r * r, q, r), static_cast<int32_t>(exponent)};
 }
 
-// Returns 2^e for -126 <= e <= 127.
+// For -126 <= e <= 127.
 inline float power_of_2(int32_t e) {
   return std::bit_cast<float>((static_cast<uint32_t>(e) + 127u) << 23);
 }
 
-// Below this bound e^x rounds to 0. exp() then returns 0 without a multiplication whose result is denormal, because
-// that takes an Intel processor more than a hundred cycles.
+// Below this bound e^x rounds to 0. exp() then avoids multiplications with denormal results, which take an Intel
+// processor more than a hundred cycles.
 constexpr float kUnderflow = -104.0f;
 
-// Returns e^x with an error of at most 1.02 ulp, denormal results included. Underflow gives 0, overflow inf, NaN gives
-// NaN.
+// An error of at most 1.02 ulp, denormal results included. Underflow gives 0, overflow inf, NaN gives NaN.
 inline float exp(float x) {
   const bool underflow = x < kUnderflow;
-  x = underflow ? 0.0f : std::min(x, 89.0f);  // e^89 is inf; std::min returns its first argument if it is NaN
+  x = underflow ? 0.0f : std::min(x, 89.0f);  // e^89 is inf; for NaN, std::min returns its first argument
   const Exponential e = exponential(x);
-  // 2^exponent may be outside float's range, so multiply by two factors; only the second product can be denormal, so
-  // the result is rounded once.
+  // Two factors, because 2^exponent may be outside float's range. Only the second product can be denormal, so the
+  // result is rounded once.
   const int32_t half = e.exponent >> 1;
   return underflow ? 0.0f : e.mantissa * power_of_2(half) * power_of_2(e.exponent - half);
 }
 
-// Returns e^x for x <= 0, as in softmax. The function needs a quarter fewer instructions than exp(): there is only one
-// bound to check, and the powers of two, 2^(exponent + 64) and 2^-64, are always in range.
+// For x <= 0, as in softmax, with a quarter fewer instructions than exp(): there is only one bound to check, and the
+// powers of two, 2^(exponent + 64) and 2^-64, are always in range.
 inline float exp_nonpositive(float x) {
   const bool underflow = x < kUnderflow;
   const Exponential e = exponential(underflow ? 0.0f : x);

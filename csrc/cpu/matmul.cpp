@@ -1,4 +1,3 @@
-// Float32 matmuls on the CPU: dispatch between this package's kernels (matmul_tiles.h) and torch's BLAS.
 #include "matmul.h"
 
 #include <algorithm>
@@ -14,11 +13,11 @@
 namespace gptkernels::cpu {
 namespace {
 
-constexpr int64_t kPartTerms = 256;   // inner elements per partial sum
-constexpr int64_t kPanelTerms = 512;  // inner elements packed at a time: 128 KB for the widest vectors
+constexpr int64_t kPartTerms = 256;
+constexpr int64_t kPanelTerms = 512;  // 128 KB for the widest vectors
 constexpr int64_t kTileRows = 24;
-constexpr int64_t kConflictStride = 512;      // rows a multiple of 512 elements (2 KB) apart conflict in the caches
-constexpr int64_t kMaxUnpackedStride = 1024;  // rows of b more than this many elements apart are packed
+constexpr int64_t kConflictStride = 512;  // rows a multiple of 2 KB apart conflict in the caches
+constexpr int64_t kMaxUnpackedStride = 1024;
 
 int64_t tiles_of(int64_t rows) {
   return (rows + kTileRows - 1) / kTileRows;
@@ -36,7 +35,6 @@ namespace {
 
 enum class GemmBackend { kFastest, kBlas, kOwn };
 
-// Reads the environment variable GPTKERNELS_MATMUL (blas or own).
 GemmBackend gemm_backend() {
   const char* name = std::getenv("GPTKERNELS_MATMUL");
   if (!name) return GemmBackend::kFastest;
@@ -45,13 +43,13 @@ GemmBackend gemm_backend() {
                                      : GemmBackend::kFastest;
 }
 
-// Returns whether this package's kernels should be faster than torch's BLAS. They are faster for small matmuls on AMD
-// processors with AVX-512, because MKL, torch's BLAS, does not use AVX-512 on AMD. This was measured on Zen 4 only
-// (docs/notes/linear.md). MKL is faster for large matmuls, which need blocking for the caches.
+// MKL, torch's BLAS, does not use AVX-512 on AMD, so this package's kernels are for small matmuls on AMD processors
+// with AVX-512, measured on Zen 4 only (docs/notes/linear.md). MKL is faster for large matmuls, which need blocking for
+// the caches.
 bool is_faster(const Matmul& p) {
 #ifdef GPTKERNELS_X86
   static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
-  const int64_t rows = p.b.column == 1 ? 32 : 96;  // with fewer rows, packing b costs more time than it saves
+  const int64_t rows = p.b.column == 1 ? 32 : 96;  // with fewer rows, packing b costs more than it saves
   const int64_t elements = p.rows * p.inner + p.inner * p.columns + p.rows * p.columns;
   const bool near = p.a.column == 1 || (p.a.column <= 1024 && p.a.column % kConflictStride != 0);
   return amd && capability_choice().capability == Capability::kAvx512 && p.rows >= rows && p.columns >= 48 && near &&
@@ -61,7 +59,6 @@ bool is_faster(const Matmul& p) {
 #endif
 }
 
-// Adds up the tiles' column sums, in order.
 void add_column_sums(const Matmul& p, Stream stream) {
   double* sums = static_cast<double*>(p.workspace);
   const int64_t tiles = tiles_of(p.rows);

@@ -1,4 +1,3 @@
-// Float32 matmuls by this package's kernels, and conversions to float32 for 16-bit results of torch's BLAS.
 #pragma once
 
 #include "device.h"
@@ -6,46 +5,42 @@
 
 namespace gptkernels::cpu {
 
-// Element (i, j) is at data[i * row + j * column].
 struct Strided {
   const float* data;
   int64_t row;
   int64_t column;
 };
 
-// out = a @ b, followed by the optional operations of the epilogue in the order below. The result has the same bits for
-// any number of threads.
+// out = a @ b, then the optional operations below, in order. One of a's two strides is 1, and one of b's. The bits do
+// not depend on the number of threads.
 struct Matmul {
   float* out = nullptr;  // (rows, columns), rows out_ld apart
   int64_t out_ld = 0;
-  Strided a;  // (rows, inner); one of the two strides is 1
-  Strided b;  // (inner, columns); one of the two strides is 1
+  Strided a;  // (rows, inner)
+  Strided b;  // (inner, columns)
   int64_t rows;
   int64_t columns;
   int64_t inner;
-  bool accumulate = false;          // a @ b is added to out
-  const float* bias = nullptr;      // (columns), added to every row
-  float* pre_gelu = nullptr;        // (rows, columns), dense: receives a @ b + bias; out is the tanh GELU of pre_gelu
-  const float* dgelu_at = nullptr;  // (rows, columns), dense: out is multiplied by GELU's derivative at these values
-  float* column_sums = nullptr;     // (columns): receives the sums over out's rows
+  bool accumulate = false;
+  const float* bias = nullptr;      // (columns)
+  float* pre_gelu = nullptr;        // (rows, columns), dense: a @ b + bias; out is its tanh GELU
+  const float* dgelu_at = nullptr;  // (rows, columns), dense: out is multiplied by GELU'(dgelu_at)
+  float* column_sums = nullptr;     // (columns): over out's rows
   void* workspace = nullptr;        // matmul_workspace bytes
 };
 
-// Returns whether matmul() supports `p` and should be faster than torch's BLAS for its sizes and strides. The
-// environment variable GPTKERNELS_MATMUL, which is read at each call, selects matmul() for every `p` that it supports
-// (`own`) or for none (`blas`).
+// Whether matmul() supports `p` and should be faster than torch's BLAS. The environment variable GPTKERNELS_MATMUL,
+// read at each call, forces (`own`) or forbids (`blas`) matmul().
 bool matmul_supports(const Matmul& p);
 
-// Returns the best row stride for an output that later matmuls read. Padding avoids cache conflicts, which slow down
-// matmuls that sum over the rows by up to 6 %.
+// Padded rows of an output that later matmuls read avoid cache conflicts, which slow down matmuls that sum over the
+// rows by up to 6 %.
 int64_t matmul_ld(int64_t columns);
 
-// Returns the size of the workspace in bytes. The workspace holds partial sums for column_sums.
 int64_t matmul_workspace(const Matmul& p);
 
 Status matmul(const Matmul& p, Stream stream);
 
-// wide = narrow, converted to float32.
 template <typename T>
 void widen(float* wide, const T* narrow, int64_t size, Stream stream) {
   parallel_for(stream, size, 1, [&](int64_t begin, int64_t end) {
@@ -56,7 +51,6 @@ void widen(float* wide, const T* narrow, int64_t size, Stream stream) {
   });
 }
 
-// wide += narrow, converted to float32.
 template <typename T>
 void add_widened(float* wide, const T* narrow, int64_t size, Stream stream) {
   parallel_for(stream, size, 1, [&](int64_t begin, int64_t end) {

@@ -1,7 +1,6 @@
-// Float32 matmuls. The columns of b are divided into panels as wide as the block of accumulators of product()
-// (vector.h). A panel is packed (copied to contiguous memory) if its rows are not contiguous, if its rows are far
-// apart, or if the panel is incomplete. The file has no include guard, because each_instruction_set.h includes it once
-// for each instruction set.
+// b's columns are divided into panels as wide as the block of accumulators of product() (vector.h). A panel is packed
+// (copied to contiguous memory) if its rows are not contiguous, are far apart, or are too short. No include guard:
+// each_instruction_set.h includes the file once for each instruction set.
 //
 //   for each panel of columns, for each 512 inner elements:       (in parallel over the (panel, tile) pairs)
 //     pack the panel
@@ -11,7 +10,6 @@ namespace gptkernels::cpu::GPTKERNELS_ISA {
 
 constexpr int64_t kPanel = Vector<float>::kColumns * Vector<float>::kLanes;  // columns
 
-// Rows [row, row + rows) and columns [column, column + columns) of the output. rows <= kTileRows, columns <= kPanel.
 struct Tile {
   int64_t row;
   int64_t rows;
@@ -19,8 +17,8 @@ struct Tile {
   int64_t columns;
 };
 
-// to[k][j] = b(first + k, column + j) for `terms` rows of a panel. `columns` is an int64_t, or an integral_constant so
-// that the compiler knows the length of the loops.
+// to[k][j] = b(first + k, column + j). `columns` is an int64_t, or an integral_constant so that the compiler knows the
+// length of the loops.
 template <typename Columns>
 [[gnu::always_inline]] inline void pack_columns(float* to, const Strided& b, int64_t first, int64_t terms,
                                                 int64_t column, Columns columns) {
@@ -30,7 +28,7 @@ template <typename Columns>
       for (int64_t j = 0; j < columns; ++j) to[k * kPanel + j] = from[k * b.row + j];
     return;
   }
-  constexpr int64_t kChunk = 16;  // inner elements of a cache line
+  constexpr int64_t kChunk = 16;
   int64_t k = 0;
   for (; k + kChunk <= terms; k += kChunk)
     for (int64_t j = 0; j < columns; ++j)
@@ -40,7 +38,6 @@ template <typename Columns>
     for (int64_t j = 0; j < columns; ++j) to[k * kPanel + j] = from[k + j * b.column];
 }
 
-// Packs a panel; columns from `columns` to kPanel - 1 are filled with zeros.
 [[gnu::noinline]] inline void pack(float* to, const Strided& b, int64_t first, int64_t terms, int64_t column,
                                    int64_t columns) {
   if (columns == kPanel) return pack_columns(to, b, first, terms, column, std::integral_constant<int64_t, kPanel>());
@@ -48,19 +45,15 @@ template <typename Columns>
   pack_columns(to, b, first, terms, column, columns);
 }
 
-// A panel of b's columns, packed or in place.
 struct Panel {
   const float* data;
   int64_t ld;
 };
 
-// out = rows @ panel. With `add`, the product is added to out.
 inline void multiply(float* out, int64_t ld, Left<float> rows, Panel panel, const Tile& tile, int64_t terms, bool add) {
   constexpr int64_t kLanes = Vector<float>::kLanes;
   if (tile.columns % kLanes == 0)
     return product(tile.rows, tile.columns, terms, rows, panel.data, panel.ld, out, ld, add, kPartTerms);
-  // The width of the last panel may not be a multiple of the vector length. The tile is then computed in a temporary
-  // tile of whole vectors.
   alignas(64) float whole[kTileRows * kPanel];
   const int64_t columns = (tile.columns + kLanes - 1) / kLanes * kLanes;
   for (int64_t r = 0; r < tile.rows; ++r) {
@@ -71,8 +64,6 @@ inline void multiply(float* out, int64_t ld, Left<float> rows, Panel panel, cons
   for (int64_t r = 0; r < tile.rows; ++r) std::copy_n(whole + r * kPanel, tile.columns, out + r * ld);
 }
 
-// Applies the epilogue to a tile that is in the cache. `columns` is an int64_t or an integral_constant, as in
-// pack_columns().
 template <typename Columns>
 [[gnu::always_inline]] inline void finish_columns(const Matmul& p, const Tile& tile, Columns columns) {
   for (int64_t r = tile.row; r < tile.row + tile.rows; ++r) {
@@ -109,8 +100,7 @@ template <typename Columns>
   finish_columns(p, tile, tile.columns);
 }
 
-// Prefetches a tile of `matrix`, which the matmul or its epilogue will read or write, into the cache. The rows of a
-// tile are too short and too far apart for the hardware prefetcher.
+// The rows of a tile are too short and too far apart for the hardware prefetcher.
 template <typename T>
 [[gnu::always_inline]] inline void prefetch(T* matrix, int64_t ld, const Tile& tile) {
   if (!matrix) return;
@@ -119,7 +109,6 @@ template <typename T>
       __builtin_prefetch(matrix + (tile.row + r) * ld + tile.column + i, !std::is_const_v<T>);
 }
 
-// Computes rows [begin, end) of the panel that begins at `column`.
 [[gnu::noinline]] inline void panel_rows(const Matmul& p, int64_t column, int64_t begin, int64_t end) {
   alignas(64) float packed[kPanelTerms * kPanel];
   const bool finishes = p.bias || p.pre_gelu || p.dgelu_at || p.column_sums;
@@ -146,7 +135,7 @@ template <typename T>
   }
 }
 
-// Computes tiles [begin, end) in panel-major order, so that a panel is packed once for all its tiles in the range.
+// In panel-major order, so that a panel is packed once for all its tiles in the range.
 inline void matmul_range(const Matmul& p, int64_t begin, int64_t end) {
   const int64_t tiles = tiles_of(p.rows);
   while (begin < end) {

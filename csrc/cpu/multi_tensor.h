@@ -1,4 +1,4 @@
-// One parallel loop over a list of tensors. Most tensors of a model are too small for one parallel loop each.
+// One parallel loop, because most tensors of a model are too small for a loop each.
 #pragma once
 
 #include <algorithm>
@@ -8,15 +8,14 @@
 
 namespace gptkernels::cpu {
 
-// Every tensor is divided into chunks of this many elements, independently of the number of threads.
 constexpr int64_t kListChunk = 32768;
 
 inline int64_t list_chunks(int64_t size) {
   return (size + kListChunk - 1) / kListChunk;
 }
 
-// Calls fn(chunk, tensor, begin, end) for every chunk: the chunk's index in the whole list, the index of its tensor,
-// and the range of the tensor's elements.
+// Calls fn(chunk, tensor, begin, end), where `chunk` is an index in the whole list, and [begin, end) a range of the
+// tensor.
 template <typename Fn>
 void parallel_for_chunks(Stream stream, int64_t count, const int64_t* sizes, const Fn& fn) {
   int64_t chunks = 0;
@@ -27,7 +26,7 @@ void parallel_for_chunks(Stream stream, int64_t count, const int64_t* sizes, con
   }
   if (chunks == 0) return;
   parallel_for(stream, chunks, elements / chunks, [&](int64_t begin, int64_t end) {
-    int64_t first = 0;  // index of tensor t's first chunk
+    int64_t first = 0;
     for (int64_t t = 0; t < count && first < end; ++t) {
       const int64_t next = first + list_chunks(sizes[t]);
       for (int64_t chunk = std::max(begin, first); chunk < std::min(end, next); ++chunk) {

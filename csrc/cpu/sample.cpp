@@ -1,5 +1,3 @@
-// Draws the next tokens on the CPU. The sequences are divided among the threads. top_k is applied with
-// std::nth_element, and top_p by sorting.
 #include "../sample.h"
 
 #include <algorithm>
@@ -14,7 +12,7 @@
 namespace gptkernels::cpu {
 namespace {
 
-// Returns the largest value, or NaN if there is a NaN.
+// NaN if there is a NaN.
 float largest_of(const std::vector<float>& x) {
   float largest = -std::numeric_limits<float>::infinity();
   for (const float value : x) {
@@ -24,7 +22,6 @@ float largest_of(const std::vector<float>& x) {
   return largest;
 }
 
-// Returns the smallest x that top_k and top_p keep.
 template <typename T>
 float threshold_of(const Sample<T>& p, const std::vector<float>& x, float largest) {
   float threshold = -std::numeric_limits<float>::infinity();
@@ -48,7 +45,7 @@ float threshold_of(const Sample<T>& p, const std::vector<float>& x, float larges
   return threshold;
 }
 
-// Returns the token of sequence b, or -1 if there is a NaN or the largest x is not finite.
+// -1 if there is a NaN or the largest x is not finite.
 template <typename T>
 int64_t draw(const Sample<T>& p, int64_t b) {
   const T* logits = p.logits + b * p.logits_stride;
@@ -59,7 +56,7 @@ int64_t draw(const Sample<T>& p, int64_t b) {
   const float largest = largest_of(x);
   if (!std::isfinite(largest)) return -1;
   if (noise == nullptr) {
-    // Compare the logits, not x: different float64 logits may round to the same float32.
+    // Not x: different float64 logits may round to the same float32.
     const T* best = std::max_element(logits, logits + p.vocabulary,
                                      [](const T& a, const T& c) { return accumulate_t<T>(a) < accumulate_t<T>(c); });
     return best - logits;

@@ -1,7 +1,6 @@
-// Function multiversioning for plain loops: vectorised(body) runs the copy of `body` that is compiled for the chosen
-// instruction set (capability.h), by default the one with the widest vectors of this processor. The compiler inlines
-// the body into each copy (flatten) and vectorizes it there. `#pragma omp simd reduction(...)` marks the sums that the
-// compiler may split over lanes.
+// vectorised(body) runs the copy of `body` for the chosen instruction set (capability.h). The compiler inlines the body
+// into each copy (flatten) and vectorizes it there. `#pragma omp simd reduction(...)` marks the sums that it may split
+// over lanes.
 #pragma once
 
 #include <algorithm>
@@ -52,12 +51,10 @@ void vectorised(const Body& body) {
 
 #endif
 
-// Reductions keep kLanes partial results: element i is added to lane i % kLanes. 32 lanes are four AVX2 vectors of
-// float. The processor can overlap the additions to different vectors, which do not depend on each other. The order of
-// the additions depends on n only, so every instruction set gives the same bits.
+// Reductions add element i to partial result i % kLanes. 32 lanes are four AVX2 vectors of float, whose additions
+// overlap. The order of the additions depends on n only, so every instruction set gives the same bits.
 constexpr int kLanes = 32;
 
-// Calls step(lane, i) for all i in [begin, end), with lane = (i - begin) % kLanes.
 template <typename Step>
 inline void for_each_lane(int64_t begin, int64_t end, const Step& step) {
   for (; begin + kLanes <= end; begin += kLanes) {
@@ -69,7 +66,6 @@ inline void for_each_lane(int64_t begin, int64_t end, const Step& step) {
   for (int lane = 0; lane < rest; ++lane) step(lane, begin + lane);
 }
 
-// Adds the lanes pairwise.
 template <typename A>
 inline A add_lanes(A (&lanes)[kLanes]) {
   for (int half = kLanes / 2; half > 0; half /= 2)
@@ -77,11 +73,9 @@ inline A add_lanes(A (&lanes)[kLanes]) {
   return lanes[0];
 }
 
-// Long ranges are summed in blocks of this many elements, so that the rounding error grows with the length of a block
-// plus the number of blocks, not with n.
+// Blocks of a long sum make its rounding error grow with the length of a block plus the number of blocks, not with n.
 constexpr int64_t kSumBlock = 4096;
 
-// Returns the sum of fn(i) over [0, n).
 template <typename A, typename Fn>
 inline A sum(int64_t n, const Fn& fn) {
   A total = 0;
@@ -93,13 +87,11 @@ inline A sum(int64_t n, const Fn& fn) {
   return total;
 }
 
-// The result of sum_two().
 template <typename A>
 struct Sums {
   A first, second;
 };
 
-// Computes two sums over [0, n) in one pass: fn(i, a, b) adds to a and to b.
 template <typename A, typename Fn>
 inline Sums<A> sum_two(int64_t n, const Fn& fn) {
   Sums<A> total{0, 0};
@@ -114,7 +106,7 @@ inline Sums<A> sum_two(int64_t n, const Fn& fn) {
   return total;
 }
 
-// Returns the largest fn(i) over [0, n), or -inf if n is 0. NaNs are ignored.
+// -inf if n is 0. NaNs are ignored.
 template <typename A, typename Fn>
 inline A maximum(int64_t n, const Fn& fn) {
   A lanes[kLanes];
@@ -123,8 +115,7 @@ inline A maximum(int64_t n, const Fn& fn) {
   return *std::max_element(lanes, lanes + kLanes);
 }
 
-// Prefetches n elements into the cache. Kernels prefetch the next row while they process a row. An address past the end
-// of a tensor is harmless.
+// Kernels prefetch the next row, which may be past the end of a tensor; that is harmless.
 template <typename T>
 inline void prefetch(const T* p, int64_t n) {
   constexpr int64_t kLine = 64 / sizeof(T);

@@ -1,4 +1,3 @@
-// Softmax's forward and backward on the CPU. The rows are divided among the threads.
 #include "softmax.h"
 
 #include "../softmax.h"

@@ -1,4 +1,3 @@
-// Softmax of one row and its backward, shared by softmax and causal_softmax.
 #pragma once
 
 #include <type_traits>
@@ -9,9 +8,8 @@
 
 namespace gptkernels::cpu {
 
-// out = softmax(scale * x) over n elements; out may be x. If T is the accumulation type, the pass that sums the
-// exponentials also stores them in out, and the last pass divides them by the sum. A 16-bit T would round the
-// exponentials, so the last pass then computes them again.
+// out may be x. If T is the accumulation type, out stores the exponentials between two passes. 16 bits would round
+// them, so the last pass computes them again.
 template <typename T>
 inline void softmax_row(T* out, const T* x, int64_t n, accumulate_t<T> scale) {
   using A = accumulate_t<T>;
@@ -28,7 +26,6 @@ inline void softmax_row(T* out, const T* x, int64_t n, accumulate_t<T> scale) {
   }
 }
 
-// dx = scale * out * (dout - sum(dout * out)).
 template <typename T>
 inline void softmax_backward_row(T* dx, const T* dout, const T* out, int64_t n, accumulate_t<T> scale) {
   using A = accumulate_t<T>;

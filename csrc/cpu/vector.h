@@ -1,18 +1,15 @@
-// Vectors of one instruction set, for kernels that keep a block of accumulators in registers. (Compilers do not do this
-// for plain loops.) The file has no include guard, because each_instruction_set.h includes it, followed by the kernels,
-// once for each instruction set. GPTKERNELS_ISA is the namespace for the instruction set that the compiler targets.
+// Vectors for kernels that keep a block of kRows x kColumns vectors of accumulators in registers, which compilers do
+// not do for plain loops. No include guard: each_instruction_set.h includes this file and the kernels once for each
+// instruction set, in the namespace GPTKERNELS_ISA.
 //
-// Vector<A> has the constants kLanes (elements per vector), kRows and kColumns (rows and vectors of the block of
-// accumulators that fits in the registers), and functions on vectors: load, store, set, zero, fma (a * b + c, rounded
-// once), add, sub, mul, max, finite_or_zero and exp2. No function combines lanes, so the AVX2 and AVX-512 versions give
-// the same bits. The version for other processors may give other bits: it computes exp2 by std::exp2, and on x86 it
-// rounds a * b + c twice.
+// No function combines lanes, so the AVX2 and AVX-512 versions give the same bits. The version for other processors may
+// not: it computes exp2 by std::exp2, and on x86 it rounds a * b + c twice.
 
 namespace gptkernels::cpu::GPTKERNELS_ISA {
 
 #define GPTKERNELS_INLINE [[gnu::always_inline]] static inline
 
-// Returns 2^r for |r| <= 1/2 with an error of 2^-25. The polynomial is from Cephes.
+// For |r| <= 1/2, with an error of 2^-25. The polynomial is from Cephes.
 template <typename V>
 [[gnu::always_inline]] inline V power_of_fraction(V r) {
   V p = V::set(1.535336188319500e-4f);
@@ -22,9 +19,8 @@ template <typename V>
   return p;
 }
 
-// 2^-150 rounds to 0. For this exponent and below, exp2() returns 0 without a multiplication whose result is denormal,
-// because that takes an Intel processor more than a hundred cycles. Such exponents are frequent: masked keys have
-// scores of -inf.
+// 2^-150 rounds to 0. From here down, exp2() avoids multiplications with denormal results, which take an Intel
+// processor more than a hundred cycles. Masked keys, with scores of -inf, are frequent.
 constexpr float kLowestExponent = -150.0f;
 
 template <typename A>
@@ -106,8 +102,8 @@ struct Vector<float> {
     const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m256 above = _mm256_cmp_ps(a.v, lowest, _CMP_NLE_UQ);  // true for NaN
     const __m256 p = _mm256_and_ps(above, power_of_fraction(Vector{_mm256_sub_ps(x, n)}).v);
-    // 2^n may be outside float's range, so multiply by two factors. Only the second product can be denormal, so the
-    // result is rounded once.
+    // Two factors, because 2^n may be outside float's range. Only the second product can be denormal, so the result is
+    // rounded once.
     const __m256i e = _mm256_cvtps_epi32(n);
     const __m256i half = _mm256_srai_epi32(e, 1);
     return {_mm256_mul_ps(_mm256_mul_ps(p, power(half)), power(_mm256_sub_epi32(e, half)))};
@@ -143,7 +139,7 @@ struct Vector<double> {
 
 #else
 
-// The version for all other processors. The compiler vectorizes its loops over lanes as far as the processor allows.
+// The compiler vectorizes the loops over lanes as far as the processor allows.
 template <typename A>
 struct Vector {
   static constexpr int kLanes = 16 / sizeof(A), kColumns = 2, kRows = 4;
@@ -167,7 +163,7 @@ struct Vector {
   }
   GPTKERNELS_INLINE Vector fma(Vector a, Vector b, Vector c) {
 #ifdef __x86_64__
-    return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });  // std::fma would be a function call
+    return each([&](int i) { return a.v[i] * b.v[i] + c.v[i]; });
 #else
     return each([&](int i) { return std::fma(a.v[i], b.v[i], c.v[i]); });
 #endif
@@ -194,7 +190,6 @@ struct Vector {
 
 #endif
 
-// to[i][r] = from[r][i] for 4 rows of 4 elements.
 template <typename A>
 [[gnu::always_inline]] inline void transpose_4x4(A* to, int64_t to_ld, const A* from, int64_t from_ld) {
 #if GPTKERNELS_VECTOR_BITS
@@ -213,7 +208,6 @@ template <typename A>
     for (int64_t i = 0; i < 4; ++i) to[i * to_ld + r] = from[r * from_ld + i];
 }
 
-// to[i][r] = from[r][i] for `rows` rows of `columns` elements.
 template <typename A>
 void transpose(A* to, int64_t to_ld, const A* from, int64_t from_ld, int64_t rows, int64_t columns) {
   const int64_t whole_rows = rows / 4 * 4, whole_columns = columns / 4 * 4;
@@ -227,7 +221,6 @@ void transpose(A* to, int64_t to_ld, const A* from, int64_t from_ld, int64_t row
     for (int64_t i = 0; i < columns; ++i) to[i * to_ld + r] = from[r * from_ld + i];
 }
 
-// The left operand of product(): element (r, k) is at data[r * row + k * column].
 template <typename A>
 struct Left {
   const A* data;
@@ -235,7 +228,6 @@ struct Left {
   int64_t column;
 };
 
-// Computes kRows rows by kColumns vectors of c, with the accumulators in registers.
 template <int kRows, int kColumns, typename A>
 [[gnu::always_inline]] inline void product_block(int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c, int64_t ldc,
                                                  bool add) {
@@ -265,7 +257,6 @@ template <int kRows, int kColumns, typename A>
     }
 }
 
-// Computes all rows of a strip of c that is kColumns vectors wide.
 template <int kColumns, typename A>
 [[gnu::noinline]] void product_columns(int64_t rows, int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c,
                                        int64_t ldc, bool add) {
@@ -282,10 +273,9 @@ template <int kColumns, typename A>
   }
 }
 
-// c (rows, columns) = a (rows, inner) @ b (inner, columns). With `add`, the product is added to c. The rows of b and c
-// are ldb and ldc elements apart; `columns` is a multiple of 16. Each sum is computed in parts of `length` terms, so
-// that its rounding error grows with `length` plus the number of parts, not with `inner`. The order of the additions
-// does not depend on the division of c into blocks, so neither do the bits of an element.
+// c (rows, columns) = a (rows, inner) @ b (inner, columns), or c += a @ b with `add`; `columns` is a multiple of 16.
+// Summing in parts of `length` terms makes the rounding error grow with `length` plus the number of parts, not with
+// `inner`. The bits of an element do not depend on the division of c into blocks.
 template <typename A>
 void product(int64_t rows, int64_t columns, int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c, int64_t ldc,
              bool add, int64_t length = 64) {
@@ -310,8 +300,7 @@ void product(int64_t rows, int64_t columns, int64_t inner, Left<A> a, const A* b
   }
 }
 
-// Returns the dot product of n elements, where n is a multiple of 16. There are 16 independent partial sums, which are
-// added pairwise at the end.
+// n is a multiple of 16. 16 independent partial sums are added pairwise.
 template <typename A>
 [[gnu::always_inline]] inline A dot(const A* a, const A* b, int64_t n) {
   using V = Vector<A>;

@@ -1,4 +1,4 @@
-// The types of CUDA launchers' arguments and results: dtypes, stream, status. Host code may include this header.
+// Types of CUDA launchers' arguments and results. Host code may include this header.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,7 +14,7 @@ using float16 = __half;
 using Stream = cudaStream_t;
 using Status = cudaError_t;
 
-// The type of sums and statistics: float32, or float64 if T is double.
+// The type of sums and statistics.
 template <typename T>
 struct accumulate {
   using type = float;

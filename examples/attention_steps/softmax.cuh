@@ -1,6 +1,5 @@
-// The online softmax of steps 3 to 5, on the accumulators of the tensor cores. A warp has 16 queries and 64 keys or
-// channels. A thread has 32 of these 16 x 64 numbers: element 4 * j + 2 * r + i is in row lane / 4 + 8 * r, column 8 *
-// j + 2 * (lane % 4) + i. The four lanes of a quad therefore share two rows.
+// The online softmax of steps 3 to 5, on the accumulators of the tensor cores. A thread has 32 of a warp's 16 x 64
+// numbers: element 4 * j + 2 * r + i is in row lane / 4 + 8 * r, column 8 * j + 2 * (lane % 4) + i.
 #pragma once
 
 #include "cuda/common/approximate.cuh"
@@ -9,11 +8,11 @@
 constexpr int kAccumulators = 32;
 
 struct OnlineSoftmax {
-  float max[2] = {-INFINITY, -INFINITY};  // maximum scores of the two rows over the keys so far
-  float sum[2] = {0, 0};                  // this thread's part of the sums of exp(kScale * (score - max))
+  float max[2] = {-INFINITY, -INFINITY};  // of the two rows so far
+  float sum[2] = {0, 0};                  // of exp(kScale * (score - max)) in this thread
 
-  // Replaces a tile's scores by exp(kScale * (score - max)). The caller must then multiply its earlier sums by
-  // `rescale`. Each score takes one multiply-add and one power of 2. In the first tile each row must see a key.
+  // Replaces scores by exp(kScale * (score - max)), with one multiply-add and one power of 2 each. The caller must then
+  // multiply its earlier sums by `rescale`. In the first tile each row must see a key.
   __device__ void add(float (&scores)[kAccumulators], float (&rescale)[2]) {
     constexpr float kFactor = kScale * gptkernels::cuda::kLog2E;
     for (int r = 0; r < 2; ++r) {
@@ -32,7 +31,7 @@ struct OnlineSoftmax {
     }
   }
 
-  // Divides the output by the sums and stores it. `query` is the warp's first query.
+  // `query` is the warp's first query.
   __device__ void store(const Attention& p, int head, int query, const float (&out)[kAccumulators]) const {
     const int lane = threadIdx.x % 32;
     for (int r = 0; r < 2; ++r) {
@@ -46,7 +45,7 @@ struct OnlineSoftmax {
   }
 };
 
-// Hides the keys after each query, in a tile on the diagonal. `row` is the row of the warp's first query in the tile.
+// `row` is the row of the warp's first query in the diagonal tile.
 __device__ inline void mask_diagonal(float (&scores)[kAccumulators], int row) {
   const int lane = threadIdx.x % 32;
   for (int i = 0; i < kAccumulators; ++i)

@@ -1,7 +1,6 @@
-// Step 1: a thread per query. The thread makes three passes over the query's row of the (T, T) matrix of scores, which
-// is in global memory: for the scores and their maximum, for the exponentials and their sum, and for the sum of the
-// values. The library's operator attention_probabilities, which calls causal_softmax, also writes this matrix to global
-// memory.
+// Step 1: a thread per query. It makes three passes over the query's row of the (T, T) scores in global memory: for the
+// scores and their maximum, for the exponentials and their sum, and for the sum of the values. The library's
+// attention_probabilities also writes this matrix to global memory.
 #include "problem.h"
 
 const char* const kStep = "1 a thread per query";

@@ -1,15 +1,14 @@
-// Step 2: online softmax, a warp per query. The scores are not written to memory: a warp computes the scores of 32
-// keys, one in each lane, and adds the values of these keys to sums relative to the largest score so far. When a larger
-// score is found, the sums are rescaled. The warps of a thread block have neighbouring queries of one head, and share
-// the keys and values in shared memory.
+// Step 2: online softmax, a warp per query. No scores are written to memory: each lane computes the score of one of 32
+// keys, whose values the warp adds to sums relative to the largest score so far. A larger score rescales the sums. The
+// warps of a thread block have neighbouring queries of one head, and share keys and values in shared memory.
 #include "problem.h"
 
 const char* const kStep = "2 online softmax, a warp";
 
 constexpr int kWarps = 16;
-constexpr int kKeys = 32;              // keys of a tile
-constexpr int kPairs = kChannels / 2;  // pairs of channels of a row
-constexpr int kRowPairs = kPairs + 1;  // an odd number, so that the lanes read 32 rows from 32 banks
+constexpr int kKeys = 32;  // keys of a tile
+constexpr int kPairs = kChannels / 2;
+constexpr int kRowPairs = kPairs + 1;  // odd: the lanes use 32 banks
 using Pair = __nv_bfloat162;
 
 __device__ float warp_max(float x) {
@@ -32,9 +31,9 @@ __global__ void __launch_bounds__(kWarps * 32) attention_warp_kernel(Attention p
   queries[warp][lane] = __bfloat1622float2(pairs(kQuery, query)[lane]);
 
   float max = -INFINITY, sum = 0;
-  float2 out = {0, 0};  // channels 2 * lane and 2 * lane + 1
+  float2 out = {0, 0};
   for (int tile = 0; tile < first + kWarps; tile += kKeys) {
-    __syncthreads();  // before this barrier, other warps may read the previous tile
+    __syncthreads();  // all warps have read the previous tile
     for (int row = warp; row < kKeys; row += kWarps) {
       keys[row][lane] = pairs(kKey, tile + row)[lane];
       values[row][lane] = pairs(kValue, tile + row)[lane];
@@ -47,7 +46,7 @@ __global__ void __launch_bounds__(kWarps * 32) attention_warp_kernel(Attention p
       score += q.x * k.x + q.y * k.y;
     }
     score = tile + lane <= query ? score * kScale : -INFINITY;
-    const float larger = fmaxf(max, warp_max(score));  // finite: every query sees key 0, which is in the first tile
+    const float larger = fmaxf(max, warp_max(score));  // finite: every query sees key 0
     const float rescale = __expf(max - larger), weight = __expf(score - larger);
     max = larger;
     sum = sum * rescale + warp_sum(weight);

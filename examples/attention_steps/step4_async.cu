@@ -1,10 +1,9 @@
-// Step 4: asynchronous copies and two buffers. While the tensor cores work on a tile, cp.async copies the keys and
-// values of the next tile to shared memory. The copies do not use registers.
+// Step 4: asynchronous copies and two buffers. While the tensor cores work on a tile, cp.async copies the next tile's
+// keys and values to shared memory, without registers.
 #include "mma.cuh"
 
 const char* const kStep = "4 cp.async, two buffers";
 
-// Starts copying 64 rows to shared memory. All threads of the thread block call this function.
 __device__ void start_tile(uint32_t tile, const Attention& p, Part part, int head, int first) {
   for (int i = threadIdx.x; i < kTile * 8; i += kThreads)
     gptkernels::cuda::copy_async_16(chunk_at(tile, i / 8, i % 8), row_of(p, part, head, first + i / 8) + i % 8 * 8,
@@ -24,21 +23,21 @@ __global__ void __launch_bounds__(kThreads, 4) attention_async_kernel(Attention 
       start_tile(keys_of(tile), p, kKey, head, tile * kTile);
       start_tile(values_of(tile), p, kValue, head, tile * kTile);
     }
-    copy_async_commit();  // one group for each call, which is empty after the last tile
+    copy_async_commit();  // an empty group after the last tile
   };
 
   start_tile(queries, p, kQuery, head, last * kTile);
   copy_async_commit();
   start(0);
-  copy_async_wait<1>();  // waits for the queries
-  __syncthreads();       // waits for the queries that other threads have copied
+  copy_async_wait<1>();
+  __syncthreads();  // for the other threads' copies
   WarpAttention warp(queries);
   for (int tile = 0; tile <= last; ++tile) {
     start(tile + 1);
     copy_async_wait<1>();  // waits for this tile
     __syncthreads();
     warp.add(keys_of(tile), values_of(tile), tile == last);
-    __syncthreads();  // all warps have read the buffer before it is written again
+    __syncthreads();  // all warps have read the buffer
   }
   warp.softmax.store(p, head, last * kTile + threadIdx.x / 32 * 16, warp.out);
 }

@@ -1,13 +1,12 @@
-// Step 5: wgmma, TMA and a loading warp. With wgmma, a warpgroup (four warps) multiplies tiles of 64 x 64. The
-// instruction is asynchronous, and reads the tiles from shared memory itself. A thread block has four warpgroups that
-// compute, each with 64 queries, and one whose first thread loads: one TMA instruction copies a whole tile, and an
-// mbarrier counts its bytes.
+// Step 5: wgmma, TMA and a loading warp. Four warpgroups compute, each with 64 queries: a wgmma multiplies tiles of 64
+// x 64 in shared memory asynchronously. One thread loads each tile with one TMA instruction, whose bytes an mbarrier
+// counts.
 //
 // The stages of keys and values form a ring. A phase of `full` completes when a stage's bytes have arrived, and a phase
-// of `empty` completes when all warps that compute have released the stage.
+// of `empty` when all warps that compute have released the stage.
 //
-// A warpgroup starts the scores of tile j + 1 before the output of tile j, and waits for the scores only. Therefore the
-// tensor cores compute the output while the warpgroup computes the softmax.
+// A warpgroup starts the scores of tile j + 1 before the output of tile j, and waits for the scores only, so the tensor
+// cores compute the output while the warpgroup computes the softmax.
 #include "cuda/ptx/pipeline.cuh"
 #include "cuda/ptx/tma.cuh"
 #include "softmax.cuh"
@@ -16,8 +15,8 @@ const char* const kStep = "5 wgmma, TMA, a loading warp";
 
 using namespace gptkernels::cuda;
 
-constexpr int kTile = 64;       // queries of a warpgroup, keys of a stage
-constexpr int kWarpgroups = 4;  // warpgroups that compute
+constexpr int kTile = 64;
+constexpr int kWarpgroups = 4;  // that compute
 constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
 constexpr int kStages = 4;
 // A warpgroup releases neither its last tile nor any later tile. The first warpgroup's last tile is kWarpgroups - 1
@@ -25,7 +24,7 @@ constexpr int kStages = 4;
 // stage.
 static_assert(kStages >= kWarpgroups);
 
-using Tile = bfloat16[kTile][kChannels];  // a panel, which TMA swizzles (ptx/wgmma.cuh)
+using Tile = bfloat16[kTile][kChannels];  // a panel, swizzled by TMA
 
 struct Shared {
   Tile queries[kWarpgroups];
@@ -37,9 +36,9 @@ struct Shared {
 
 #if GPTKERNELS_WGMMA
 
-// Loads all tiles, in the loading thread. Tiles are boxes of the matrix qkv (B * T, 3 * C).
+// Tiles are boxes of the matrix qkv (B * T, 3 * C).
 __device__ void load(Shared& shared, const CUtensorMap& qkv, const Attention& p, int head, int first) {
-  const int row = head / p.heads * p.tokens;  // the sequence's first row
+  const int row = head / p.heads * p.tokens;
   const auto column = [&](Part part) { return (part * p.heads + head % p.heads) * kChannels; };
   const uint32_t queries_full = shared_address(&shared.queries_full);
   mbarrier_expect(queries_full, sizeof shared.queries);
@@ -56,12 +55,12 @@ __device__ void load(Shared& shared, const CUtensorMap& qkv, const Attention& p,
   }
 }
 
-// Computes the 64 queries from `first` on, in a warpgroup. The warpgroup's last tile of keys is on the diagonal.
+// The warpgroup's last tile of keys is on the diagonal.
 __device__ void compute(Shared& shared, const Attention& p, int head, int first, int warpgroup) {
   float scores[kAccumulators], out[kAccumulators], rescale[2];
   uint32_t weights[kAccumulators / 2];
   OnlineSoftmax softmax;
-  const int last = first / kTile, row = threadIdx.x % kWarpgroup / 32 * 16;  // `row` is the warp's first row
+  const int last = first / kTile, row = threadIdx.x % kWarpgroup / 32 * 16;
   const uint64_t queries = panel_descriptor(shared_address(shared.queries[warpgroup]));
 
   const auto start_scores = [&](int slot) {

@@ -1,5 +1,4 @@
-// Continues a text with a byte-level GPT-2 that export.py has packaged. The program needs LibTorch and the libraries
-// of gptkernels, but no Python.
+// Continues a text with a byte-level GPT-2 that export.py has packaged, with LibTorch but without Python.
 //
 //   generate model.pt2 TEXT COUNT libgptkernels.so [libgptkernels_cuda.so]
 
@@ -17,7 +16,7 @@ namespace {
 
 constexpr int64_t kFewestTokens = 2;  // must equal `min` in export.py
 
-// Loads a library, which registers its operators. libgptkernels.so, which declares all operators, must be loaded first.
+// libgptkernels.so, which declares all operators, must be loaded first.
 void load_operators(const char* library) {
   if (dlopen(library, RTLD_NOW | RTLD_GLOBAL) == nullptr) throw std::runtime_error(dlerror());
 }

@@ -1,4 +1,4 @@
-// The kernel of steps 4 and 5: a warp per row, packs of 16 bytes.
+// For steps 4 and 5: a warp per row, packs of 16 bytes.
 #pragma once
 
 #include "problem.h"
@@ -15,7 +15,7 @@ __device__ inline float warp_sum(float value) {
   return value;
 }
 
-// With evict_last, the L2 cache prefers to evict other lines when it needs space.
+// With evict_last, the L2 cache prefers to evict other lines.
 template <bool kEvictLast>
 __device__ void store_statistic(float* p, float value) {
   if constexpr (kEvictLast) {
@@ -27,7 +27,7 @@ __device__ void store_statistic(float* p, float value) {
   }
 }
 
-// Each warp normalises a row. A thread block has blockDim.y warps.
+// A warp per row.
 template <bool kEvictLast>
 __global__ void layernorm_packs_kernel(Layernorm p) {
   const int row = blockIdx.x * blockDim.y + threadIdx.y;

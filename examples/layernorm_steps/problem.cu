@@ -1,6 +1,5 @@
-// Checks a step of layernorm against the formula in double, and times it. The rate counts the bytes of x and of out
-// once, as docs/benchmarks.md does. The error is the largest difference from the formula, relative to the largest
-// output; it must be below 2^-8, the largest rounding error of bfloat16.
+// The rate counts the bytes of x and of out once, as docs/benchmarks.md does. The error is the largest difference from
+// the formula in double, relative to the largest output; it must be below 2^-8, the largest rounding error of bfloat16.
 #include "problem.h"
 
 namespace {

@@ -2,7 +2,7 @@
 
 #include "harness.h"
 
-// out = (x - mean) * rstd * weight + bias, with rstd = 1 / sqrt(variance + eps), for each of N rows of C columns.
+// out = (x - mean) * rstd * weight + bias, rstd = 1 / sqrt(variance + eps), over the rows.
 struct Layernorm {
   bfloat16* out;           // (N, C)
   float* mean;             // (N)
@@ -15,7 +15,6 @@ struct Layernorm {
   float eps;
 };
 
-constexpr int kWidth = 768;  // the steps that keep a row in registers are compiled for this width
+constexpr int kWidth = 768;  // for steps that keep a row in registers
 
-// Each step defines this function.
 void layernorm(const Layernorm& p);

@@ -1,15 +1,14 @@
-// Step 2: a thread block per row. Neighbouring threads read neighbouring elements (coalesced accesses). The sums of the
-// threads are added in shared memory. The simple kernels in csrc/cuda have this form.
+// Step 2: a thread block per row. Neighbouring threads read neighbouring elements (coalesced accesses), and add their
+// sums in shared memory. The simple kernels in csrc/cuda have this form.
 #include "problem.h"
 
 const char* const kStep = "2 a thread block per row";
 
 constexpr int kThreads = 256;
 
-// Returns, in every thread, the sum of the values of all threads of the thread block.
 __device__ float block_sum(float value) {
   __shared__ float sums[kThreads];
-  __syncthreads();  // before this barrier, threads may still read the previous sum
+  __syncthreads();  // all threads have read the previous sum
   sums[threadIdx.x] = value;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();

@@ -1,11 +1,10 @@
-// Step 3: a warp per row, with the row in registers. The sums use shuffles, so no thread waits at a barrier, and the
-// row is read from memory once. The number of elements per thread must be a constant, because registers are indexed by
-// constants.
+// Step 3: a warp per row, with the row in registers, which is read from memory once. Shuffles need no barrier. The
+// number of elements per thread must be a constant, because registers are indexed by constants.
 #include "problem.h"
 
 const char* const kStep = "3 a warp, in registers";
 
-constexpr int kWarps = 8;  // warps of a thread block
+constexpr int kWarps = 8;
 constexpr int kElements = kWidth / 32;
 
 __device__ float warp_sum(float value) {

@@ -1,7 +1,6 @@
-// Step 5: small thread blocks, and statistics that stay in the L2 cache. Thread blocks of 2 rows (3 KB) start and end
-// at different times, so that at any moment some thread blocks read while others write. Each row writes 4 bytes of a
-// 32-byte sector of mean and of rstd. With evict_last, the sector stays in the cache until the other rows have written
-// their bytes of the sector.
+// Step 5: small thread blocks of 2 rows (3 KB), which start and end at different times, so that some read while others
+// write. Each row writes 4 bytes of a 32-byte sector of mean and of rstd. With evict_last, the L2 cache keeps the
+// sector until the other rows have written their bytes.
 #include "packs.cuh"
 
 const char* const kStep = "5 small thread blocks";

@@ -1,6 +1,5 @@
-// Step 6: the kernel that the library launches for rows of 768 bfloat16, from csrc/cuda/norm/forward.cuh. It is step 5
-// for all widths and dtypes with which a row fits into registers. Its mean is exact, the weights are optional, and the
-// packs stay in registers in 16 bits.
+// Step 6: the library's kernel for rows of 768 bfloat16, from csrc/cuda/norm/forward.cuh. It is step 5 for all widths
+// and dtypes whose rows fit into registers. Its mean is exact, the weights are optional, and the packs stay in 16 bits.
 #include "../../csrc/cuda/norm/forward.cuh"
 #include "problem.h"
 

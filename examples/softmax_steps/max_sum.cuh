@@ -1,5 +1,4 @@
-// The maximum of a row, and the sum of the exponentials relative to the maximum, in one pass (online softmax): whenever
-// the maximum grows, the sum is rescaled. Steps 3 to 5 use this file.
+// Online softmax, for steps 3 to 5: whenever the maximum grows, the sum of the exponentials relative to it is rescaled.
 #pragma once
 
 #include <cfloat>
@@ -11,7 +10,7 @@ struct MaxSum {
   float sum;  // sum of exp(x - max)
 };
 
-// Returns the MaxSum of no elements. Its maximum is finite, so that no difference is inf - inf.
+// The maximum is finite, so that no difference is inf - inf.
 __device__ inline MaxSum no_elements() {
   return {-FLT_MAX, 0};
 }
@@ -21,15 +20,13 @@ __device__ inline MaxSum merge(MaxSum a, MaxSum b) {
   return {max, a.sum * __expf(a.max - max) + b.sum * __expf(b.max - max)};
 }
 
-// Returns, in every lane, the MaxSum of all lanes of the warp. Shuffles need neither shared memory nor a barrier.
 __device__ inline MaxSum warp_merge(MaxSum m) {
   for (int offset = 16; offset > 0; offset /= 2)
     m = merge(m, {__shfl_xor_sync(~0u, m.max, offset), __shfl_xor_sync(~0u, m.sum, offset)});
   return m;
 }
 
-// Returns, in every thread, the MaxSum of all threads of the thread block, with one barrier. A kernel may call this
-// function only once.
+// A kernel may call this function only once: it has one barrier.
 __device__ inline MaxSum block_merge(MaxSum m) {
   __shared__ MaxSum warps[32];
   const int lane = threadIdx.x % 32;
@@ -48,15 +45,14 @@ struct alignas(16) Pack {
   bfloat16 v[kVec];
 };
 
-// Sets the elements of the padded columns to -inf. Only the packs at the end of a row have such columns, so that the
-// other packs have one comparison instead of eight.
+// Only packs at the end of a row have padded columns, so the others need one comparison instead of eight.
 __device__ inline void hide_padding(Pack& pack, int column) {
   if (column + kVec <= kVocab) return;
   for (int k = 0; k < kVec; ++k)
     if (column + k >= kVocab) pack.v[k] = __float2bfloat16(-INFINITY);
 }
 
-// Adds a pack that starts at `column`. The pack's maximum is computed first, so that the sum is rescaled once per pack.
+// The pack's maximum comes first, so that the sum is rescaled once per pack.
 __device__ inline void add_pack(MaxSum& m, Pack pack, int column) {
   hide_padding(pack, column);
   float max = m.max, sum = 0;
@@ -65,7 +61,6 @@ __device__ inline void add_pack(MaxSum& m, Pack pack, int column) {
   m = {max, m.sum * __expf(m.max - max) + sum};
 }
 
-// Returns the gradients of a pack that starts at `column`.
 __device__ inline Pack gradients(Pack pack, int column, int target, MaxSum row) {
   hide_padding(pack, column);
   const float scale = 1 / row.sum;

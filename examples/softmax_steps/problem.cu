@@ -1,7 +1,6 @@
-// Checks a step of the classifier against the formula in double, and times it. The rate counts the logits' read and the
-// gradients' write once each, as docs/benchmarks.md does. The error is the largest relative error of a loss or a
-// gradient; it must be below 1.01 * 2^-8, which is the rounding error of bfloat16 and a hundredth of it for the
-// rounding errors of the float32 arithmetic.
+// The rate counts the logits' read and the gradients' write once each, as docs/benchmarks.md does. The error is the
+// largest relative error of a loss or a gradient against the formula in double; it must be below 1.01 * 2^-8,
+// bfloat16's rounding error and a hundredth of it for the float32 arithmetic.
 #include "problem.h"
 
 namespace {
@@ -9,7 +8,7 @@ namespace {
 constexpr int kRows = 8192;
 constexpr int kRowsBetweenChecks = 61;
 
-// Returns the relative error of one row, whose logits were x.
+// x were the row's logits.
 double row_error(const Classifier& p, int64_t row, const std::vector<bfloat16>& x) {
   const auto dlogits = host_copy(p.logits + row * p.width, p.width);
   const int target = host_copy(p.targets + row, 1)[0];

@@ -7,7 +7,7 @@
 // The columns V..Vp-1 are padding: their values are ignored, and their gradient is 0.
 struct Classifier {
   float* losses;       // (N)
-  bfloat16* logits;    // (N, Vp); overwritten by their gradient
+  bfloat16* logits;    // (N, Vp); become dlogits
   const int* targets;  // (N), below V
   int rows;            // N
   int width;           // Vp
@@ -17,5 +17,4 @@ struct Classifier {
 constexpr int kWidth = 50304;  // GPT-2's vocabulary, padded to a multiple of 128
 constexpr int kVocab = 50257;
 
-// Each step defines this function.
 void classifier(const Classifier& p);

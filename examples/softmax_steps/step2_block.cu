@@ -1,16 +1,15 @@
-// Step 2: a thread block per row. Neighbouring threads read neighbouring elements (coalesced accesses); their maxima
-// and sums are combined in shared memory.
+// Step 2: a thread block per row. Neighbouring threads read neighbouring elements (coalesced accesses), and combine
+// maxima and sums in shared memory.
 #include "problem.h"
 
 const char* const kStep = "2 a thread block per row";
 
 constexpr int kThreads = 1024;
 
-// Combines the values of all threads of the thread block, and returns the result in every thread.
 template <typename Combine>
 __device__ float block_combine(float value, Combine combine) {
   __shared__ float values[kThreads];
-  __syncthreads();  // before this barrier, threads may still read the previous result
+  __syncthreads();  // all threads have read the previous result
   values[threadIdx.x] = value;
   for (int half = kThreads / 2; half > 0; half /= 2) {
     __syncthreads();
@@ -24,7 +23,7 @@ __global__ void classifier_block_kernel(Classifier p) {
   const int row = blockIdx.x;
   bfloat16* x = p.logits + int64_t(row) * p.width;
   const int target = p.targets[row];
-  const float logit = x[target];  // read by all threads before the first barrier, and overwritten after it
+  const float logit = x[target];  // read before the first barrier, overwritten after it
   float max = -INFINITY, sum = 0;
   for (int i = threadIdx.x; i < p.vocab; i += kThreads) max = fmaxf(max, float(x[i]));
   max = block_combine(max, [](float a, float b) { return fmaxf(a, b); });

@@ -1,5 +1,5 @@
-// Step 3: online softmax. The maximum and the sum take one pass, so the row is read twice instead of three times, and
-// shuffles replace most barriers.
+// Step 3: online softmax. Maximum and sum take one pass, so the row is read twice instead of three times. Shuffles
+// replace most barriers.
 #include "max_sum.cuh"
 
 const char* const kStep = "3 online softmax";

@@ -1,5 +1,4 @@
-// Step 4: vectorized accesses. A thread loads and stores packs of 8 bfloat16, which are 16 bytes, in one instruction.
-// It rescales its sum once per pack.
+// Step 4: one instruction loads or stores a pack of 8 bfloat16 (16 bytes). The sum is rescaled once per pack.
 #include "max_sum.cuh"
 
 const char* const kStep = "4 packs of 16 bytes";

@@ -1,9 +1,6 @@
-// Step 5: the row stays on the chip. A row is 101 KB, and two rows fit into an SM's shared memory. All copies from
-// global to shared memory start at once (cp.async), without registers, so that many bytes are in flight. The row is
-// read from global memory once. While one thread block of an SM computes, the other one loads.
-//
-// A thread copies the packs that it reads itself. Therefore the thread waits only for the copies that it started, and
-// no barrier is needed before the row is read.
+// Step 5: the row (101 KB, two per SM) stays in shared memory, and is read from global memory once. All copies start at
+// once (cp.async), without registers, so that many bytes are in flight. While one thread block of an SM computes, the
+// other one loads. A thread reads only packs that it has copied itself, so the read needs no barrier.
 #include "cuda/ptx/sm80.cuh"
 #include "max_sum.cuh"
 

@@ -10,12 +10,7 @@ POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def is_command(arguments: Sequence[str] = sys.argv, command_line: Sequence[str] = sys.orig_argv) -> bool:
-    """Return whether this process is `gptkernels ...`, as a script or by `python -m`.
-
-    Args:
-        arguments: `sys.argv` while this package is imported.
-        command_line: the process's command line, with the interpreter and its options.
-    """
+    """Return whether this process is `gptkernels ...`, as a script or by `python -m`."""
     if not arguments:
         return False
     program = arguments[0]
@@ -25,18 +20,17 @@ def is_command(arguments: Sequence[str] = sys.argv, command_line: Sequence[str] 
 
 
 def wait_passively(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let OpenMP's threads sleep while they wait, unless the user has set a policy. torch's import reads the policy.
+    """Let OpenMP's threads sleep while they wait, unless the user has set a policy.
 
-    The threads of GNU's OpenMP, which torch's CPU wheels contain, spin at every barrier unless there are more threads
-    than processors. If other programs use the processors, a spinning thread delays the threads that the barrier waits
-    for. GNU's, LLVM's and Intel's OpenMP read OMP_WAIT_POLICY.
+    The threads of GNU's OpenMP in torch's CPU wheels spin at every barrier, and so delay the threads that the barrier
+    waits for if other programs use the processors. torch's import reads the policy.
     """
     if not any(name in environment for name in POLICIES):
         environment["OMP_WAIT_POLICY"] = "passive"
 
 
 def let_interrupts_end_imports() -> None:
-    """Let Ctrl-C end the process without a traceback until `accept_interrupts`, because importing torch takes seconds.
+    """Let Ctrl-C end the process without a traceback while torch is imported, which takes seconds.
 
     An interrupt that the parent process disabled, for example by nohup, stays disabled.
     """
@@ -45,6 +39,5 @@ def let_interrupts_end_imports() -> None:
 
 
 def accept_interrupts() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt again."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)

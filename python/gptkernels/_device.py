@@ -2,8 +2,8 @@
 
 import torch
 
-# The peak rate of dense bfloat16 matmuls on tensor cores, in 1e12 flops per second, from NVIDIA's data sheets. The
-# first entry that is a prefix of the device's name is used, so a longer name comes before its own prefix.
+# Dense bfloat16 TFLOP/s, from NVIDIA's data sheets. The first entry that is a prefix of the device's name is used, so a
+# longer name comes first.
 _PEAKS = {
     "NVIDIA B200": 2250.0,
     "NVIDIA H200 NVL": 835.5,
@@ -28,7 +28,6 @@ _PEAKS = {
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the device's peak rate of dense bfloat16 matmuls in flops per second; None if it is unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
@@ -36,13 +35,7 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """Return the device with this name. "cuda" is the GPU with the index `local_rank`.
-
-    "auto" is "cuda" if torch finds a GPU, and otherwise "cpu".
-
-    Raises:
-        ValueError: if there is no such device.
-    """
+    """ "cuda" is the GPU with the index `local_rank`; "auto" is "cuda" if torch finds a GPU, and otherwise "cpu"."""
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

@@ -1,7 +1,4 @@
-"""Functions for DTensors in the optimizer. Each process updates its own part; norms are those of whole tensors.
-
-This file does not import ``torch.distributed.tensor`` unless there are DTensors.
-"""
+"""DTensors in the optimizer: each process updates its own part; norms are those of whole tensors."""
 
 from typing import Any, NamedTuple
 
@@ -30,10 +27,7 @@ def place_of(t: Any) -> Place | None:
 
 
 def local(t: Any, place: Place | None) -> Tensor:
-    """Return this process's part of a DTensor, after redistributing it to ``place`` if necessary.
-
-    A plain tensor, for which ``place`` is None, is returned unchanged.
-    """
+    """Return this process's part of a DTensor, redistributed to ``place`` if necessary."""
     if place is None:
         return t
     if (t.device_mesh, t.placements) != place:
@@ -42,12 +36,11 @@ def local(t: Any, place: Place | None) -> Tensor:
 
 
 def held(t: Any) -> Tensor:
-    """Return this process's part of a DTensor in its current distribution. A plain tensor is returned unchanged."""
     return t if place_of(t) is None else t.to_local()
 
 
 def norm_of_all(norm: Tensor, place: Place | None) -> Tensor:
-    """Compute the norm of whole DTensors from ``norm``, the norm of this process's parts; both are 0-dim float32."""
+    """Compute the norm of whole DTensors from the norm of this process's parts."""
     if place is None or all(placement.is_replicate() for placement in place.placements):
         return norm
     from torch.distributed.tensor import DTensor, Partial, Replicate

@@ -1,7 +1,7 @@
 """Marks the functions whose operators ``torch.compile`` records without tracing the functions.
 
-``allow_in_graph`` imports torch._dynamo, which takes longer than importing torch. Callers therefore import this module
-while ``torch.compile`` traces them.
+``allow_in_graph`` imports torch._dynamo, which takes longer than importing torch; so only traced callers import this
+module.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""``gptkernels.info()``, which reports the versions, the libraries and the kernels in use."""
+"""``gptkernels.info()``."""
 
 import os
 import platform
@@ -9,10 +9,9 @@ from gptkernels import _library
 
 
 def info() -> dict[str, str]:
-    """Return versions, libraries, the CUDA architectures of the build, and the device.
+    """Return versions, libraries, the CUDA architectures of the build, and the device, by name.
 
-    Returns:
-        A dict from names to texts. The text of ``"cuda"`` is "in use", or the reason why CUDA is not in use.
+    The text of ``"cuda"`` is "in use", or the reason why CUDA is not in use.
     """
     build = _library.build()
     found = {

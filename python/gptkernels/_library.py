@@ -14,12 +14,10 @@ CUDA_LIBRARY = FOLDER / "libgptkernels_cuda.so"
 
 @functools.cache
 def build() -> dict[str, str]:
-    """Read the record of the build: versions of gptkernels, torch, compiler and CUDA, and the CUDA architectures."""
     return json.loads((FOLDER / "build.json").read_text())
 
 
 def _load_cuda() -> str:
-    """Load the CUDA kernels; return an empty string, or the reason why they are not in use."""
     if torch.version.cuda is None:
         return f"this torch ({torch.__version__}) is built without CUDA"
     if not CUDA_LIBRARY.exists():
@@ -43,18 +41,13 @@ def _load_cpu() -> None:
 
 
 def _string(function: str) -> str:
-    """Call a function of the CPU library that returns a string."""
     found = getattr(ctypes.CDLL(str(CPU_LIBRARY)), function)
     found.restype = ctypes.c_char_p
     return found().decode()
 
 
 def cpu_capability() -> str:
-    """Return the instruction set that the CPU kernels use: "default", "avx2" or "avx512".
-
-    It is the best one that the processor supports, or the value that the environment variable
-    GPTKERNELS_CPU_CAPABILITY had when the library was loaded.
-    """
+    """Return "default", "avx2" or "avx512": the processor's best, or GPTKERNELS_CPU_CAPABILITY at loading."""
     return _string("gptkernels_cpu_capability")
 
 

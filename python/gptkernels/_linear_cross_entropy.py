@@ -17,11 +17,10 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute ``cross_entropy(linear(x, weight), targets)`` in chunks of rows, and store only one chunk's logits.
 
-    For "mean" and "sum" the forward also computes the gradients of x and weight, from the same logits, and the backward
-    only scales them. If autograd records nothing, no gradient is computed. In three cases the backward instead computes
-    each chunk's logits a second time: for "none"; for float16, whose gradients must be multiplied by the loss scale
-    before they are rounded; and if gradients are differentiated again (``create_graph=True``). The second
-    differentiation stores all logits. Inside autocast the matmuls have autocast's dtype.
+    For "mean" and "sum" the forward also computes the gradients, if autograd records them, and the backward scales
+    them. The backward instead computes each chunk's logits a second time for "none"; for float16, whose gradients must
+    be multiplied by the loss scale before they are rounded; and with ``create_graph=True``, where differentiating the
+    gradients stores all logits. Inside autocast the matmuls have autocast's dtype.
 
     Args:
         x: (..., C), the input of the LM head.
@@ -29,8 +28,8 @@ def linear_cross_entropy(
         targets: (...), int64 or int32.
         vocab_size: V; the columns V..Vp-1 are padding and are not part of the softmax. None is Vp.
         ignore_index: a row with this target has a loss and a gradient of 0.
-        reduction: "mean" (over the rows that are not ignored; nan if all rows are ignored), "sum" or "none".
-        chunk_size: the number of rows in a chunk; None chooses as many rows as have 2^28 logits.
+        reduction: "mean" (over the rows that are not ignored; nan if all are), "sum" or "none".
+        chunk_size: the rows in a chunk; None chooses as many as have 2^28 logits.
 
     Returns:
         The loss in float32 (float64 for float64), 0-dim, or (...) for "none".
@@ -57,19 +56,15 @@ def fp8_linear_cross_entropy(
 ) -> Tensor:
     """Compute the loss of :func:`linear_cross_entropy`, with float8 matmuls for the gradients.
 
-    The forward computes the gradients. It rounds the logits' gradient to e5m2, and x and the weight to e4m3. If
-    autograd records nothing, this function is :func:`linear_cross_entropy`. A second derivative or a forward-mode
-    derivative raises a RuntimeError.
+    The logits' gradient is rounded to e5m2, and x and the weight to e4m3. If autograd records nothing, this function is
+    :func:`linear_cross_entropy`. A second derivative or a forward-mode derivative raises a RuntimeError.
 
     Args:
-        x: (..., C), the input of the LM head, float32, bfloat16 or float16; C is a multiple of 16.
-        weight: (Vp, C), the output embedding; Vp is a multiple of 16.
-        targets: (...), int64 or int32.
-        vocab_size: V; the columns V..Vp-1 are padding and are not part of the softmax. None is Vp.
-        ignore_index: a row with this target has a loss and a gradient of 0.
-        reduction: "mean" (over the rows that are not ignored; nan if all rows are ignored) or "sum".
-        chunk_size: the number of rows in a chunk, rounded up to a multiple of 16; None chooses as many rows as have
-            2^28 logits.
+        x: (..., C), float32, bfloat16 or float16; C is a multiple of 16.
+        weight: (Vp, C); Vp is a multiple of 16.
+        targets, vocab_size, ignore_index: as in :func:`linear_cross_entropy`.
+        reduction: "mean" or "sum".
+        chunk_size: as in :func:`linear_cross_entropy`, rounded up to a multiple of 16.
         fp8_logits: if gradients are computed, also compute the logits, and so the loss, from the rounded x and weight.
 
     Returns:
@@ -99,7 +94,6 @@ def _check_shapes(function: str, x: Tensor, weight: Tensor, targets: Tensor, chu
 
 
 def check_reduction(function: str, reduction: str, known: tuple[str, ...] = ("mean", "sum", "none")) -> None:
-    """Raise a ValueError for an unknown reduction."""
     if reduction not in known:
         *names, last = map(repr, known)
         raise ValueError(f"{function}: reduction must be {', '.join(names)} or {last}, got {reduction!r}")

@@ -14,15 +14,13 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def is_unmodified(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
     """Return whether a call of ``module`` would run ``kind.forward`` and nothing else.
 
-    Only then may a parent read the module's parameters and call a fused operator instead. Otherwise the parent must
-    call the module, because it is an adapter, a subclass or a wrapper (parametrisations and FSDP2 replace a module's
-    class), has hooks (pruning and weight normalisation use hooks) or its own forward, or is compiled separately.
+    Otherwise the module must be called: it is an adapter, a subclass or a wrapper (parametrisations and FSDP2 replace a
+    module's class), has hooks (as for pruning) or its own forward, or is compiled separately.
     """
     return are_unmodified((module, kind))
 
 
 def are_unmodified(*parts: tuple[torch.nn.Module, type[torch.nn.Module]]) -> bool:
-    """Return whether ``is_unmodified`` is true for each of these pairs of a module and a class."""
     for module, kind in parts:
         if type(module) is not kind or not is_bare(module.__dict__):
             return False
@@ -33,16 +31,12 @@ def is_exporting() -> bool:
     """Return whether ``torch.export`` traces this call without dynamo.
 
     The embeddings and the LM head are then called, not fused, because they share a weight and
-    ``torch.distributed.pipelining`` looks for the weight's owners among the modules that were called.
+    ``torch.distributed.pipelining`` looks for its owners among the called modules.
     """
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
 
 def is_bare(attributes: dict[str, Any]) -> bool:
-    """Return whether a module with this ``__dict__`` has no hooks, no forward of its own and no ``CHANGED`` mark.
-
-    A module that is compiled by ``module.compile()`` is not bare either.
-    """
     return not (
         attributes["_forward_hooks"]
         or attributes["_forward_pre_hooks"]
@@ -55,10 +49,7 @@ def is_bare(attributes: dict[str, Any]) -> bool:
 
 
 def runs_only_its_forward(module: torch.nn.Module, passive: str | None = None) -> bool:
-    """Return whether a call of ``module`` would run its class's forward and nothing else.
-
-    ``passive`` is the name of a Python module whose hooks are ignored, because they only observe.
-    """
+    """Hooks from the Python module ``passive`` are ignored, because they only observe."""
     attributes = module.__dict__
     for hooks in _HOOKS:
         for hook in attributes[hooks].values():

@@ -1,16 +1,13 @@
 """Models and training states on disk.
 
 - A model is llm.c's `.bin`, or `.safetensors` with the configuration in its metadata. In memory it is a state dict with
-  nanoGPT's and Hugging Face's names (`transformer.h.0.attn.c_attn.weight`, ...) and matrices (out, in) as in
-  `torch.nn.Linear`, and a configuration with nanoGPT's names: `block_size` (the longest sequence), `vocab_size`,
-  `n_layer`, `n_head`, `n_embd`, `bias` (whether linear layers and norms have a bias) and `activation` ("gelu" for the
+  nanoGPT's names and matrices (out, in), and a configuration with nanoGPT's names and `activation` ("gelu" for the
   exact GELU; absent for "gelu_tanh").
 - A training state is one `.safetensors` file that also contains the optimizer, the random number generators and the
   trainer's counters.
 
 Files are written atomically, and read without executing code. A damaged file, or one of another format, raises a
-ValueError that names the file and the field, before memory for tensors is allocated. A `.safetensors` file has
-checksums of every tensor and of the metadata, which are verified on reading; llm.c's format has no checksum.
+ValueError before memory for tensors is allocated.
 """
 
 import dataclasses
@@ -32,7 +29,7 @@ CHECKPOINT = "checkpoint.safetensors"
 """The name of the training state in the folder of its run."""
 _SIZES = ("block_size", "vocab_size", "n_layer", "n_head", "n_embd")
 _VERSIONS = {torch.float32: 3, torch.bfloat16: 5}
-_UNPADDED = 1  # the version that llm.c wrote in April 2024: float32, no padding, no padded_vocab_size in the header
+_UNPADDED = 1  # llm.c's version of April 2024: float32, no padding, no padded_vocab_size in the header
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PADDING = 128
 _KEYS = (str, int)
@@ -58,10 +55,9 @@ Name = TypeVar("Name")
 
 
 def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of GPT-2's parameters in llm.c's order.
+    """Return the names and shapes of GPT-2's parameters in llm.c's order: each parameter of a layer for all layers.
 
-    In this order each parameter of a layer is listed for all layers before the next parameter. The embedding `wte` is
-    (V, C). `lm_head` is the same tensor and is not listed.
+    `wte` is (V, C). `lm_head` is the same tensor and is not listed.
     """
     T, V, L, _, C = (config[name] for name in _SIZES)
     shapes: dict[str, tuple[int, ...]] = {_WTE: (V, C), _WPE: (T, C)}
@@ -85,8 +81,7 @@ def save_model(
 
     Args:
         path: the file; its suffix decides the format.
-        state_dict: the parameters, on any device. `wte` may have more than V rows; the padding is not written.
-            `lm_head` is not written, and must equal `wte`.
+        state_dict: the parameters, on any device. The padding of `wte`, and `lm_head`, are not written.
         config: a mapping or a dataclass with block_size, vocab_size, n_layer, n_head, n_embd (and bias).
         dtype: the dtype of the file. None keeps the parameters' dtypes in a `.safetensors`; a `.bin` is bfloat16 if all
             parameters are bfloat16, otherwise float32.
@@ -136,7 +131,7 @@ def load_model(path: str | os.PathLike[str], *, keep_padding: bool = False) -> t
         `lm_head.weight` is the same tensor as `transformer.wte.weight`.
 
     Raises:
-        ValueError: if the file is damaged or of another format; the message names the file and the field.
+        ValueError: if the file is damaged or of another format.
     """
     path = Path(path)
     if path.suffix == ".safetensors":
@@ -206,11 +201,7 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def check_model_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check the entries of a configuration that a file stores, and return them.
-
-    Raises:
-        ValueError: if an entry is missing or wrong; the message begins with `where`.
-    """
+    """Check and return the entries of a configuration that a file stores; a ValueError begins with `where`."""
     for name in _SIZES:
         value = config.get(name)
         if type(value) is not int or not 1 <= value < 2**31:
@@ -228,9 +219,7 @@ def check_model_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 def check_model(state_dict: Mapping[str, torch.Tensor], config: Any, where: str) -> dict[str, Any]:
     """Check that parameters and configuration agree; return the entries of the configuration that a file stores.
 
-    Raises:
-        ValueError: if an entry of the configuration or a parameter is missing, unknown or wrong; the message begins
-            with `where`.
+    A ValueError begins with `where`.
     """
     config = check_model_config(_as_dict(config), where)
     check_parameters(state_dict, config, where)
@@ -240,8 +229,7 @@ def check_model(state_dict: Mapping[str, torch.Tensor], config: Any, where: str)
 def check_parameters(state_dict: Mapping[str, torch.Tensor], config: dict[str, Any], where: str) -> StateDict:
     """Check the parameters against `parameter_shapes`; return them without lm_head, padding and buffers.
 
-    Raises:
-        ValueError: if a parameter is missing, unknown, of another shape, or not a tensor that a file can store.
+    A ValueError names a parameter that is missing, unknown, of another shape, or not a tensor that a file can store.
     """
     state = {name: tensor for name, tensor in state_dict.items() if not str(name).endswith(_BUFFERS)}
     for name, tensor in state.items():
@@ -272,7 +260,6 @@ def check_parameters(state_dict: Mapping[str, torch.Tensor], config: dict[str, A
 
 
 def _are_tied(head: torch.Tensor, wte: torch.Tensor) -> bool:
-    """Return whether two tensors share their memory, or have equal values. (NaN does not equal itself.)"""
     if head.dtype != wte.dtype or head.shape != wte.shape:
         return False
     return head.data_ptr() == wte.data_ptr() or torch.equal(head, wte)
@@ -334,11 +321,10 @@ def save_training_state(
     optimizer: Mapping[str, Any],
     trainer: Mapping[str, Any],
 ) -> None:
-    """Write a training state to one file, atomically.
+    """Write a training state to one file, atomically, with the states of torch's random number generators.
 
-    A run that continues from the file has the same results as a run without a stop. The states of torch's random number
-    generators are included. Values may be nested dicts, lists and tuples of tensors, numbers, strings and None. Loading
-    restores all values exactly, and tied tensors stay tied.
+    A run that continues from the file has the same results as a run without a stop. Values may be nested dicts, lists
+    and tuples of tensors, numbers, strings and None, which are restored exactly; tied tensors stay tied.
 
     Args:
         path: a `.safetensors` file, from which `load_model` can read the model.
@@ -400,10 +386,10 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def _flatten(value: Any, where: str, tensors: StateDict, names: dict[tuple, str]) -> Any:
-    """Convert `value` to JSON values, and store its tensors in `tensors` by names that are their paths in `value`.
+    """Convert `value` to JSON values, and store its tensors in `tensors` by their paths in `value`.
 
-    Values that JSON does not have become an object with one key: {"$tensor": name}, {"$tuple": [...]}, and
-    {"$dict": [[key, value], ...]} for a dict whose keys are not all plain strings.
+    Values that JSON does not have become an object with one key: {"$tensor": name}, {"$tuple": [...]}, and {"$dict":
+    [[key, value], ...]} for a dict whose keys are not all plain strings.
     """
     if isinstance(value, torch.Tensor):
         identity = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())

@@ -1,9 +1,8 @@
 """The operators with ``torch.nn.functional``'s names and signatures, and fused operators that torch does not have.
 
-Shapes: B batch, T tokens, C channels, V vocabulary, Vp padded vocabulary, N rows. All functions run this package's
-kernels. An option that the kernels do not support raises a ValueError that names it; no option is ignored. Only
-:func:`scaled_dot_product_attention` and :func:`causal_attention` call torch's kernels in some cases, which their
-documentation lists.
+Shapes: B batch, T tokens, C channels, V vocabulary, Vp padded vocabulary, N rows. An option that the kernels do not
+support raises a ValueError that names it. Only :func:`scaled_dot_product_attention` and :func:`causal_attention` call
+torch's kernels, in the cases that they list.
 """
 
 import warnings
@@ -50,8 +49,7 @@ def layer_norm(
     Args:
         input: (..., *normalized_shape).
         normalized_shape: the last dimensions of ``input``.
-        weight: of shape normalized_shape, or None.
-        bias: of shape normalized_shape, or None.
+        weight, bias: of shape normalized_shape, or None.
         eps: added to the variance.
 
     Raises:
@@ -76,19 +74,14 @@ def residual_layer_norm(
 ) -> tuple[Tensor, Tensor]:
     """Add ``x`` to the residual stream and normalise the sum, in one pass over memory.
 
-    The bias of the linear layer that computes ``x`` can be added here. Then neither the bias nor its gradient needs a
-    further pass over memory.
-
     Args:
-        x: (..., *normalized_shape), the values that are added to the residual stream.
-        residual: (..., *normalized_shape), the residual stream.
+        x, residual: (..., *normalized_shape).
         normalized_shape: the last dimensions of ``x``.
-        weight: of shape normalized_shape, or None.
-        bias: of shape normalized_shape, or None.
+        weight, bias: of shape normalized_shape, or None.
         eps: added to the variance.
-        x_bias: of shape normalized_shape, added to x; or None.
-        dropout_p: the probability with which an element of x + x_bias is dropped before the addition, as in
-            :func:`dropout`.
+        x_bias: of shape normalized_shape, or None: the bias of the linear layer that computes ``x``. Neither the bias
+            nor its gradient then needs a further pass.
+        dropout_p: the probability with which an element of x + x_bias is dropped, as in :func:`dropout`.
         training: False disables dropout.
 
     Returns:
@@ -118,7 +111,6 @@ def _check_norm(
     bias: Tensor | None,
     x_bias: Tensor | None = None,
 ) -> int:
-    """Check the shapes, and return the number of normalised dimensions."""
     shape = tuple(normalized_shape)
     if not shape or x.shape[-len(shape) :] != shape:
         raise ValueError(
@@ -132,7 +124,6 @@ def _check_norm(
 
 
 def _as_one(dims: int, *tensors: Tensor | None) -> Iterator[Tensor | None]:
-    """Flatten the last ``dims`` dimensions of each tensor."""
     return (t if t is None or dims == 1 else t.flatten(-dims) for t in tensors)
 
 
@@ -142,8 +133,7 @@ def _as_one(dims: int, *tensors: Tensor | None) -> Iterator[Tensor | None]:
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """Compute :func:`torch.nn.functional.gelu`: exact ("none"), or approximated by tanh ("tanh") as in GPT-2.
 
-    Raises:
-        ValueError: if ``approximate`` is another string.
+    Another ``approximate`` raises a ValueError.
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}")
@@ -153,14 +143,8 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
 def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
     """Compute :func:`torch.nn.functional.softmax`. If ``dim`` is not the last dimension, the input is transposed.
 
-    Args:
-        input: any shape.
-        dim: the dimension along which the output sums to 1. If None, a warning is issued, and the dimension is chosen
-            as in torch: 0 if there are 0, 1 or 3 dimensions, otherwise 1.
-        dtype: the dtype to which ``input`` is converted first. If None, it is not converted.
-
-    Raises:
-        IndexError: if ``dim`` is out of range.
+    With a ``dim`` of None, torch's choice is used, with a warning: 0 if there are 0, 1 or 3 dimensions, otherwise 1.
+    ``input`` is first converted to ``dtype``, if it is given. A ``dim`` out of range raises an IndexError.
     """
     if dim is None:
         dim = 0 if input.dim() in (0, 1, 3) else 1
@@ -175,14 +159,9 @@ def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: 
 
 
 def causal_softmax(scores: Tensor, scale: float = 1.0) -> Tensor:
-    """Compute the softmax of ``scale * scores`` over the keys that each query may see.
+    """Compute the softmax of ``scale * scores``, (..., T, T), over the keys that each query may see.
 
-    Args:
-        scores: (..., T, T), a row for each query.
-        scale: the factor of the scores.
-
-    Returns:
-        The probabilities (..., T, T), which are exactly 0 above the diagonal.
+    The probabilities (..., T, T) are exactly 0 above the diagonal.
     """
     return ops.causal_softmax.default(scores, scale)
 
@@ -203,18 +182,13 @@ def mlp(
     proj_bias: Tensor | None,
     recompute_gelu: bool = False,
 ) -> Tensor:
-    """Compute GPT-2's feed-forward layer, ``linear(gelu(linear(x)))`` with the tanh GELU.
+    """Compute GPT-2's feed-forward layer, ``linear(gelu(linear(x)))`` with the tanh GELU: (..., C) -> (..., C).
 
     Args:
         x: (..., C).
-        fc_weight: (H, C), H the hidden width.
-        fc_bias: (H), or None.
-        proj_weight: (C, H).
-        proj_bias: (C), or None.
+        fc_weight, fc_bias: (H, C), H the hidden width; (H), or None.
+        proj_weight, proj_bias: (C, H); (C), or None.
         recompute_gelu: save only the GELU's input for the backward, which computes the GELU's output (..., H) again.
-
-    Returns:
-        The output (..., C).
     """
     return ops.mlp.default(x, fc_weight, fc_bias, proj_weight, proj_bias, not recompute_gelu)[0]
 
@@ -228,10 +202,9 @@ def fp8_linear(
 ) -> Tensor:
     """Compute :func:`linear` with float8 matmuls: input and weight in e4m3, the output's gradient in e5m2.
 
-    An amax history contains the amax of a tensor in each of the last 16 calls. The scale is computed from the history
-    before the tensor is read, and the call adds the tensor's amax to the history. Without a history, and at the first
-    call, the scale is computed from the tensor itself, which is then read twice. The weight's scale is always computed
-    from the weight.
+    An amax history contains the amax of a tensor in each of the last 16 calls, from which the scale is computed before
+    the tensor is read. Without a history, at the first call, and for the weight, the scale is computed from the tensor
+    itself, which is then read twice.
 
     Args:
         input: (..., I), float32, bfloat16 or float16; I is a multiple of 16.
@@ -264,14 +237,12 @@ def fp8_mlp(
 
     Args:
         x: (..., C), float32, bfloat16 or float16; C is a multiple of 16.
-        fc_weight: (H, C), H the hidden width, a multiple of 16.
-        fc_bias: (H), or None.
-        proj_weight: (C, H).
-        proj_bias: (C), or None.
-        history: the amax history of x, (18) int32, initially zeros, which the call updates; or None.
-        hidden_history: the amax history of the GELU's output, or None.
-        dhidden_history: the amax history of the gradient of the GELU's input, which the backward updates; or None.
-        dout_history: the amax history of the output's gradient, which the backward updates; or None.
+        fc_weight, fc_bias: (H, C), H the hidden width, a multiple of 16; (H), or None.
+        proj_weight, proj_bias: (C, H); (C), or None.
+        history, hidden_history: the amax histories, (18) int32, of x and of the GELU's output, which the call updates;
+            or None.
+        dhidden_history, dout_history: the amax histories of the gradients of the GELU's input and of the output, which
+            the backward updates; or None.
 
     Returns:
         The output (..., C), in x's dtype.
@@ -331,11 +302,10 @@ def scaled_dot_product_attention(
 ) -> Any:
     """Compute :func:`torch.nn.functional.scaled_dot_product_attention`, in memory linear in T.
 
-    The output of a query that sees no key is 0. Its logsumexp is -inf, and no gradient is NaN. ``attn_mask`` and
+    A query that sees no key has an output of 0 and a logsumexp of -inf, and no gradient is NaN. ``attn_mask`` and
     ``is_causal`` may be given together; then both apply.
 
-    In these cases no kernel of this package supports the call, and torch's function is called, which may raise its own
-    errors:
+    In these cases torch's function is called:
 
     - ``attn_mask`` requires grad, or its dtype is neither bool nor the query's;
     - the value's head size is not the key's, or a head size is above 256;
@@ -346,24 +316,21 @@ def scaled_dot_product_attention(
 
     Args:
         query: (..., NH, Tq, HS).
-        key: (..., KH, Tk, HS). KH is NH, or with ``enable_gqa`` a divisor of NH. All strides are supported; a last
-            dimension that is not contiguous is copied.
-        value: (..., KH, Tk, HS).
+        key, value: (..., KH, Tk, HS). KH is NH, or with ``enable_gqa`` a divisor of NH. A tensor whose last dimension
+            is not contiguous is copied.
         attn_mask: broadcastable to (..., NH, Tq, Tk): bool, True if a key is seen, or added to the scaled scores.
-        dropout_p: the probability with which an attention weight is dropped; pass 0 in evaluation. The random numbers
-            come from torch's generator for the device.
+        dropout_p: the probability with which an attention weight is dropped; pass 0 in evaluation.
         is_causal: whether query i sees only the keys up to i + ``query_offset``.
         scale: the factor of the scores; None is 1/sqrt(HS).
         enable_gqa: allow a KH below NH; NH / KH neighbouring query heads then share a key head.
         query_offset: the position of the first query among the keys, for ``is_causal``.
-        key_begin: (B), integers, for padding on the left: sequence b sees only keys from key_begin[b] on. B is the
-            product of the dimensions before the heads.
-        key_end: (B), integers, for padding on the right: sequence b sees only keys before key_end[b].
+        key_begin, key_end: (B), integers, for padding: sequence b sees only keys from key_begin[b] to key_end[b] - 1. B
+            is the product of the dimensions before the heads.
         return_logsumexp: also return the logsumexp.
 
     Returns:
-        The output (..., NH, Tq, HS). With ``return_logsumexp``, a tuple of the output and the logsumexp of the scaled
-        and masked scores, (..., NH, Tq), float32 (float64 for float64), which is differentiable.
+        The output (..., NH, Tq, HS). With ``return_logsumexp``, also the logsumexp of the scaled and masked scores,
+        (..., NH, Tq), float32 (float64 for float64), which is differentiable.
 
     Raises:
         ValueError: if ``dropout_p`` is not from 0 to 1, or if torch's function is called and ``query_offset``,
@@ -399,7 +366,6 @@ def scaled_dot_product_attention(
 
 
 def _not_ours(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool) -> str | None:
-    """Return the reason why this package's kernels do not support a call, or None if they support it."""
     tensors = (query, key, value)
     device = query.device.type
     dtype = autocast_dtype(device)
@@ -434,12 +400,11 @@ def _not_ours(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | Non
 def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
     """Compute :func:`torch.nn.functional.dropout`. No mask is stored; the backward generates it again.
 
-    The random numbers come from torch's generator for the device. With the same seed, torch's function would drop other
-    elements. The probability is ``p`` rounded to a multiple of 2^-16.
+    With the same seed of torch's generator, torch drops other elements.
 
     Args:
         input: any shape.
-        p: the probability with which an element is dropped; elements that are not dropped are divided by 1 - p.
+        p: the probability of dropping an element, rounded to a multiple of 2^-16; other elements are divided by 1 - p.
         training: False returns ``input``.
         inplace: not supported.
 
@@ -459,15 +424,11 @@ def _check_dropout(function: str, name: str, p: float) -> None:
 
 
 def _dropout_numbers(dropout_p: float, like: Tensor) -> tuple[Tensor | None, ...]:
-    """Draw the seed and the offset of a dropout mask; return (None, None) if dropout_p is 0."""
     return _draw_numbers(2, like) if dropout_p else (None, None)
 
 
 def _draw_numbers(count: int, like: Tensor) -> tuple[Tensor, ...]:
-    """Draw 0-dim int64 numbers on the device of ``like``. Each replay of a CUDA graph draws new numbers.
-
-    The numbers come from torch's generator for the device.
-    """
+    """Draw 0-dim int64 numbers from torch's generator for the device. Each replay of a CUDA graph draws new numbers."""
     return torch.randint(2**63 - 1, (count,), device=like.device).unbind()
 
 
@@ -492,7 +453,7 @@ def embedding(
         weight: the table.
         vocab_size: V. A token from V on is an error, because its row is padding and must not be trained. -1 is Vp.
         padding_idx, max_norm, scale_grad_by_freq, sparse: not supported.
-        norm_type: only used with ``max_norm``.
+        norm_type: has no effect.
 
     Raises:
         ValueError: if ``padding_idx``, ``max_norm``, ``scale_grad_by_freq`` or ``sparse`` is set.
@@ -524,7 +485,7 @@ def cross_entropy(
         input: logits (V), (N, V) or (N, V, d1, ...); if the class dimension is not the last, they are transposed.
         target: int64 or int32, of input's shape without V.
         ignore_index: a row with this target has a loss and a gradient of 0.
-        reduction: "mean" (over the rows that are not ignored; nan if all rows are ignored), "sum" or "none".
+        reduction: "mean" (over the rows that are not ignored; nan if all are), "sum" or "none".
         size_average, reduce: deprecated, see ``reduction``.
 
     Raises:

@@ -1,8 +1,7 @@
 """Modules that run this package's kernels, for use in place of ``torch.nn``'s modules of the same names.
 
-These classes derive from torch's classes and replace the forward. Constructors, state_dict keys, reprs and
-initialisation are torch's. ``MLP`` and ``CausalSelfAttention``, which torch does not have, are nanoGPT's modules. An
-option that no kernel supports raises a ValueError when the module is made.
+Constructors, state_dict keys, reprs and initialisation are torch's. ``MLP`` and ``CausalSelfAttention`` are nanoGPT's
+modules. An option that no kernel supports raises a ValueError when the module is made.
 """
 
 import functools
@@ -63,20 +62,14 @@ class Linear(torch.nn.Linear):
     """:class:`torch.nn.Linear` with an option ``fp8``.
 
     With ``fp8``, training uses float8 matmuls (``docs/fp8.md``): the input and the weight in e4m3, the output's
-    gradient in e5m2, with scales from the amax of the last 16 calls. The two amax histories are buffers in the state
-    dict. If a loaded state dict does not have them, the histories are reset. In evaluation, and under
-    ``torch.no_grad()``, the option has no effect.
+    gradient in e5m2, with scales from the amax of the last 16 calls. The two amax histories are buffers, and are reset
+    if a loaded state dict lacks them. In evaluation, and under ``torch.no_grad()``, the option has no effect.
 
     Args:
-        in_features: I.
-        out_features: O.
+        in_features, out_features: multiples of 16 for ``fp8``; a ValueError otherwise.
         bias: whether the layer has a bias.
-        device: the device of the parameters.
-        dtype: the dtype of the parameters.
-        fp8: use float8 matmuls in training; I and O must then be multiples of 16.
-
-    Raises:
-        ValueError: if with ``fp8`` a number of features is not a multiple of 16.
+        device, dtype: of the parameters.
+        fp8: use float8 matmuls in training.
     """
 
     HISTORIES = ("fp8_history", "fp8_dout_history")
@@ -125,12 +118,11 @@ class Linear(torch.nn.Linear):
         return self.fp8 and self.training and torch.is_grad_enabled()
 
     def extra_repr(self) -> str:
-        """Return the options, as torch does, and ``fp8`` if it is set."""
+        """Return torch's options, and ``fp8`` if it is set."""
         return super().extra_repr() + (", fp8=True" if self.fp8 else "")
 
 
 def _keep_own_histories(module: torch.nn.Module, state_dict: dict[str, Tensor], prefix: str, *_: Any) -> None:
-    """Add empty amax histories to a state dict that has none."""
     for name in Linear.HISTORIES:
         if prefix + name not in state_dict:
             state_dict[prefix + name] = torch.zeros_like(getattr(module, name))
@@ -139,9 +131,8 @@ def _keep_own_histories(module: torch.nn.Module, state_dict: dict[str, Tensor], 
 class Embedding(torch.nn.Embedding):
     """:class:`torch.nn.Embedding`, without padding_idx, max_norm, scale_grad_by_freq and sparse.
 
-    Attributes:
-        vocab_size: V, if the last rows of the weight are padding; a token from V on is then an error. With -1, the
-            default, all ``num_embeddings`` tokens are accepted.
+    With ``vocab_size`` V, the last rows of the weight are padding, and a token from V on is an error; -1, the default,
+    accepts all ``num_embeddings`` tokens.
     """
 
     vocab_size: int = -1
@@ -175,21 +166,18 @@ class CrossEntropyLoss(torch.nn.CrossEntropyLoss):
 class MLP(torch.nn.Module):
     """GPT-2's feed-forward layer: two linear layers with GELU between them.
 
-    With the tanh GELU, a call runs one operator. With the exact GELU, or if one of the two linear layers was replaced,
-    hooked or parametrised, a call runs separate operators.
+    A call runs one operator, unless the GELU is exact, or a linear layer was replaced, hooked or parametrised.
 
     Args:
         n_embd: C, the number of channels. The hidden layer has 4C channels.
         bias: whether the two linear layers have biases.
-        device: the device of the parameters.
-        dtype: the dtype of the parameters.
+        device, dtype: of the parameters.
         activation: "gelu_tanh", or "gelu" for the exact GELU.
         fp8: the option ``fp8`` of the two linear layers (:class:`Linear`).
 
     Attributes:
         recompute_gelu: save only the GELU's input for the backward, which recomputes the GELU's output (..., 4C). This
-            has no effect if the two linear layers are called separately, or use float8 matmuls (which save the GELU's
-            output only in 8 bits).
+            has no effect with separate operators or float8 matmuls.
 
     Raises:
         ValueError: if ``activation`` is unknown, or with ``fp8`` n_embd is not a multiple of 16.
@@ -221,21 +209,15 @@ class MLP(torch.nn.Module):
     def without_bias(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute :meth:`forward` without the bias of the second linear layer; return the result and this bias.
 
-        If the second linear layer was modified, it is called as a module. Then the result includes the bias, and None
-        is returned in its place.
+        If the second linear layer was modified, the result includes the bias, and None is returned in its place.
         """
         proj = self.c_proj
         return (self._compute(x, None), proj.bias) if is_unmodified(proj, Linear) else (proj(self._hidden(x)), None)
 
     def _hidden(self, x: Tensor) -> Tensor:
-        """Compute the first linear layer and the GELU by separate operators."""
         return functional.gelu(self.c_fc(x), "tanh" if self.activation == "gelu_tanh" else "none")
 
     def _compute(self, x: Tensor, proj_bias: Tensor | None) -> Tensor:
-        """Compute the MLP, by one operator if possible, with ``proj_bias`` as the bias of the second linear layer.
-
-        The second linear layer must be unmodified.
-        """
         fc, proj = self.c_fc, self.c_proj
         if self.activation == "gelu_tanh" and is_unmodified(fc, Linear):
             eights = fc.multiplies_fp8(), proj.multiplies_fp8()
@@ -252,12 +234,9 @@ class MLP(torch.nn.Module):
 
 
 class KeyValueCache:
-    """The keys and values of a layer's earlier tokens, for decoding.
+    """The keys and values of at most ``capacity`` earlier tokens of a layer, for decoding.
 
-    Args:
-        capacity: the largest number of tokens.
-        memory: (2, B, NH, capacity, HS) for the keys and values. If it is None, or has another shape or dtype, memory
-            is allocated when the first tokens are appended.
+    ``memory`` is (2, B, NH, capacity, HS); otherwise the first tokens allocate memory.
     """
 
     def __init__(self, capacity: int, memory: Tensor | None = None) -> None:
@@ -267,12 +246,9 @@ class KeyValueCache:
         self._keys_values = torch.empty(0)
 
     def attend(self, qkv: Tensor, num_heads: int, dropout_p: float = 0.0) -> Tensor:
-        """Append the keys and values of ``qkv`` (B, T, 3C), and compute the attention of its T tokens.
+        """Append the keys and values of ``qkv`` (B, T, 3C), and compute the attention of its T tokens: (B, T, C).
 
         Each token sees itself and all earlier tokens, including those of earlier calls. T may differ between calls.
-
-        Returns:
-            The output (B, T, C).
 
         Raises:
             ValueError: if there are more tokens than the capacity, or B is not the batch size of the earlier tokens.
@@ -281,7 +257,7 @@ class KeyValueCache:
         begin, end = self.length, self.length + T
         if end > self.capacity:
             raise ValueError(f"KeyValueCache: {begin} + {T} tokens are more than its capacity {self.capacity}")
-        # The three views are (B, NH, T, HS). In the cache, unlike in qkv, the keys of each head are contiguous.
+        # The views are (B, NH, T, HS). In the cache, unlike in qkv, the keys of each head are contiguous.
         query, *key_value = unpack(qkv, num_heads)
         if not begin:
             shape = (2, B, num_heads, self.capacity, query.shape[-1])
@@ -310,8 +286,7 @@ class CausalSelfAttention(torch.nn.Module):
         n_embd: C.
         n_head: NH, which divides C.
         bias: whether the two linear layers have biases.
-        device: the device of the parameters.
-        dtype: the dtype of the parameters.
+        device, dtype: of the parameters.
         dropout: the probability with which an attention weight is dropped in training.
         fp8: the option ``fp8`` of the two linear layers (:class:`Linear`).
 

@@ -18,22 +18,15 @@ class AdamW(torch.optim.AdamW):
     """:class:`torch.optim.AdamW` with one launch for all parameters of a group that have the same dtype and device.
 
     The arguments, param groups and state dict are torch's; either optimizer can load the other's state dict. A step
-    does not synchronise with the device. ``foreach``, ``fused`` and ``capturable`` select one of torch's
-    implementations; they are kept for state dicts and have no effect here.
+    does not synchronise with the device. Parameters may have any dense layout. For FSDP2's DTensors each process
+    updates its own part.
 
     A float16 or bfloat16 parameter may have a float32 master copy (state key ``master_param``): the update is applied
     to the copy and rounded into the parameter, and the moments are float32. If an element of the parameter does not
-    equal its rounded copy, other code has changed it (a loaded state dict, another optimizer), and the update starts
-    from the parameter.
+    equal its rounded copy, other code has changed it, and the update starts from the parameter.
 
-    Parameters may have any dense layout, for example channels_last. For DTensors, which FSDP2's
-    ``fully_shard`` makes, each process updates its own part, and the state consists of DTensors with the same
-    distribution.
-
-    With :class:`torch.amp.GradScaler` the kernel itself divides the gradients by the scale, without writing them back,
-    and skips the step if a gradient is not finite. With ``max_grad_norm`` the kernel also clips the gradients while it
-    reads them. The update is the same as after :func:`clip_grad_norm_` of all parameters, but the gradients are
-    unchanged and there is no further pass over them.
+    With :class:`torch.amp.GradScaler` the kernel itself divides the gradients by the scale, and skips the step if a
+    gradient is not finite.
 
     Args:
         params: parameters, or groups of parameters with their own options.
@@ -44,13 +37,13 @@ class AdamW(torch.optim.AdamW):
         weight_decay: decoupled weight decay: each step multiplies a parameter by 1 - lr * weight_decay.
         amsgrad, differentiable: must be False; not supported.
         maximize: maximise the objective instead of minimising it.
-        foreach, capturable, fused: have no effect.
+        foreach, capturable, fused: kept for state dicts; have no effect.
         master_weights: keep float32 copies of the float16 and bfloat16 parameters.
-        max_grad_norm: clip the gradients of all groups together to this Euclidean norm. None neither clips nor computes
-            the norm; ``math.inf`` only computes it.
-        rounding_seed: round bfloat16 parameters, which then have no float32 copies, and their bfloat16 moments
-            stochastically, so that small updates are right on average. The same seed and step give the same bits. None
-            rounds to nearest.
+        max_grad_norm: clip the gradients of all groups together to this Euclidean norm, without writing them. None
+            neither clips nor computes the norm; ``math.inf`` only computes it.
+        rounding_seed: round bfloat16 parameters, which then have no float32 copies, and their moments stochastically,
+            so that small updates are right on average. The same seed and step give the same bits. None rounds to
+            nearest.
 
     Attributes:
         max_grad_norm: may be set between steps. It is not part of the state dict.
@@ -115,13 +108,12 @@ class AdamW(torch.optim.AdamW):
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return torch's state, with ``max_grad_norm`` and ``grad_norm``."""
         return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "grad_norm": self.grad_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Set torch's state, and add the options that torch's AdamW, or an earlier version of this class, lacks."""
+        """Torch's AdamW, and earlier versions of this class, lack some options."""
         for group in state["param_groups"]:
-            _check_options(group)  # raises before anything is replaced
+            _check_options(group)
         super().__setstate__(state)
         for group in self.param_groups:
             group.setdefault("master_weights", self.defaults.get("master_weights", False))
@@ -150,11 +142,7 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 
-        Args:
-            closure: computes the loss again and returns it.
-
-        Returns:
-            The value that the closure returned, or None.
+        A ``closure`` computes the loss again; its value is returned.
         """
         loss = None
         if closure is not None:
@@ -167,7 +155,6 @@ class AdamW(torch.optim.AdamW):
         return loss
 
     def _norm(self, groups: "list[_Alike]") -> Tensor | None:
-        """Compute the norm of all gradients; return None if ``max_grad_norm`` is None."""
         if self.max_grad_norm is None:
             return None
         norm = _total_norm(_by_place((alike.place, alike.grads) for alike in groups))
@@ -175,7 +162,6 @@ class AdamW(torch.optim.AdamW):
         return norm if scale is None else norm / scale.to(norm.device)
 
     def _update(self, alike: "_Alike", group: dict[str, Any], number: int) -> None:
-        """Update the parameters of ``alike``, which belong to ``group``. ``number`` is the call's index in the step."""
         parameters, place = alike.parameters, alike.place
         device = parameters[0].device
         seed = group["rounding_seed"] if parameters[0].dtype == torch.bfloat16 else None
@@ -214,7 +200,6 @@ class AdamW(torch.optim.AdamW):
         )
 
     def _state(self, parameter: Tensor, master: bool) -> dict[str, Tensor]:
-        """Return the parameter's state, which is made at the parameter's first update."""
         state = self.state[parameter]
         if not state:
             state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
@@ -239,11 +224,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
-    """Return the learning rate as a tensor.
-
-    A float or a CPU tensor becomes a CPU tensor, which the host reads. Another tensor is moved to ``device``, where the
-    kernel reads it.
-    """
+    """The host reads a float or a CPU tensor; the kernel reads another tensor on ``device``."""
     if not isinstance(lr, Tensor):
         if torch.compiler.is_compiling():  # the multiplication prevents a recompilation for another lr
             return torch.ones((), dtype=torch.float64, device="cpu") * lr
@@ -254,7 +235,6 @@ def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
 
 
 def _like(value: Tensor, parameter: Tensor) -> Tensor:
-    """Return ``value`` with the parameter's device and strides, as the kernel requires."""
     value = value.to(parameter.device)
     if value.stride() == parameter.stride():
         return value
@@ -262,7 +242,6 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _count(steps: list[Tensor], found_inf: Tensor | None) -> None:
-    """Increment the step counts, unless the step is skipped."""
     if found_inf is not None:
         torch._foreach_add_(steps, 1 - found_inf)
     elif steps[0].is_cpu:  # torch would convert a number to a tensor for each step count
@@ -283,7 +262,6 @@ _PLAIN = {*_dtensor.PLAIN}
 
 
 def _alike(parameters: Iterable[Tensor]) -> Iterable[_Alike]:
-    """Group the parameters that have gradients by device, dtype and distribution."""
     parameters = list(parameters)
     grads: list[Any] = [parameter.grad for parameter in parameters]
     if type(None) in set(map(type, grads)):
@@ -301,7 +279,6 @@ def _alike(parameters: Iterable[Tensor]) -> Iterable[_Alike]:
 
 
 def _sorted(parameters: Iterable[Tensor]) -> Iterable[_Alike]:
-    """Group parameters by device, dtype and distribution; all of them have gradients."""
     alike: dict[tuple[torch.device, torch.dtype, Place | None], _Alike] = {}
     for parameter in parameters:
         grad = parameter.grad
@@ -322,7 +299,6 @@ _ByPlace = dict[tuple[torch.device, Place | None], list[Tensor]]
 
 
 def _by_place(lists: Iterable[tuple[Place | None, list[Tensor]]]) -> _ByPlace:
-    """Group lists of tensors by device and distribution; the tensors of a list are on one device."""
     found: _ByPlace = {}
     for place, tensors in lists:
         found.setdefault((tensors[0].device, place), []).extend(tensors)
@@ -330,7 +306,6 @@ def _by_place(lists: Iterable[tuple[Place | None, list[Tensor]]]) -> _ByPlace:
 
 
 def _total_norm(by_place: _ByPlace) -> Tensor:
-    """Compute the norm of all tensors, on the first device. The tensors may be this process's parts of DTensors."""
     norms = [_dtensor.norm_of_all(_norm_of(group), place) for (_, place), group in by_place.items()]
     if not norms:
         return torch.zeros((), device="cpu")
@@ -340,7 +315,6 @@ def _total_norm(by_place: _ByPlace) -> Tensor:
 
 
 def _norm_of(tensors: list[Tensor]) -> Tensor:
-    """Compute the norm by ``ops.global_norm``, called below autograd unless ``torch.compile`` traces the call."""
     if torch.compiler.is_compiling():
         return ops.global_norm.default(tensors)
     return below_autograd(ops.global_norm.default, tensors)  # type: ignore[no-any-return]
@@ -356,15 +330,13 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Clip gradients as :func:`torch.nn.utils.clip_grad_norm_` does for the 2-norm; :class:`AdamW` can clip faster.
 
-    A deterministic kernel computes the norm, and torch's multi-tensor multiplication scales the gradients in place.
-    This function synchronises with the device only for ``error_if_nonfinite``. For DTensors, every process computes the
-    norm of the whole tensors.
+    A deterministic kernel computes the norm, which for DTensors is that of the whole tensors.
 
     Args:
         parameters: one or several parameters; parameters without a gradient are ignored.
         max_norm: the largest norm of all gradients together after clipping.
-        norm_type: must be 2; no other norm is supported.
-        error_if_nonfinite: raise an error if the norm is nan or infinite.
+        norm_type: must be 2.
+        error_if_nonfinite: raise an error if the norm is nan or infinite, for which the host waits for the device.
         foreach: has no effect.
 
     Returns:

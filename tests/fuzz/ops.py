@@ -47,6 +47,7 @@ from helpers import assert_as_exact_as_torch, double
 # On CUDA, this many small calls are launched before the first check, because a check synchronizes.
 LAUNCHED = 32
 MOST_KEPT = 2**30  # bytes of unused CUDA memory that torch's allocator may keep for the next calls
+SKIPPED = "(no memory left)"  # calls that were not checked, because other processes used the GPU's memory
 # The rules are applied after these numbers of trials until they are satisfied, with at most 100 trials for real sizes.
 TRIALS = (1, 10, 100, 400)
 
@@ -476,7 +477,11 @@ def find_failures(arguments, indices, counts):
             check(draw, first, first_on_cpu)
         except Exception as error:
             failed.append((index, draw, error))
-    return failed
+    checked = [failure for failure in failed if not isinstance(failure[-1], torch.OutOfMemoryError)]
+    if len(checked) < len(failed):
+        torch.cuda.empty_cache()
+        counts[SKIPPED] += len(failed) - len(checked)
+    return checked
 
 
 def work(pipe, progress, arguments):
@@ -650,7 +655,8 @@ def run_campaign(arguments):
             now = time.monotonic()
             if now - shown > 30:
                 shown = now
-                print(f"{counts.total()} calls, {failures} failures, {now - begin:.0f} s", file=sys.stderr, flush=True)
+                checked = counts.total() - counts[SKIPPED]
+                print(f"{checked} calls, {failures} failures, {now - begin:.0f} s", file=sys.stderr, flush=True)
             if failures >= arguments.failures:
                 print(f"stopped after {failures} failures")
                 break
@@ -659,7 +665,7 @@ def run_campaign(arguments):
     for op, count in sorted(counts.items()):
         print(f"{op:32} {count}")
     where = f"seed {arguments.seed}, {arguments.device}, {time.monotonic() - begin:.0f} s"
-    print(f"fuzz.ops: {counts.total()} calls, {failures} failures ({where})", flush=True)
+    print(f"fuzz.ops: {counts.total() - counts[SKIPPED]} calls, {failures} failures ({where})", flush=True)
     return 1 if failures else 0
 
 

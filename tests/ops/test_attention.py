@@ -127,6 +127,16 @@ def check(q, k, v, dout, few_keys=False, **options):
         assert_as_exact_as_torch(found, exact.to(found.dtype), exact, "logsumexp")
 
 
+def check_norms(*inputs, **options):
+    """Check the root mean square errors of out and of its gradients. ``inputs`` are query, key, value and dout."""
+    results = []
+    for function in (out_of(ours, **options), partial(torchs, **options), out_of(formula, **options)):
+        *qkv, dout = inputs if len(results) < 2 else map(double, inputs)
+        results.append((function(*qkv), *gradients(function, qkv, dout)))
+    for name, *each in zip(("out", *QKV), *results, strict=True):
+        assert_norm_as_exact_as_torch(*each, name)
+
+
 def check_gradients(ours, formula, inputs, douts):
     def gradients_of(function, inputs):
         leaves = [t.detach().requires_grad_() for t in inputs]
@@ -912,13 +922,15 @@ def test_queries_with_one_dominant_key(sizes, factor, dtype, device):
     inputs = tensors(b, heads, heads, tokens, tokens, size, dtype, device)
     for t in inputs[:3]:
         t[:, :, tokens * 3 // 4 :] *= factor
-    options = {"causal": True, "scale": 1.0}
-    results = []
-    for function in (out_of(ours, **options), partial(torchs, **options), out_of(formula, **options)):
-        t = [double(t) for t in inputs] if len(results) == 2 else inputs
-        results.append((function(*t[:3]), *gradients(function, t[:3], t[3])))
-    for name, *each in zip(("out", *QKV), *results, strict=True):
-        assert_norm_as_exact_as_torch(*each, name)
+    check_norms(*inputs, causal=True, scale=1.0)
+
+
+@pytest.mark.parametrize("size", [64, 128])
+@with_dtypes(torch.float32)
+def test_many_equal_scores(size, dtype, device):
+    """All keys are 0. The rounding errors of a sum of equal probabilities do not average out."""
+    q, k, v, dout = tensors(2, 3, 3, 1241, 1241, size, dtype, device)
+    check_norms(q * 10, k * 0, v, dout)
 
 
 @pytest.mark.parametrize("keys", [50, 130, 700])

@@ -226,3 +226,10 @@ def test_losses_do_not_synchronise(device):
             G.linear_cross_entropy(x, weight, targets, reduction=reduction, chunk_size=16).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_an_allocation_that_fails_is_named(device):
+    message = ".*(can't allocate memory|out of memory)" if torch.__version__ >= "2.13" else ""
+    numbers = [torch.zeros((), dtype=torch.int64, device=device) for _ in range(2)]
+    with pytest.raises(RuntimeError, match=f"a call into LibTorch failed{message}"):
+        torch.ops.gptkernels.attention_dropout_mask(2**12, 2**12, 2**12, 2**12, 0.5, *numbers)

@@ -1,4 +1,4 @@
-// Chooses the family of kernels that computes a call: the first family below that supports the call.
+// The first family of kernels below that supports a call computes it.
 #include <algorithm>
 #include <type_traits>
 

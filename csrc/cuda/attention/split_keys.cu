@@ -1,10 +1,6 @@
-// Attention's forward for few queries, as in decoding. The keys of a head are split among thread blocks, so that all
-// SMs read keys. A thread block writes its part of the result to the workspace, and a second kernel combines the parts
-// in a fixed order. The query heads that share a key head are rows of the same tile of 16 rows, so that a tile reads
-// their keys only once.
-//
-// Each warp of a thread block computes 16 of a stage's keys for all rows of the tile, with a maximum and sums per row.
-// At the end the sums of the warps are added.
+// Attention's forward for few queries, as in decoding. A head's keys are split among thread blocks, so that all SMs
+// read keys; a second kernel combines the parts in a fixed order. The query heads that share a key head are rows of one
+// tile of 16 rows, which reads the keys once. Each warp computes 16 of a stage's keys for all rows.
 #include "cuda/attention/mma/tiles.cuh"
 #include "variants.h"
 
@@ -16,15 +12,14 @@ constexpr int kSplitRows = 16;
 constexpr int kMaxSplits = 256;
 constexpr int kCombineThreads = 128;
 
-// A stage has kKeys keys, 16 for each warp, and their values. While one stage is computed, the other stages are loaded.
 template <typename T, int HS>
 struct SplitShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kWarps = kBytes <= 256 ? 4 : 2;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kKeys = 16 * kWarps;
-  static constexpr int kStageBytes = kKeys * kBytes;  // of keys or of values
-  static constexpr int kPitch = HS + 8;               // floats between rows of a warp's sums
+  static constexpr int kStageBytes = kKeys * kBytes;
+  static constexpr int kPitch = HS + 8;
   static constexpr int kStages = kBytes <= 128 ? 3 : 2;
   static constexpr int kStagesBytes = 2 * kStages * kStageBytes;
   static constexpr int kSumsBytes = kWarps * kSplitRows * kPitch * static_cast<int>(sizeof(float));
@@ -32,23 +27,21 @@ struct SplitShape {
   static_assert(kSharedBytes <= 99 << 10);
 };
 
-// The number of splits, and, if there are several splits, the arrays for the parts of the result.
 struct SplitPlan {
   int splits;
-  float* sums;         // (B, NH, Tq, splits, HS): sums of the values, weighted by exponentials relative to the maximum
-  float2* statistics;  // (B, NH, Tq, splits): the maximum, in units of log2, and the sum of the exponentials
+  float* sums;         // (B, NH, Tq, splits, HS): relative to the maximum
+  float2* statistics;  // (B, NH, Tq, splits): maximum in units of log2, sum of exponentials
 };
 
-// The work of a thread block: a tile of the rows that share a key head, for one split of the keys. Row i is query i %
-// Tq of query head i / Tq among the query heads that share the key head.
+// Row i of the rows that share a key head is query i % Tq of the i / Tq-th of their query heads.
 struct SplitTile {
   int queries;  // Tq
-  int rows;     // number of rows that share the key head
+  int rows;     // that share the key head
   int split;
-  int row;  // first row of the tile
+  int row;
   int64_t batch;
   int64_t key_head;
-  int64_t first_head;  // first of the query heads that share the key head
+  int64_t first_head;
 
   struct Row {
     int64_t head;
@@ -68,7 +61,6 @@ struct SplitTile {
   __device__ Row at(int i) const { return {first_head + i / queries, i % queries}; }
 };
 
-// Starts copying the tile's queries to shared memory.
 template <typename T, int HS>
 __device__ void copy_queries(uint32_t shared, const AttentionForward<T>& p, const SplitTile& tile, int head_size) {
   using Rows = MmaRows<T, HS>;
@@ -82,7 +74,6 @@ __device__ void copy_queries(uint32_t shared, const AttentionForward<T>& p, cons
   }
 }
 
-// Rounds the queries to TF32, unless kExact. Each thread rounds the chunks that it has copied itself.
 template <typename T, int HS, bool kExact>
 __device__ void round_queries(uint8_t* shared) {
   using Rows = MmaRows<T, HS>;
@@ -93,8 +84,7 @@ __device__ void round_queries(uint8_t* shared) {
     }
 }
 
-// Writes the warp's sums of each row to shared memory, relative to the maximum of all warps. Writes the warp's maximum
-// and its sum of exponentials to `statistics`. Afterwards all threads may read the sums and the statistics.
+// Writes the sums relative to the maximum of all warps, and each warp's maximum and sum of exponentials.
 template <typename Shape, int kOut>
 __device__ void share_sums(float* sums, float2 (&statistics)[Shape::kWarps][kSplitRows], const float (&out)[1][kOut][4],
                            const float (&maximum)[1][2], const float (&sum)[1][2], int warp, int lane) {
@@ -118,8 +108,7 @@ __device__ void share_sums(float* sums, float2 (&statistics)[Shape::kWarps][kSpl
   __syncthreads();
 }
 
-// Adds the sums of all warps. If there are several splits, stores this split's sums and statistics for the combine
-// kernel, otherwise out and logsumexp.
+// With several splits, stores the sums for the combine kernel.
 template <typename Shape, typename T>
 __device__ void store_tile(const AttentionForward<T>& p, const SplitPlan& plan, const SplitTile& tile,
                            const float* sums, const float2 (&statistics)[Shape::kWarps][kSplitRows], int head_size) {
@@ -158,7 +147,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
                                    const __grid_constant__ SplitPlan plan) {
   using Shape = SplitShape<T, HS>;
   constexpr int kKeys = Shape::kKeys, kThreads = Shape::kThreads, kStages = Shape::kStages;
-  let_next_kernel_start();  // the kernel that combines the parts; it waits until this kernel has ended
+  let_next_kernel_start();  // the combine kernel, which waits until this kernel has ended
   extern __shared__ __align__(128) uint8_t shared_bytes[];
   __shared__ float2 warp_statistics[Shape::kWarps][kSplitRows];
   const uint32_t query_tile = shared_window(shared_bytes);
@@ -172,8 +161,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   const T* key = p.key.at(tile.batch, tile.key_head, 0);
   const T* value = p.value.at(tile.batch, tile.key_head, 0);
 
-  // The blocks of kKeys keys that any query sees are divided among the splits. This split has the keys from `first` to
-  // `end` - 1.
+  // This split has the keys in [first, end).
   const KeyBounds<true> bounds(p.mask, s, tile.batch);
   const int last = p.mask.causal ? min(bounds.end, queries + offset) : bounds.end;
   const int begin = bounds.begin / kKeys;
@@ -200,8 +188,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   __syncthreads();
   const RowOperand<T, HS, 1, !kExact && (Shape::kBytes <= 256)> query(query_tile, 0);
 
-  // Each of this thread's two rows sees the keys from `low` to `high` - 1. All queries see the keys from bounds.begin
-  // to narrow_end - 1.
+  // The thread's rows see the keys in [low, high); all queries see the keys in [bounds.begin, narrow_end).
   int low[1][2], high[1][2];
   int64_t mask_row[2];
   bool inside[2];
@@ -222,7 +209,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   for (int block = first; block < end; block += kKeys) {
     copy_async_wait<kStages - 2>();
     round_rows<T, HS, kExact, 2 * kKeys, kThreads>(shared_bytes + kSplitRows * Shape::kBytes +
-                                                   stage * 2 * Shape::kStageBytes);  // the values follow the keys
+                                                   stage * 2 * Shape::kStageBytes);
     __syncthreads();  // this stage is loaded, and no warp reads the previous stage any more
     const int ahead = block + (kStages - 1) * kKeys;
     if (ahead < end) copy_stage(ahead, stage == 0 ? kStages - 1 : stage - 1);
@@ -239,7 +226,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
         if (inside[e / 2] && j < keys) add_mask_element(score, p.mask, mask_row[e / 2] + j * p.mask.key);
       });
     if (start < bounds.begin || start + 16 > narrow_end) keep_columns(scores, low, high, start);
-    add_exponentials<T, true>(scores, maximum, sum, rescale, 1);  // scores are in units of log2 already
+    add_exponentials<T, true>(scores, maximum, sum, rescale, 1);  // in units of log2 already
     if (__any_sync(~0u, rescale[0][0] != 1 || rescale[0][1] != 1))
       for_elements(out, [&](float& x, int, int, int e) { x *= rescale[0][e / 2]; });
     add_product<T, HS, kExact>(out, scores, key_tile + Shape::kStageBytes, 0);
@@ -251,14 +238,13 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   store_tile<Shape>(p, plan, tile, sums, warp_statistics, head_size);
 }
 
-// A thread block combines the parts of one row. Each thread of group g (of `groups` groups) adds four columns of the
-// parts g, g + groups, ..., so that many parts are loaded at the same time. Then the sums of the groups are added in a
-// fixed order.
+// A thread block combines one row. Group g of threads adds the parts g, g + groups, ..., so that many loads are in
+// flight; then the sums of the groups are added in a fixed order.
 template <typename T>
 __global__ void __launch_bounds__(kCombineThreads)
     attention_forward_combine_kernel(const __grid_constant__ AttentionForward<T> p,
                                      const __grid_constant__ SplitPlan plan) {
-  constexpr int kAhead = 8;  // parts that a thread loads before it needs the first
+  constexpr int kAhead = 8;  // parts in flight per thread
   __shared__ float maxima[kCombineThreads / 32];
   __shared__ float4 thread_sums[kCombineThreads];
   __shared__ float thread_totals[kCombineThreads];
@@ -323,15 +309,13 @@ __global__ void __launch_bounds__(kCombineThreads)
   if (column == 0) p.logsumexp[row] = total == 0 ? -INFINITY : logsumexp_of(largest, total, p.mask.bias);
 }
 
-// Returns the number of thread blocks per split: one for each tile of rows.
 int64_t split_tiles(const AttentionSizes& s) {
   return s.batches * s.key_heads * ceil_div(s.heads / s.key_heads * s.queries, kSplitRows);
 }
 
-// Returns the number of splits. There are enough splits for two thread blocks per SM, or for 12 thread blocks per SM if
-// there are 4 or more tiles per SM. In the latter case not all thread blocks are resident at once, and if they were
-// fewer and longer, the last of them would keep only some SMs busy. With several splits, each split has at least 128
-// keys on average.
+// The splits suffice for two thread blocks per SM, or for 12 if there are 4 or more tiles per SM: not all thread blocks
+// are then resident at once, and fewer, longer ones would leave SMs idle at the end. Several splits have at least 128
+// keys each on average.
 template <typename T>
 int splits_of(const AttentionForward<T>& p) {
   constexpr int kFewestKeys = 128;

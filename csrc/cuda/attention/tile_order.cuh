@@ -11,26 +11,24 @@
 namespace gptkernels::cuda {
 
 // Heads are grouped into sections whose keys and values fit in the L2 cache together. In a section the longest tiles
-// come first, so that at the end short tiles fill the SMs.
+// come first, so that short tiles fill the SMs at the end.
 struct HeadTiles {
-  int tiles;          // tiles per head
-  int heads;          // heads of all batches
-  int section;        // heads per section
-  bool longest_last;  // whether the last tile of a head is the longest
+  int tiles;    // per head
+  int heads;    // of all batches
+  int section;  // heads per section
+  bool longest_last;
 
   struct Tile {
     int tile;
     int head;  // batch * heads + head
   };
 
-  // `head_bytes` is the size of a head's keys and values.
   static HeadTiles of(int64_t tiles, int64_t heads, int64_t head_bytes, bool longest_last, int64_t section_bytes) {
     const int64_t section = std::clamp<int64_t>(section_bytes / std::max<int64_t>(head_bytes, 1), 1, heads);
     return {static_cast<int>(tiles), static_cast<int>(heads), static_cast<int>(section), longest_last};
   }
 
 #ifdef __CUDACC__
-  // Returns the tile at position `index` of the order.
   __device__ Tile at(int index) const {
     const int start = index / (section * tiles) * section;
     const int within = index - start * tiles;
@@ -41,10 +39,9 @@ struct HeadTiles {
 #endif
 };
 
-// The order of tiles for persistent thread blocks. A thread block takes the next tile when it has a free buffer.
+// A persistent thread block takes the next tile when it has a free buffer.
 struct TileOrder : HeadTiles {
-  // A counter of the tiles that are taken after the first tile of each thread block; 0 before the launch. If it is
-  // null, each thread block has a fixed sequence of tiles (after()).
+  // Counts the tiles that are taken after each thread block's first; 0 before the launch. If null, see after().
   int* next;
 
   static TileOrder of(int64_t tiles, int64_t heads, int64_t head_bytes, bool longest_last, void* next) {
@@ -53,16 +50,13 @@ struct TileOrder : HeadTiles {
   }
 
 #ifdef __CUDACC__
-  // Return the index of the thread block's first tile, and of its next tile. One thread of the thread block calls these
-  // functions.
   __device__ int first() const { return blockIdx.x; }
   __device__ int take() const {
     random_delay();
     return gridDim.x + atomicAdd(next, 1);
   }
-  // Returns the index of the thread block's next tile, after `round` tiles. Without a counter, every second round of
-  // tiles is assigned to the thread blocks in reverse order, so that a thread block with a long first tile has a short
-  // second tile.
+  // Without a counter, every second round is in reverse order, so that a thread block with a long first tile has a
+  // short second tile.
   __device__ int after(int round) const {
     if (next) return take();
     const int width = static_cast<int>(gridDim.x), own = static_cast<int>(blockIdx.x);

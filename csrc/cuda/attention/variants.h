@@ -5,7 +5,7 @@
 
 namespace gptkernels::cuda {
 
-// simple/ supports every dtype, head size and mask.
+// simple/: every dtype, head size and mask.
 template <typename T>
 int64_t attention_backward_simple_workspace(const AttentionSizes& sizes);
 template <typename T>
@@ -13,7 +13,7 @@ Status attention_forward_simple(const AttentionForward<T>& p, Stream stream);
 template <typename T>
 Status attention_backward_simple(const AttentionBackward<T>& p, Stream stream);
 
-// sm90/ supports bfloat16 and float16 on sm_90a, if *_supports returns true.
+// sm90/: bfloat16 and float16 on sm_90a.
 template <typename T>
 bool attention_forward_sm90_supports(const AttentionForward<T>& p);
 template <typename T>
@@ -27,8 +27,7 @@ Status attention_forward_sm90(const AttentionForward<T>& p, Stream stream);
 template <typename T>
 Status attention_backward_sm90(const AttentionBackward<T>& p, Stream stream);
 
-// mma/ supports bfloat16, float16 and float32 (with TF32 or exactly) on sm_80 and later, with every mask and dropout,
-// if *_supports returns true.
+// mma/: 16-bit types and float32 (with TF32 or exactly) on sm_80 and later, with every mask and dropout.
 template <typename T>
 bool attention_forward_mma_supports(const AttentionForward<T>& p);
 template <typename T>
@@ -40,8 +39,7 @@ Status attention_forward_mma(const AttentionForward<T>& p, Stream stream);
 template <typename T>
 Status attention_backward_mma(const AttentionBackward<T>& p, Stream stream);
 
-// split_keys.cu supports the same dtypes and GPUs as mma/, for few queries without dropout. It divides the keys of a
-// head among thread blocks.
+// split_keys.cu: as mma/, for few queries without dropout.
 template <typename T>
 bool attention_forward_split_supports(const AttentionForward<T>& p);
 template <typename T>

@@ -1,7 +1,5 @@
-// Exponentials and reciprocals that are as accurate as T, the dtype of the kernel's result, requires. A kernel on
-// bfloat16 can issue about 30 instructions per element before the instructions take longer than the memory accesses.
-// For 16-bit results these functions therefore use the hardware's approximate instructions, whose error disappears when
-// the result is rounded to 16 bits.
+// A kernel on bfloat16 can issue about 30 instructions per element before instructions take longer than memory
+// accesses. Results of 16 bits therefore use approximate instructions, whose errors vanish in the final rounding.
 #pragma once
 
 #include "cuda/device.h"
@@ -14,27 +12,25 @@ constexpr bool kSixteenBits = sizeof(T) == 2;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// A number that an FMA subtracts from the exponent of a power of 2 is far from 0 if its magnitude is above this limit.
-// Rounding the number to float32 may then change the power by more than a quarter of a rounding error of T, or of TF32
-// if T is float. A power that should be 1 would no longer be 1 when it is rounded to T.
+// An FMA that subtracts a larger number from the exponent of a power of 2 may change the power by more than a quarter
+// of a rounding error of T (of TF32 if T is float), because the number is rounded first.
 template <typename T>
 constexpr float kFarFromZero = std::is_same_v<T, bfloat16> ? 0x1p14f : 0x1p11f;
 
-// Returns 2^x in one instruction, with a relative error of up to 2^-22. Results below 2^-126 are flushed to 0.
+// Relative error up to 2^-22. Results below 2^-126 are flushed to 0.
 __device__ inline float exp2_approximately(float x) {
   float result;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 
-// Returns 1 / x for x >= 1 in one instruction, with a relative error of up to 2^-23.
+// For x >= 1, with a relative error up to 2^-23.
 __device__ inline float reciprocal_approximately(float x) {
   float result;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(x));
   return result;
 }
 
-// Returns e^x, accurate enough for a result of dtype T.
 template <typename T>
 __device__ accumulate_t<T> exp_for(accumulate_t<T> x) {
   if constexpr (kSixteenBits<T>)
@@ -43,7 +39,7 @@ __device__ accumulate_t<T> exp_for(accumulate_t<T> x) {
     return exp(x);
 }
 
-// Returns 1 / x for x >= 1, accurate enough for a result of dtype T.
+// 1 / x, for x >= 1 only.
 template <typename T>
 __device__ accumulate_t<T> reciprocal_for(accumulate_t<T> x) {
   if constexpr (kSixteenBits<T>)

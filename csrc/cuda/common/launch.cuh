@@ -1,4 +1,3 @@
-// Grid sizes, device limits, launch attributes, and programmatic dependent launch.
 #pragma once
 
 #include <algorithm>
@@ -15,8 +14,8 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-// Calls ask(device) once per device and caches the answer, which must not be 0. Every lambda has its own type, so every
-// call site has its own cache.
+// Caches ask(device), which must not be 0, per device. Every lambda has its own type, so every call site has its own
+// cache.
 template <typename Ask>
 int once_a_device(const Ask& ask) {
   constexpr int kMaxDevices = 64;
@@ -32,7 +31,6 @@ int once_a_device(const Ask& ask) {
   return value;
 }
 
-// Returns the number of SMs of the current device.
 inline int multiprocessors() {
   return once_a_device([](int device) {
     int count = 0;
@@ -41,8 +39,7 @@ inline int multiprocessors() {
   });
 }
 
-// Returns whether the current device runs code of this kernel that was compiled for sm_90 or later, so that the parts
-// under `__CUDA_ARCH__ >= 900` are present. (A new device may run PTX of an older architecture.)
+// Whether the device runs code for sm_90 or later. (A new device may run PTX of an older architecture.)
 template <auto kKernel>
 bool built_for_hopper() {
   return once_a_device([](int) {
@@ -52,13 +49,11 @@ bool built_for_hopper() {
          }) >= 90;
 }
 
-// Returns the grid size for a grid-stride loop over `blocks` blocks of work: at least 1, at most 2^31 - 1.
 inline unsigned grid_size(int64_t blocks) {
   constexpr int64_t kMaxGrid = 0x7FFFFFFF;
   return static_cast<unsigned>(std::clamp<int64_t>(blocks, 1, kMaxGrid));
 }
 
-// Returns how many thread blocks of kThreads threads of this kernel can be resident on an SM of the current device.
 template <auto kKernel, int kThreads>
 int blocks_per_multiprocessor() {
   return once_a_device([](int) {
@@ -68,9 +63,8 @@ int blocks_per_multiprocessor() {
   });
 }
 
-// The second argument of __launch_bounds__ (minimum number of resident thread blocks per SM): 2, or 1 if an SM has too
-// few threads for two thread blocks of kThreads threads. (SMs of sm_86 to sm_89, and of sm_110 and later, have 1536
-// threads.)
+// For __launch_bounds__: 2 resident thread blocks, or 1 where an SM has too few threads for two. SMs of sm_86 to sm_89,
+// and of sm_110 and later, have 1536 threads.
 #if defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1100)
 constexpr int kMultiprocessorThreads = 1536;
 #else
@@ -82,8 +76,7 @@ constexpr int kTwoBlocks = 2 * kThreads <= kMultiprocessorThreads ? 2 : 1;
 template <int N>
 using Constant = std::integral_constant<int, N>;
 
-// Calls fn(Constant<value>()) for a value in kMin..kMax. Inside fn the argument's `.value` is a compile-time constant
-// and can be a template argument.
+// Passes a value in kMin..kMax to fn as a compile-time constant.
 template <int kMin, int kMax, typename Fn>
 void with_constant(int value, const Fn& fn) {
   if constexpr (kMax > kMin)
@@ -91,9 +84,7 @@ void with_constant(int value, const Fn& fn) {
   fn(Constant<kMax>{});
 }
 
-// Returns the largest dynamic shared memory, in bytes, of a thread block of this kernel on the current device: the
-// device's limit minus the kernel's static shared memory. The first call on a device raises the kernel's limit to this
-// value (the default is 48 KB).
+// The result is in bytes. The first call on a device raises the kernel's limit, 48 KB by default, to it.
 template <auto kKernel>
 int64_t max_dynamic_shared_memory() {
   return once_a_device([](int device) {
@@ -107,8 +98,7 @@ int64_t max_dynamic_shared_memory() {
   });
 }
 
-// Returns the configuration for cudaLaunchKernelEx. The configuration points to `attribute`, which may be null and must
-// outlive the configuration.
+// `attribute` may be null, and must outlive the configuration.
 inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, int64_t shared_bytes, Stream stream,
                                         cudaLaunchAttribute* attribute) {
   cudaLaunchConfig_t config = {};
@@ -121,7 +111,6 @@ inline cudaLaunchConfig_t launch_config(dim3 grid, dim3 block, int64_t shared_by
   return config;
 }
 
-// Returns the launch attribute for clusters of `blocks` thread blocks.
 inline cudaLaunchAttribute cluster_of(unsigned blocks) {
   cudaLaunchAttribute cluster = {};
   cluster.id = cudaLaunchAttributeClusterDimension;
@@ -132,13 +121,11 @@ inline cudaLaunchAttribute cluster_of(unsigned blocks) {
 
 // ---- programmatic dependent launch ----------------------------------------------------------------------------------
 
-// From sm_90 on, a kernel can start while the previous kernel of its stream is still running, which hides the 1 to 2 us
-// between the two kernels (under graph capture from CUDA 12.3 on). Such a kernel calls wait_for_previous_kernel()
-// before it reads what the previous kernel wrote. The previous kernel may call let_next_kernel_start() to start the
-// next kernel before its own end. Both functions do nothing before sm_90.
+// From sm_90 on, a kernel may start while the previous kernel of its stream still runs, which hides the 1 to 2 us
+// between two kernels (under graph capture from CUDA 12.3 on). Such a kernel calls wait_for_previous_kernel() before it
+// reads what the previous kernel wrote. The previous kernel may call let_next_kernel_start() early.
 
-// Launches kKernel so that it may start before the previous kernel has ended. Before sm_90 and before CUDA 12.3, this
-// is an ordinary launch.
+// An ordinary launch before sm_90 and before CUDA 12.3.
 template <auto kKernel, typename... Arguments>
 void launch_early(dim3 grid, dim3 block, int64_t shared_bytes, Stream stream, const Arguments&... arguments) {
   cudaLaunchAttribute early = {};

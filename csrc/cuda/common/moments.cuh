@@ -1,20 +1,16 @@
-// Mean and reciprocal standard deviation of a row, for layer norms.
-//
-// The mean m of a row is rounded to float32, so it may be wrong by |m| * 2^-24. The kernels also compute `rest`, the
-// average of x - m, and subtract m + rest from x, so a large offset in x costs no accuracy.
+// The rounded mean m of a row may be wrong by |m| * 2^-24. The kernels also compute `rest`, the average of x - m, and
+// subtract m + rest from x, so a large offset in x costs no accuracy.
 #pragma once
 
 #include <limits>
 
 namespace gptkernels::cuda {
 
-// The mean of a row is mean + rest: the rounded mean and its correction.
 template <typename A>
 struct Moments {
   A mean, rest, rstd;
 };
 
-// Returns 1 / sqrt(x), correctly rounded for float32.
 __device__ inline float reciprocal_root(float x) {
   return __frsqrt_rn(x);
 }
@@ -22,14 +18,12 @@ __device__ inline double reciprocal_root(double x) {
   return 1 / sqrt(x);
 }
 
-// Returns the moments of a row of C elements. `rests` is the sum of x - mean, `squares` the sum of (x - mean)^2, and
-// `inverse` is 1 / C.
+// `rests` sums x - mean, `squares` sums (x - mean)^2, and `inverse` is 1 / C.
 template <typename A>
 __device__ Moments<A> moments(A mean, A rests, A squares, A inverse, double eps) {
   const A rest = rests * inverse, square = rest * rest;
   A variance = squares * inverse - square;
-  // If all elements are equal, the variance consists of rounding errors only. For huge elements these errors would
-  // exceed eps, so the variance is set to 0.
+  // If all elements are equal, the variance is rounding errors only, which for huge elements would exceed eps.
   if (variance <= 8 * std::numeric_limits<A>::epsilon() * square) variance = 0;
   return {mean, rest, reciprocal_root(variance + A(eps))};
 }

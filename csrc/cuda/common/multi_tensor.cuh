@@ -1,7 +1,6 @@
-// One launch over many tensors. The tensors' pointers and sizes are part of the kernel's argument, so nothing is copied
-// to the device before the launch, and a captured graph contains them. Every tensor is divided into chunks of equal
-// size (the last chunk may be smaller). A thread block processes one chunk, and finds the chunk's tensor by a binary
-// search in constant memory.
+// One launch over many tensors, divided into chunks of equal size, one per thread block. Pointers and sizes are kernel
+// arguments, so nothing is copied to the device before the launch, and a captured graph contains them. A binary search
+// in constant memory finds a chunk's tensor.
 #pragma once
 
 #include <cstdint>
@@ -10,29 +9,25 @@
 
 namespace gptkernels::cuda {
 
-// The largest size, in bytes, of kernel arguments that contain a TensorList. CUDA allows 32764 bytes (from CUDA 12.1
-// and driver 530 on), but the host copies all arguments at every launch, and a copy of more than 9 KB makes a launch
-// measurably slower (docs/adamw.md).
+// CUDA allows 32764 bytes (from CUDA 12.1 and driver 530 on), but the host copies the arguments at every launch, and
+// copying more than 9 KB makes a launch measurably slower (docs/adamw.md).
 constexpr size_t kArgumentBytes = 9216;
 
 template <int kPointers, int kCapacity>
 struct TensorList {
   static constexpr int capacity = kCapacity;
   int32_t count;
-  int32_t first_chunk[kCapacity + 1];  // number of chunks before each tensor's first chunk; the last entry is the total
-  // The number of elements of each tensor's last chunk. All other chunks have kSize elements.
+  int32_t first_chunk[kCapacity + 1];  // before each tensor; the last is the total
   int32_t last_chunk_size[kCapacity];
   void* pointers[kCapacity][kPointers];
 };
 
-// A chunk: `size` elements of tensor `tensor` of a list, starting at element `begin`.
 struct Chunk {
   int tensor;
   int64_t begin;
   int size;
 };
 
-// Returns this thread block's chunk: kSize elements, or fewer at the end of a tensor.
 template <int kSize, typename List>
 __device__ Chunk this_chunk(const List& list) {
   const int block = static_cast<int>(blockIdx.x);
@@ -48,8 +43,8 @@ __device__ Chunk this_chunk(const List& list) {
   return {tensor, int64_t(block - list.first_chunk[tensor]) * kSize, last ? list.last_chunk_size[tensor] : kSize};
 }
 
-// Divides the tensors into chunks of kSize elements and calls launch(list, blocks) whenever a list is full, and once
-// for the remaining tensors. Empty tensors are skipped. set(pointers, i) stores the pointers of tensor i.
+// set(pointers, i) stores the pointers of tensor i. launch(list, blocks) is called whenever a list is full, and for the
+// remaining tensors. Empty tensors are skipped.
 template <typename List, int kSize, typename Set, typename Launch>
 void for_each_list(int64_t count, const int64_t* sizes, const Set& set, const Launch& launch) {
   List list;

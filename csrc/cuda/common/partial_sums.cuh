@@ -1,11 +1,7 @@
-// The second stage of a sum over the rows of a large matrix. Each thread block of the first stage wrote one row of
-// partial sums; partial_sums_kernel adds these rows in a fixed order, so equal inputs give equal bits.
+// The second stage of a sum over rows adds the partial sums of the first stage's thread blocks in a fixed order.
 //
-// A thread block of kWarp x kSumRows threads processes kWarp columns:
-//
-//   each warp adds every kSumRows-th row of these columns, one column per lane
-//   the warps' sums are transposed through shared memory
-//   each warp adds the kSumRows sums of one column and writes the result
+// A thread block of kWarp x kSumRows threads processes kWarp columns. Each warp adds every kSumRows-th row, one column
+// per lane. The warps' sums are transposed through shared memory, and each warp adds the kSumRows sums of one column.
 #pragma once
 
 #include <cstdint>
@@ -16,9 +12,8 @@
 
 namespace gptkernels::cuda {
 
-// The sum over the rows of `partials` (count, width). The first `split` columns of the result are written to `first`,
-// the next `split` columns to `second`, and the remaining columns to `third`. Columns whose pointer is null are not
-// written.
+// Columns go in order to `first` (`split` columns), `second` (`split`) and `third` (the rest). Null outputs are
+// skipped.
 template <typename T, typename A = accumulate_t<T>>
 struct PartialSums {
   T* first;
@@ -30,8 +25,7 @@ struct PartialSums {
   T* third = nullptr;
 };
 
-// Warps per thread block. With 1024 rows of partial sums, each thread issues 32 loads, of which 8 are in flight at
-// once.
+// With 1024 rows, each thread issues 32 loads, of which 8 are in flight at once.
 constexpr int kSumRows = 32;
 
 template <typename T, typename A>
@@ -46,7 +40,6 @@ __global__ void __launch_bounds__(kWarp* kSumRows) partial_sums_kernel(const Par
   }
   sums[threadIdx.y][threadIdx.x] = sum;
   __syncthreads();
-  // The access is transposed: each warp adds the kSumRows sums of one column.
   const A total = warp_reduce<Sum>(sums[threadIdx.x][threadIdx.y]);
   const int64_t mine = int64_t(blockIdx.x) * kWarp + threadIdx.y;
   if (threadIdx.x != 0 || mine >= p.width) return;

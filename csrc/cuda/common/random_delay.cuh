@@ -1,11 +1,11 @@
-// Random delays, in builds with GPTKERNELS_RANDOM_DELAYS (CONTRIBUTING.md). They cause orders of events between warps,
-// thread blocks and clusters that are otherwise rare.
+// Random delays (GPTKERNELS_RANDOM_DELAYS, CONTRIBUTING.md) provoke rare orders of events between warps, thread blocks
+// and clusters.
 #pragma once
 
 namespace gptkernels::cuda {
 
-// Delays one of 8 calls by up to 4 us. The kernels call this function before each wait and each arrival. The function
-// has no branch, because with a branch ptxas would not run wgmma asynchronously.
+// Delays one of 8 waits and arrivals by up to 4 us. There is no branch, because ptxas does not run wgmma asynchronously
+// across one.
 __device__ inline void random_delay() {
 #ifdef GPTKERNELS_RANDOM_DELAYS
   auto hash = static_cast<unsigned>(clock64());

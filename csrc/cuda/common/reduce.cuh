@@ -1,5 +1,4 @@
-// Sums and maxima over the lanes of a warp or the threads of a thread block. The order of the additions depends on the
-// launch shape only, so equal launches give equal bits.
+// The order of additions depends on the launch shape only.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +14,6 @@ struct Sum {
   }
 };
 
-// The maximum of two numbers, ignoring NaNs. For float32 it takes one instruction.
 struct FiniteMax {
   template <typename A>
   __device__ A operator()(A a, A b) const {
@@ -23,7 +21,6 @@ struct FiniteMax {
   }
 };
 
-// Reduces over groups of kLanes neighbouring lanes. Every lane gets the result of its group.
 template <typename Op, int kLanes = kWarp, typename A>
 __device__ A warp_reduce(A value, Op op = {}) {
 #pragma unroll
@@ -31,13 +28,13 @@ __device__ A warp_reduce(A value, Op op = {}) {
   return value;
 }
 
-// Returns the sum over a one-dimensional thread block to every thread. All threads must call this function.
+// All threads of the one-dimensional thread block must call this function.
 template <typename A>
 __device__ A block_sum(A value) {
   value = warp_reduce<Sum>(value);
   __shared__ A warps[kWarp];
   const int lane = threadIdx.x % kWarp;
-  __syncthreads();  // threads may still be reading the sums of the previous call
+  __syncthreads();
   if (lane == 0) warps[threadIdx.x / kWarp] = value;
   __syncthreads();
   return warp_reduce<Sum>(lane < static_cast<int>(blockDim.x) / kWarp ? warps[lane] : A(0));

@@ -1,10 +1,8 @@
-// A row of a matrix in the registers of its team (teams.cuh contains a drawing).
+// A row of a matrix in the registers of its team (drawing in teams.cuh).
 //
-// A pack has kVec elements, by default 16 bytes. Row::With is a row of another dtype whose packs have the same number
-// of elements, so that each thread holds the same columns of both rows. Packs are kept in the array's dtype: 16-bit
-// elements take half as many registers as float32. Every pass over the row converts the packs again. The first
-// kUnguarded packs of every thread are known to be within the row, so only the other packs are compared with the width.
-// (Comparing all packs in every pass takes about 10 % more instructions.)
+// Packs stay in the array's dtype, in which 16-bit elements take half the registers of float32. The first kUnguarded
+// packs of every thread are within the row; comparing all packs with the width in every pass takes about 10 % more
+// instructions.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +12,7 @@
 
 namespace gptkernels::cuda {
 
-// Rounds N accumulators to T and stores them, as store_narrow() does, but guarantees a single store also for packs of 8
-// bytes.
+// One store instruction even for packs of 8 bytes.
 template <int N, typename T>
 __device__ void store_row_pack(T* p, const accumulate_t<T> (&values)[N]) {
   const Packed<T, N> pack = narrow<T>(values);
@@ -32,26 +29,21 @@ struct Row {
   using A = accumulate_t<T>;
   static constexpr int kVec = kVec_;
   template <typename X>
-  using With = Row<X, Team, kItems_, kUnguarded, kVec>;  // a row of dtype X with the same columns in each thread
-  static constexpr int kItems = kItems_;                 // packs per thread
+  using With = Row<X, Team, kItems_, kUnguarded, kVec>;
+  static constexpr int kItems = kItems_;  // packs per thread
   Packed<T, kVec> packs[kItems];
 
-  // Returns the first column of this thread's pack i.
   static __device__ int column(int i) { return (i * Team::threads() + Team::thread()) * kVec; }
 
-  // Returns whether this thread's pack i is within the row.
   static __device__ bool has(int i, int width) { return i < kUnguarded || column(i) < width; }
 
-  // Loads this thread's packs of the row. Every load is issued before the first value is used, to have as many bytes in
-  // flight as possible.
   __device__ void load(const T* row, int width) {
 #pragma unroll
     for (int i = 0; i < kItems; ++i)
       if (has(i, width)) packs[i] = cuda::load<kVec>(row + column(i));
   }
 
-  // Sets all elements to `value`. The assignments are to whole 32-bit words. With assignments to single elements, the
-  // compiler would keep each 16-bit half in a separate register.
+  // Assignments to single elements would make the compiler keep each 16-bit half in its own register.
   __device__ void fill(A value) {
     A values[kVec];
 #pragma unroll
@@ -61,8 +53,8 @@ struct Row {
     for (int i = 0; i < kItems; ++i) reinterpret_cast<uint4&>(packs[i]) = reinterpret_cast<const uint4&>(pack);
   }
 
-  // Keeps 16-bit packs packed. The compiler must assume that this call changes the packs, so the compiler cannot
-  // convert the packs before a loop and keep the float32 values, which need twice as many registers.
+  // Makes the compiler assume that the packs change here. It then cannot keep their float32 values, in twice as many
+  // registers, from one pass to the next.
   __device__ void stay_packed() {
     if constexpr (sizeof(T) == 2) {
 #pragma unroll
@@ -73,7 +65,6 @@ struct Row {
     }
   }
 
-  // Calls fn(i, x) for each pack i within the row; x holds the pack's kVec elements as accumulators.
   template <typename Fn>
   __device__ void each(int width, const Fn& fn) const {
 #pragma unroll
@@ -85,7 +76,7 @@ struct Row {
     }
   }
 
-  // Calls fn(i, x) as each() does, and then rounds x, which fn may have changed, into the pack.
+  // fn may change x, which is then rounded into the pack.
   template <typename Fn>
   __device__ void update(int width, const Fn& fn) {
     each(width, [&](int i, A(&x)[kVec]) {

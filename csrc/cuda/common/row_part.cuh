@@ -1,18 +1,16 @@
-// The part of a row that one thread of a team (teams.cuh) processes: the thread's columns, and their loads and stores.
-// Rows may have any width and alignment.
+// The columns of a row that one thread of a team (teams.cuh) processes, for rows of any width and alignment.
 //
-// A pack is 16 bytes at a multiple of 16 bytes, even if the row starts elsewhere. Fewer than kVec elements are left
-// before the first pack (the head) and after the last pack (the tail). Threads 0..kVec-1 of the team process one
-// element of the head each, and threads kVec..2*kVec-1 process one element of the tail each. For example, a row of 21
-// bfloat16 that starts 10 bytes after a multiple of 16:
+// A pack is 16 bytes at a multiple of 16 bytes. Fewer than kVec elements are left before the first pack (the head) and
+// after the last pack (the tail). Threads 0..kVec-1 of the team process one element of the head each, and threads
+// kVec..2*kVec-1 one element of the tail each. For example, a row of 21 bfloat16 that starts 10 bytes after a multiple
+// of 16:
 //
 //   address      0                16               32               48
 //                |. . . . . x x x |x x x x x x x x |x x x x x x x x |x x . . . . . . |
 //                           head   pack 0           pack 1           tail
 //   thread                  0 1 2  0                1                8 9
 //
-// A kernel constructs a RowColumns, which describes the thread's columns, and one RowPart per array, which holds the
-// thread's elements of this array:
+// A kernel constructs a RowColumns (the thread's columns), and one RowPart per array (the thread's elements):
 //
 //   RowColumns at(base, rows, width);
 //   RowPart x(p.x, at, slots);                                   starts the loads
@@ -29,22 +27,19 @@
 
 namespace gptkernels::cuda {
 
-// The places of a thread's elements, one type for each kind of place. Kernels process elements with generic lambdas,
-// which are called with places of each type.
+// One type per kind of place, so that generic lambdas are compiled for each.
 struct PackAt {
   int i;  // this thread's pack i
 };
 struct InRegisters : PackAt {};  // i < kItems
 struct InShared : PackAt {};     // i >= kItems
-struct AtEdge {};                // the thread's element of the head or the tail
+struct AtEdge {};
 
-// The elements of a place, as float32.
 template <int N>
 struct Values {
   float v[N];
 };
 
-// float32 values for a thread's places in registers.
 template <int kItems, int kVec>
 struct RowValues {
   Values<kVec> packs[kItems];
@@ -53,8 +48,7 @@ struct RowValues {
   __device__ auto& operator[](AtEdge) { return edge; }
 };
 
-// This thread's columns of its team's row: every threads()-th pack, and at most one edge element. The first kItems
-// packs are in registers.
+// This thread's columns of its team's row: every threads()-th pack, and at most one edge element.
 //
 //   kHasHeadTail   rows may have a head and a tail; otherwise rows consist of whole packs
 //   kMasked        only the first `columns` columns of a row are read; all further columns are masked, and written as 0
@@ -70,8 +64,7 @@ class RowColumns {
   static constexpr int kItems = kItems_;
   static constexpr bool kOverflow = kOverflow_;
 
-  // Finds the columns in this team's row of the (rows, width) matrix at `base`. If kMasked, all but the first `columns`
-  // columns are masked. A team beyond the last row has no columns.
+  // Only the first `columns` columns are unmasked if kMasked. A team beyond the last row has no columns.
   __device__ RowColumns(const T* base, int64_t rows, int64_t width, int columns = 0) : begin_(Team::row() * width) {
     if (Team::row() >= rows) width = 0;
     width_ = static_cast<int>(width);
@@ -84,13 +77,11 @@ class RowColumns {
     if (kHasHeadTail) edge_ = thread >= kVec ? end_ + thread - kVec : thread < head ? thread : width_;
   }
 
-  __device__ int64_t begin() const { return begin_; }  // the row's offset in the matrix
+  __device__ int64_t begin() const { return begin_; }
 
-  // Returns the first column of a place.
   __device__ int column(PackAt at) const { return first_ + at.i * Team::threads() * kVec; }
   __device__ int column(AtEdge) const { return edge_; }
 
-  // Calls fn(place) for this thread's places, except those whose columns are all masked.
   template <typename Fn>
   __device__ void each(const Fn& fn) const {
 #pragma unroll
@@ -103,8 +94,6 @@ class RowColumns {
     if (unmasked(AtEdge{})) fn(AtEdge{});
   }
 
-  // Writes this thread's part of the row: the values that fn(place) returns in unmasked columns, and 0 in masked
-  // columns. store_narrow may be overloaded for the element type Out.
   template <typename Out, typename Fn>
   __device__ void store(Out* base, const Fn& fn) const {
     Out* row = base + begin_;
@@ -128,11 +117,9 @@ class RowColumns {
     }
   }
 
-  // Returns whether any column of a place is unmasked.
   __device__ bool unmasked(PackAt at) const { return within(column(at), kMasked ? min(columns_, end_) : end_); }
   __device__ bool unmasked(AtEdge) const { return kHasHeadTail && edge_ < columns_; }
 
-  // Replaces the masked elements of a place by `by`.
   template <typename Element, int N>
   __device__ void mask(Element (&x)[N], auto at, Element by) const {
     if constexpr (kMasked) {
@@ -143,7 +130,6 @@ class RowColumns {
     }
   }
 
-  // Replaces the element in column `column` by `by`, if this place contains the column.
   template <typename Element, int N>
   __device__ void replace(Element (&x)[N], auto at, int column, Element by) const {
     const int k_there = column - this->column(at);
@@ -156,12 +142,11 @@ class RowColumns {
  private:
   static constexpr int kLine = 128 / sizeof(T);
 
-  // Returns the number of elements from p to the next address that is a multiple of `multiple` elements.
   static __device__ int elements_to(int multiple, const T* p) {
     return static_cast<int>(-reinterpret_cast<uintptr_t>(p) / sizeof(T) % multiple);
   }
 
-  static __device__ void wait_for_copies() { __pipeline_wait_prior(0); }  // waits for RowPart's copies
+  static __device__ void wait_for_copies() { __pipeline_wait_prior(0); }
 
   __device__ bool has(PackAt at) const { return within(column(at), end_); }
   static __device__ bool within(int column, int end) {
@@ -170,23 +155,21 @@ class RowColumns {
 
   int64_t begin_;
   int width_;
-  int columns_;   // unmasked columns
-  int first_;     // the first column of this thread's pack 0; negative or beyond end_ if there is no such pack
-  int end_;       // the end of the row's last whole pack
-  int edge_ = 0;  // the column of this thread's edge element; width_ or more if the thread has none
+  int columns_;  // unmasked columns
+  int first_;    // of this thread's pack 0; negative or beyond end_ if there is none
+  int end_;
+  int edge_ = 0;  // width_ or more if the thread has no edge element
 };
 
-// A thread's elements of one array, in the columns that a RowColumns describes. The elements are kept in the array's
-// dtype: 16-bit elements take half as many registers as float32. A thread accesses only the slots of shared memory that
-// it has written itself, so no barrier is needed.
+// A thread's elements of one array, in its dtype, in which 16-bit elements take half the registers of float32. A thread
+// accesses only shared memory that it has written itself, so no barrier is needed.
 template <typename Columns>
 class RowPart {
   using T = typename Columns::T;
   static constexpr int kVec = Columns::kVec;
 
  public:
-  // Starts the loads. Every load is issued before the first value is used, to have as many bytes in flight as possible.
-  // `slots` points to shared memory, with one slot for each pack beyond kItems of each thread of the thread block.
+  // `slots`, in shared memory, has room for the packs beyond kItems of every thread of the thread block.
   __device__ RowPart(const T* base, const Columns& columns, void* slots) : slots_(static_cast<Slot*>(slots)) {
     const T* row = base + columns.begin();
 #pragma unroll
@@ -200,14 +183,12 @@ class RowPart {
     if (columns.unmasked(AtEdge{})) edge_.v[0] = row[columns.column(AtEdge{})];
   }
 
-  // Returns the pack, or the single element for AtEdge, at a place, in the array's dtype.
   __device__ auto& raw(InRegisters at) { return packs_[at.i]; }
   __device__ auto& raw(InShared at) { return slots_[(at.i - Columns::kItems) * blockDim.x + threadIdx.x]; }
   __device__ auto& raw(AtEdge) { return edge_; }
 
-  // Returns the elements of a place as float32. The asm statement hides from the compiler that an earlier pass
-  // converted the same pack. Otherwise the compiler would keep the float32 values, in twice as many registers, to save
-  // the conversion.
+  // The asm statement hides from the compiler that an earlier pass converted the same pack. The compiler would
+  // otherwise keep the float32 values, in twice as many registers.
   template <typename Place>
   __device__ auto operator[](Place at) {
     auto& packed = raw(at);
@@ -220,7 +201,6 @@ class RowPart {
     return x;
   }
 
-  // Replaces the elements of a place.
   template <typename Place, int N>
   __device__ void set(Place at, const Values<N>& x) {
     raw(at) = narrow<T>(x.v);

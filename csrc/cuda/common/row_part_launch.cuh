@@ -32,26 +32,23 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kRowItems = 4;  // packs per thread in registers
+constexpr int kRowItems = 4;
 
-// Launch parameters that an Op chooses by measurement.
 struct RowShapes {
-  int arrays = 1;    // number of arrays whose rows are kept on the chip
-  int resident = 2;  // thread blocks per SM, 1 or 2; with 2, one thread block loads while the other computes
-  // Whether a single thread block may keep packs in shared memory. Otherwise a cluster does.
+  int arrays = 1;
+  int resident = 2;
+  // If false, rows that do not fit into a thread block's registers use a cluster.
   bool overflow_in_block = true;
-  // The most packs of a row that a thread block of a cluster should hold. They are exceeded if the largest cluster is
-  // too small.
+  // Exceeded only if the largest cluster is too small.
   int cluster_packs = 2048;
-  // The most packs that a thread of a cluster should hold. They are exceeded if a thread block cannot have enough
-  // threads.
+  // Exceeded only if a thread block cannot have enough threads.
   int cluster_items = 12;
-  bool wide_head_tail = false;  // whether rows that a warp cannot hold always use the code with head and tail
+  bool wide_head_tail = false;  // rows that a warp cannot hold always use head and tail
 };
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
 
-// Threads per thread block for Lanes teams. Small thread blocks balance the load best.
+// Small thread blocks balance the load best.
 template <int kItems>
 constexpr int kLanesThreads = kItems == 1 ? 128 : 64;
 
@@ -83,12 +80,9 @@ __global__ void __launch_bounds__(kRowThreads<Op, kHasHeadTail, true>, kRowBlock
 
 // ---- shapes ---------------------------------------------------------------------------------------------------------
 
-// The shape of a thread block for a row of `packs` packs in each of `arrays` arrays, or for the part of such a row that
-// one thread block of a cluster holds. Packs that do not fit into registers (kRowItems per thread) are in shared
-// memory.
 struct BlockShape {
   unsigned threads;
-  int overflow;  // packs per thread and array in shared memory
+  int overflow;
   int64_t shared_bytes;
 
   BlockShape(int64_t packs, int arrays, int64_t threads)
@@ -97,20 +91,17 @@ struct BlockShape {
         shared_bytes(arrays * overflow * threads * 16) {}
 };
 
-// Returns the smallest number of threads, a multiple of 32, that can hold `packs` packs with `items` packs per thread.
 inline int64_t threads_for(int64_t packs, int64_t items) {
   return ceil_div(ceil_div(packs, items), kWarp) * kWarp;
 }
 
-// Returns the smallest thread block whose threads hold at most kRowItems packs each. If it would have more than
-// max_threads threads, the threads hold as few packs each as possible.
+// Threads hold more than kRowItems packs only if there would otherwise be more than max_threads threads.
 inline BlockShape block_shape(int64_t packs, int arrays, int64_t max_threads) {
   const int64_t items = std::max<int64_t>(ceil_div(packs, max_threads), kRowItems);
   return {packs, arrays, threads_for(packs, items)};
 }
 
-// Returns the number of packs between the start of the 128-byte line in which a row begins and the end of the row. (If
-// kOverflow is set, RowColumns counts the threads from the start of this line.) At most 7 packs of the line are in
+// RowColumns counts threads from the start of a 128-byte line if kOverflow is set. At most 7 packs of the line are in
 // front of the row.
 template <typename T>
 int64_t packs_on_lines(int64_t width, const T* base) {
@@ -123,9 +114,7 @@ struct ClusterShape {
   BlockShape block;
 };
 
-// Returns the smallest cluster, of up to max_blocks thread blocks, whose thread blocks have at most cluster_packs packs
-// of the row each (32 or 64 KB). An SM then runs thread blocks of several rows. Some of these thread blocks load while
-// other thread blocks compute or synchronise.
+// Small clusters let an SM hold thread blocks of several rows, of which some load while others compute or synchronise.
 inline ClusterShape cluster_shape(const RowShapes& op, int64_t packs, int64_t max_blocks, int64_t max_threads) {
   constexpr int64_t kStep = 256;
   int64_t blocks = 2;
@@ -135,8 +124,7 @@ inline ClusterShape cluster_shape(const RowShapes& op, int64_t packs, int64_t ma
   return {blocks, {part, op.arrays, threads}};
 }
 
-// Returns the largest cluster, a power of 2, that the current device supports for this kernel with thread blocks of any
-// shape, or 1 if the device does not support clusters.
+// A power of 2; 1 if the device has no clusters.
 template <auto kKernel, int kMaxThreads>
 int64_t max_cluster_blocks() {
   if (!built_for_hopper<kKernel>()) return 1;
@@ -154,8 +142,8 @@ int64_t max_cluster_blocks() {
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-// Launches one cluster per row. Returns false if a cluster cannot hold a row. (The grid cannot exceed CUDA's limit,
-// because so many rows of this width do not fit into memory.)
+// Returns false if a cluster cannot hold a row. Memory cannot hold so many rows of this width that the grid would
+// exceed CUDA's limit.
 template <typename Op, bool kHasHeadTail>
 bool launch_rows_by_cluster(const typename Op::Arguments& p, int64_t line_packs, Stream stream) {
   constexpr auto kernel = rows_by_cluster_kernel<Op, kRowItems, kHasHeadTail>;
@@ -170,7 +158,7 @@ bool launch_rows_by_cluster(const typename Op::Arguments& p, int64_t line_packs,
   return true;
 }
 
-// Launches the kernel for rows that a warp cannot hold. Returns false if no kernel supports these rows.
+// Returns false if no kernel supports these rows.
 template <typename Op, bool kHasHeadTail>
 bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* base, Stream stream) {
   const int64_t packs = p.width / kPack<typename Op::T>;
@@ -181,7 +169,7 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
       const unsigned threads = static_cast<unsigned>(threads_for(packs, items.value));
       rows_by_block_kernel<Op, items.value, kHasHeadTail, false><<<grid, threads, 0, stream>>>(p, 0);
     };
-    // Use 3 packs per thread if 4 packs per thread would extend further beyond the row's end.
+    // 4 packs per thread may extend further beyond the row's end than 3.
     if constexpr (!kHasHeadTail)
       if (const int64_t threads = threads_for(packs, 3);
           threads <= kThreads && threads * 3 < threads_for(packs, kRowItems) * kRowItems)
@@ -192,7 +180,7 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
   if constexpr (Op::kShapes.overflow_in_block) {
     constexpr auto kernel = rows_by_block_kernel<Op, kRowItems, kHasHeadTail, true>;
     constexpr int kResident = Op::kShapes.resident;
-    constexpr int kReserved = 1024;  // bytes of shared memory that CUDA reserves for each thread block
+    constexpr int kReserved = 1024;  // CUDA reserves so much shared memory per thread block
     const BlockShape block = block_shape(line_packs, Op::kShapes.arrays, kRowThreads<Op, kHasHeadTail, true>);
     if (block.shared_bytes <= max_dynamic_shared_memory<kernel>() / kResident - kReserved * (kResident - 1)) {
       kernel<<<grid, block.threads, block.shared_bytes, stream>>>(p, block.overflow);
@@ -202,11 +190,9 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
   return launch_rows_by_cluster<Op, kHasHeadTail>(p, line_packs, stream);
 }
 
-// Launches the kernel that supports these rows. Returns false, without a launch, if there are more rows than a grid can
-// have thread blocks, or if the rows are too wide for all kernels. `base` is the array whose addresses determine how
-// the columns are divided into packs (RowColumns); all arrays must have the same offset from a multiple of 16 bytes.
-// `aligned` means that every row starts at a multiple of 16 bytes and consists of whole packs. Such rows use code
-// without head and tail, and several narrow rows share a warp.
+// Returns false, without a launch, if there are too many or too wide rows. The addresses of `base` determine how
+// columns are divided into packs (RowColumns); all arrays must have the same offset from a multiple of 16 bytes.
+// `aligned` rows start at a multiple of 16 bytes and consist of whole packs.
 template <typename Op>
 bool launch_rows(const typename Op::Arguments& p, const typename Op::T* base, bool aligned, Stream stream) {
   if (p.rows > std::numeric_limits<int>::max()) return false;

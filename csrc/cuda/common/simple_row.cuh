@@ -1,6 +1,5 @@
-// Helpers for the simple kernels (*_simple_kernel): one thread block per row, which reads the row from memory again in
-// each pass. The simple kernels are the fallback for every width, alignment and dtype that an op's fast kernels do not
-// support.
+// The *_simple_kernels have one thread block per row, which reads the row from memory in each pass. They are the
+// fallback for widths, alignments and dtypes that an op's fast kernels do not support.
 #pragma once
 
 #include <algorithm>
@@ -14,21 +13,18 @@ namespace gptkernels::cuda {
 
 constexpr int kSimpleThreads = 512;
 
-// Returns the number of threads of a thread block of a simple kernel: as many whole warps as a row of `width` elements
-// needs with kVec elements per thread, up to kSimpleThreads threads.
 template <int kVec>
 unsigned simple_threads(int64_t width) {
   return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(width, kVec * kWarp), 1, kSimpleThreads / kWarp) * kWarp);
 }
 
-// Calls fn(Constant<kVec>()), where kVec is the number of elements per access: a 16-byte pack, or 1.
 template <typename T, typename Fn>
 void with_packs(bool can_vectorize, const Fn& fn) {
   can_vectorize ? fn(Constant<kPack<T>>{}) : fn(Constant<1>{});
 }
 
-// A thread's part of a sum over a row. Every kRun terms are summed separately, because in a single long sum of similar
-// numbers all rounding errors could have the same sign.
+// Sums every kRun terms separately, because in one long sum of similar numbers all rounding errors could have the same
+// sign.
 template <typename A>
 class LongSum {
  public:
@@ -46,7 +42,6 @@ class LongSum {
   unsigned terms = 0;
 };
 
-// Calls fn(column) with the first column of each of this thread's packs.
 template <int kVec, typename Fn>
 __device__ void for_each_pack(int64_t width, const Fn& fn) {
   for (int64_t column = int64_t(threadIdx.x) * kVec; column < width; column += int64_t(blockDim.x) * kVec) fn(column);

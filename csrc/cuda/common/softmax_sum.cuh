@@ -1,6 +1,5 @@
-// The maximum of a row and the sum of its exponentials. SoftmaxSum computes the maximum and the sum in one pass (online
-// softmax), for kernels that read the row from memory in every pass. MaxSum takes two passes, for rows in registers and
-// shared memory.
+// SoftmaxSum takes one pass (online softmax), for rows that are read from memory in every pass; MaxSum takes two, for
+// rows in registers and shared memory.
 #pragma once
 
 #include <limits>
@@ -13,9 +12,8 @@
 
 namespace gptkernels::cuda {
 
-// The maximum of the elements added so far, and the sum of exp(x - maximum), which is rescaled whenever the maximum
-// grows. The maximum starts at the lowest finite number, not at -inf, so that the sum is 0 and not NaN as long as all x
-// are -inf. The maximum ignores NaNs, but a NaN makes the sum NaN.
+// `total` is the sum of exp(x - max). `max` starts at the lowest finite number, not -inf, so that the sum is 0 and not
+// NaN while all x are -inf. NaNs do not change `max`, but make the sum NaN.
 template <typename T>
 struct SoftmaxSum {
   using A = accumulate_t<T>;
@@ -34,7 +32,6 @@ struct SoftmaxSum {
     max = largest;
   }
 
-  // Raises the maximum to at least x without adding x to the sum.
   __device__ void include_max(A x) { merge({x, 0}); }
 
   __device__ void merge(const SoftmaxSum& other) {
@@ -43,16 +40,14 @@ struct SoftmaxSum {
     max = largest;
   }
 
-  // Combines the values of a warp's lanes; every lane gets the result.
   __device__ void warp_reduce() {
     const A largest = cuda::warp_reduce<FiniteMax>(max);
     total = cuda::warp_reduce<Sum>(total * exp_for<T>(max - largest));
     max = largest;
   }
 
-  // Combines the values of a thread block's threads; every thread gets the result.
   __device__ void block_reduce() {
-    __syncthreads();  // threads may still be reading the values of the previous call
+    __syncthreads();
     warp_reduce();
     BlockCombine<SoftmaxSum>()(*this, [](SoftmaxSum& lane_value) { lane_value.warp_reduce(); });
   }
@@ -60,8 +55,7 @@ struct SoftmaxSum {
 
 // ---- rows in registers and shared memory (row_part.cuh) -------------------------------------------------------------
 
-// Computes exp(scale * x). For 16-bit types the scale is multiplied into the factor log2(e) that converts e^x to 2^x,
-// so the scale costs no instruction.
+// For 16-bit types the scale is multiplied into the factor log2(e), where it costs no instruction.
 template <typename T>
 struct ScaledExp {
   float factor;
@@ -72,14 +66,12 @@ struct ScaledExp {
     return kSixteenBits<T> ? exp2_approximately(x * factor) : expf(x * factor);
   }
 
-  // Returns exp(scale * x) / 2^y, for 16-bit types only.
   __device__ float over_power(float x, float y) const { return exp2_approximately(fmaf(x, factor, -y)); }
 };
 
-// Returns the maximum of a pack, ignoring NaNs.
 template <typename T, int N>
 __device__ float largest_of(const Packed<T, N>& pack) {
-  if constexpr (sizeof(T) == 2 && N == 8) {  // compares pairs of 16-bit numbers before converting them
+  if constexpr (sizeof(T) == 2 && N == 8) {
     using Pair = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
     const auto& pairs = reinterpret_cast<const Pair(&)[4]>(pack);
     const Pair largest = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
@@ -91,16 +83,15 @@ __device__ float largest_of(const Packed<T, N>& pack) {
   }
 }
 
-// The maximum of a thread's elements x, and the sum of exp(scale * (x - max)). The maximum starts at the lowest finite
-// number, so that x - max is never inf - inf. The maximum ignores NaNs, but a NaN makes the sum NaN.
+// `total` is the sum of exp(scale * (x - max)). `max` starts at the lowest finite number, so that x - max is never inf
+// - inf. NaNs do not change `max`, but make the sum NaN.
 template <typename T>
 struct MaxSum {
   float max = std::numeric_limits<float>::lowest();
   sum_t<T> total = 0;
 
-  // Returns the maximum and the sum over the team. On entry, `max` and `total` are already reduced over the warp. Each
-  // warp's sum is relative to the warp's maximum. Therefore the warps of a team synchronise once, not once for the
-  // maximum and once for the sum.
+  // On entry, `max` and `total` are reduced over the warp. A warp's sum is relative to the warp's maximum, so the warps
+  // of a team synchronise once, not once for the maximum and once for the sum.
   template <typename Combine>
   __device__ MaxSum reduce_over_team(Combine& combine, const ScaledExp<T>& exponential) const {
     MaxSum all = *this;

@@ -1,5 +1,5 @@
-// Teams: the threads that share a row of a matrix. (In the tables below, a block is a thread block.) A kernel over rows
-// is a template on its team, a type with
+// Teams: the threads that share a row of a matrix. (In the tables, a block is a thread block.) A kernel over rows is a
+// template on its team, a type with
 //
 //   row()                the row of this thread's team
 //   thread(), threads()  this thread's index in its team, and the number of threads of the team
@@ -32,11 +32,10 @@
 //   RowRing    a ring in shared memory, then a Row    layernorm backward: one block per SM loops over the rows
 //   (none)     read from memory again in each pass    the *_simple_kernels: any width, alignment, dtype
 //
-// These types are in row_part.cuh, row.cuh, ../norm/ring.cuh and simple_row.cuh. There are two types for rows in
-// registers, because the kernels have different bottlenecks. RowPart is for kernels limited by memory bandwidth. A
-// RowPart supports any row, and holds 4 packs per thread in registers. Row is for layernorm's kernels, which are
-// limited by instructions. A Row holds up to 7 packs per thread, and knows at compile time which packs need no bounds
-// check. This saves 3 to 7 % of the time (docs/layernorm.md).
+// RowPart (row_part.cuh) is for kernels limited by memory bandwidth: it holds 4 packs per thread in registers. Row
+// (row.cuh) is for layernorm's kernels, which are limited by instructions: it holds up to 7 packs per thread, and knows
+// at compile time which packs need no bounds check, which saves 3 to 7 % of the time (docs/layernorm.md). RowRing is in
+// ../norm/ring.cuh.
 #pragma once
 
 #include <cstdint>
@@ -48,12 +47,10 @@ namespace gptkernels::cuda {
 
 // ---- combining one value per thread, once in a kernel ---------------------------------------------------------------
 
-// A Combine is called as combine(value, merge) and gives every thread the combination of the values of all threads of
-// the team. On entry `value` must be the same in all lanes of a warp; merge(value) combines the values of a warp's
-// lanes. A default-constructed V must be neutral. A kernel may call a Combine only once: a second call would overwrite
-// shared memory that threads may still be reading, unless a barrier precedes the call.
+// A Combine: combine(value, merge) gives every thread of the team the combination of all threads' values. On entry
+// `value` is the same in all lanes of a warp; merge(value) combines the values of a warp's lanes; V() is neutral.
+// Without a barrier in between, a second call would overwrite shared memory that threads may still be reading.
 
-// The Combine of teams of one warp or less, in which all lanes already hold the combined value.
 struct NoCombine {
   template <typename V, typename Merge>
   __device__ void operator()(V&, const Merge&) {}
@@ -72,13 +69,11 @@ struct BlockCombine {
   }
 };
 
-constexpr int kMaxClusterBlocks = 16;  // maximum number of thread blocks of a cluster
+constexpr int kMaxClusterBlocks = 16;
 
 #if GPTKERNELS_HOPPER
-// Combines over a cluster: each thread block writes its value to the shared memory of all thread blocks, and waits for
-// the values of the other thread blocks. A thread block must have started before other thread blocks may write to its
-// shared memory. The constructor announces that this thread block has started. Construct the object before the row's
-// loads, so that the loads hide the wait for the other thread blocks.
+// Each thread block writes its value to the shared memory of all thread blocks of the cluster, which must have started.
+// The constructor announces the start. Construct the object before the row's loads, which then hide the wait.
 template <typename V>
 class ClusterCombine {
  public:
@@ -117,7 +112,6 @@ class ClusterCombine {
 
 // ---- the teams ------------------------------------------------------------------------------------------------------
 
-// Each warp processes several narrow rows. The thread block is one-dimensional and has kThreads threads.
 template <int kLanes_, int kThreads>
 struct Lanes {
   static constexpr int kLanes = kLanes_;
@@ -129,7 +123,6 @@ struct Lanes {
   static __device__ int threads() { return kLanes; }
 };
 
-// Each warp processes one row. blockDim.x is 32.
 struct Warp {
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = true;
@@ -138,7 +131,6 @@ struct Warp {
   static __device__ int threads() { return kWarp; }
 };
 
-// Each thread block processes one row. The thread block is one-dimensional.
 struct Block {
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
@@ -150,11 +142,10 @@ struct Block {
   static __device__ void barrier() { __syncthreads(); }
 };
 
-// Each thread block processes several rows, and several warps process each row. Every row uses its own named barrier. A
-// thread block can use at most 16 named barriers. Few thread blocks that use so many barriers fit on an SM, so this
-// team is for kernels with one thread block per SM.
+// One named barrier per row. Few thread blocks with so many barriers fit on an SM, so this team is for kernels with one
+// thread block per SM.
 struct BlockPart {
-  // The largest number of rows per thread block: there are 16 named barriers, and __syncthreads uses barrier 0.
+  // There are 16 named barriers, and __syncthreads uses barrier 0.
   static constexpr int kMaxRows = 15;
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
@@ -168,7 +159,6 @@ struct BlockPart {
 };
 
 #if GPTKERNELS_HOPPER
-// Each cluster processes one row. Thread blocks are one-dimensional.
 struct Cluster {
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
@@ -182,12 +172,11 @@ struct Cluster {
 
 // ---- sums, any number of times in a kernel --------------------------------------------------------------------------
 
-// Adds kN values over the threads of a team, which is a Warp, Block or BlockPart, with one barrier. Every thread gets
-// the sums.
+// Gives every thread of a Warp, Block or BlockPart the team's sums of kN values, with one barrier.
 //
-// The function may be called any number of times if consecutive calls alternate between slots 0 and 1. One barrier per
-// call is then enough: a thread that writes to a slot has passed the barrier of the call with the other slot, and
-// before that barrier all threads had finished reading this slot.
+// Consecutive calls must alternate between slots 0 and 1. One barrier per call is then enough: a thread that writes to
+// a slot has passed the barrier of the call with the other slot, before which all threads had finished reading this
+// slot.
 template <typename Team, typename A, int kN>
 __device__ void team_sums(A (&values)[kN], int slot) {
 #pragma unroll
@@ -200,7 +189,7 @@ __device__ void team_sums(A (&values)[kN], int slot) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) row[threadIdx.x / kWarp][n] = values[n];
     Team::barrier();
-    // Every thread adds the few values of the warps itself, which is faster than a second round of shuffles.
+    // This is faster than a second round of shuffles.
 #pragma unroll
     for (int n = 0; n < kN; ++n) values[n] = row[0][n];
 #pragma unroll 4

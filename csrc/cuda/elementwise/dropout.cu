@@ -1,6 +1,3 @@
-// Dropout, elementwise over contiguous memory. The kernel moves 2 * size * sizeof(T) bytes. A thread processes one
-// pack, or one element if an array is not 16-byte aligned. An incomplete last pack is processed element by element. The
-// output may overwrite the input, because a thread reads its elements before it writes them.
 #include "cuda/common/launch.cuh"
 #include "cuda/common/packed.cuh"
 #include "dropout.cuh"

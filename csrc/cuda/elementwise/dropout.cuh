@@ -1,5 +1,3 @@
-// Dropout masks on the device, computed from seed, offset and the element's coordinates (philox.h): DropoutDraw for
-// attention's probabilities, DenseDropout for contiguous data.
 #pragma once
 
 #include "../../dropout.h"
@@ -7,13 +5,13 @@
 
 namespace gptkernels::cuda {
 
-// Dropout of attention's probabilities. The constructor loads seed and offset from device memory.
+// Dropout of attention's probabilities.
 struct DropoutDraw {
-  bool any = false;  // whether dropout is on; true even if the probability is too small to drop anything
+  bool any = false;  // true for any positive probability
   uint32_t threshold = 0;
   int64_t seed = 0;
   int64_t offset = 0;
-  double keep_scale = 1;  // 1 / (1 - probability); 0 if the probability is 1
+  double keep_scale = 1;  // 0 if the probability is 1
 
   __device__ explicit DropoutDraw(const DropoutArguments& dropout) {
     if (dropout.probability <= 0) return;
@@ -24,19 +22,17 @@ struct DropoutDraw {
     keep_scale = dropout.probability < 1 ? 1 / (1 - dropout.probability) : 0;
   }
   __device__ bool drops() const { return any; }
-  // Returns whether element (i, j) of a head's (Tq, Tk) probabilities is kept.
   __device__ bool keeps(int64_t head, int64_t i, int64_t j) const {
     const DropoutGroup group = dropout_group(i, j);
     return sixteen_bits(dropout_words(seed, offset, static_cast<uint32_t>(head), group.row, group.column),
                         group.slot) >= threshold;
   }
-  // Return whether the element whose random bits are the lower or the upper 16 bits of `word` is kept.
   __device__ bool keeps_lower(uint32_t word) const { return word << 16 >= threshold << 16; }
   __device__ bool keeps_upper(uint32_t word) const { return word >= threshold << 16; }
 };
 
-// Return a * b, rounded. Without this function, the compiler would fuse the multiplication with a following addition in
-// some kernels, but all kernels must round dropout in the same way.
+// All kernels must round dropout in the same way, but in some, the compiler would fuse the multiplication with a
+// following addition.
 __device__ inline float rounded_product(float a, float b) {
   return __fmul_rn(a, b);
 }
@@ -47,9 +43,8 @@ __device__ inline double rounded_product(double a, double b) {
 template <typename A, bool kOptional>
 class DenseDropoutDraw;
 
-// Dropout of contiguous data: a kernel argument that contains the numbers that the host can compute. draw() loads seed
-// and offset. A kernel calls draw() early, so that these loads are in flight together with its other loads. If
-// kOptional, a probability of 0 means no dropout, and seed and offset are then not read.
+// Dropout of contiguous data. A kernel calls draw() early, so that the loads of seed and offset are in flight together
+// with its other loads. If kOptional, a probability of 0 means no dropout, and seed and offset are not read.
 template <typename A, bool kOptional = false>
 struct DenseDropout {
   static constexpr bool kOn = true;
@@ -61,7 +56,7 @@ struct DenseDropout {
   explicit DenseDropout(const DropoutArguments& dropout)
       : seed(dropout.seed), offset(dropout.offset), threshold(dropout_threshold(dropout.probability)) {
     // If the probability rounds to 1, the threshold is 0x10000. The kernels compare only its lower 16 bits, which are
-    // 0, and would therefore keep every element. The factor 0 drops the elements instead.
+    // 0, and would keep every element, so the factor is 0.
     keep_scale = threshold > 0xFFFFu ? A(0) : A(1 / (1 - dropout.probability));
     if (kOptional && dropout.probability == 0) seed = nullptr;
   }
@@ -72,7 +67,6 @@ struct DenseDropout {
 template <typename A>
 using OptionalDropout = DenseDropout<A, true>;
 
-// A DenseDropout whose seed and offset are loaded from device memory.
 template <typename A, bool kOptional = false>
 class DenseDropoutDraw {
  public:
@@ -83,21 +77,20 @@ class DenseDropoutDraw {
         threshold_(dropout.threshold << 16),
         keep_scale_(dropout.keep_scale) {}
 
-  // Multiplies N neighbouring elements by 0 or by 1 / (1 - probability). `element` is the flat index of the first
-  // element, a multiple of N. N is 1, 2, 4 or 8.
+  // N is 1, 2, 4 or 8. `element` is the flat index of the first element, a multiple of N.
   template <int N>
   __device__ void apply(A (&x)[N], int64_t element) const {
     static_assert(kDenseGroup % N == 0);
     if (!on_) return;
     PhiloxWords words = dense_dropout_words(seed_, offset_, static_cast<uint64_t>(element) / kDenseGroup);
     uint32_t (&word)[4] = words.word;
-    // One Philox call yields the bits of 8 elements. Move the bits of the N elements to the front.
+    // One Philox call yields the bits of 8 elements; those of the N elements move to the front.
     if (N < 8 && (element & 4)) word[0] = word[2], word[1] = word[3];
     if (N < 4 && (element & 2)) word[0] = word[1];
     if (N < 2 && (element & 1)) word[0] >>= 16;
 #pragma unroll
     for (int k = 0; k < N; ++k) {
-      const uint32_t bits = k % 2 == 0 ? word[k / 2] << 16 : word[k / 2];  // element k's bits are in the upper half
+      const uint32_t bits = k % 2 == 0 ? word[k / 2] << 16 : word[k / 2];  // in the upper half
       x[k] = rounded_product(x[k], bits >= threshold_ ? keep_scale_ : A(0));
     }
   }
@@ -106,11 +99,10 @@ class DenseDropoutDraw {
   bool on_;
   int64_t seed_;
   int64_t offset_;
-  uint32_t threshold_;  // the threshold, in the upper half
+  uint32_t threshold_;  // in the upper half
   A keep_scale_;
 };
 
-// Replaces DenseDropout and DenseDropoutDraw in kernels that are compiled without dropout.
 struct NoDropout {
   static constexpr bool kOn = false;
   __device__ NoDropout draw() const { return {}; }

@@ -1,8 +1,5 @@
-// GELU and its backward, elementwise over contiguous memory. The forward moves 2 * size * sizeof(T) bytes, and the
-// backward moves 3 * size * sizeof(T) bytes. A thread processes kItems packs, which are kThreads packs apart, and loads
-// all of them before it uses the first. If fewer than kThreads * kItems packs are left for the last thread block, its
-// threads process the remaining elements one by one. If an array is not 16-byte aligned, all accesses are to single
-// elements (kVec is 1). The output may overwrite an input, because a thread reads its elements before it writes them.
+// A thread loads kItems packs, kThreads packs apart, before it uses the first. In the last thread block, and if an
+// array is not 16-byte aligned (kVec is 1), accesses are to single elements.
 #include "../../gelu.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/packed.cuh"
@@ -32,8 +29,6 @@ __device__ Packed<T, N> backward_of(const Packed<T, N>& x, const Packed<T, N>& d
   return narrow<T>(dx);
 }
 
-// Calls whole(i), where i is the thread's first element, if this thread block has kRun elements for each thread;
-// otherwise calls one(i) for each of the thread's elements.
 template <int kRun, typename Whole, typename One>
 __device__ void for_each_run(int64_t size, int pack, const Whole& whole, const One& one) {
   const int64_t begin = int64_t(blockIdx.x) * kThreads * kRun;
@@ -74,9 +69,8 @@ __global__ void __launch_bounds__(kThreads) gelu_backward_packed_kernel(const Ge
       [&](int64_t i) { store(p.dx + i, backward_of<Form>(load<1>(p.x + i), load<1>(p.dout + i))); });
 }
 
-// Packs per thread in the forward. Small thread blocks that start and end at different times keep reads and writes
-// evenly mixed, so one pack is fastest. The exact GELU with 16-bit types uses two packs, because the eight elements of
-// a pack take many instructions (docs/notes/gelu.md).
+// Small thread blocks that start and end at different times keep reads and writes evenly mixed, so one pack is fastest.
+// The exact GELU in 16 bits uses two, because the eight elements of a pack take many instructions (docs/notes/gelu.md).
 template <typename Form, typename T, int kVec>
 constexpr int kForwardItems = 1;
 template <typename T, int kVec>

@@ -1,7 +1,5 @@
-// GELU and its derivative at one x: GeluTanh for approximate='tanh', GeluErf for 'none'.
-//
-// Neither form is computed as x / 2 * (1 + tanh(u)) or x / 2 * (1 + erf(u)), because the sum cancels for negative x.
-// Both forms compute the small tail directly.
+// GeluTanh and GeluErf compute the small tail directly, because in x / 2 * (1 + tanh(u)) or x / 2 * (1 + erf(u)) the
+// sum cancels for negative x.
 #pragma once
 
 #include <limits>
@@ -10,8 +8,8 @@
 
 namespace gptkernels::cuda {
 
-// The tanh form. Let v = 2 sqrt(2/pi) (x + 0.044715 x^3). Then (1 + tanh(v / 2)) / 2 is the logistic function
-// s(v) = 1 / (1 + e^-v), and GELU is x s(v).
+// Let v = 2 sqrt(2/pi) (x + 0.044715 x^3). Then (1 + tanh(v / 2)) / 2 is the logistic function s(v) = 1 / (1 + e^-v),
+// and GELU is x s(v).
 template <typename T>
 struct GeluTanh {
   using A = accumulate_t<T>;
@@ -24,9 +22,8 @@ struct GeluTanh {
     return x * reciprocal_for<T>(A(1) + exp_for<T>(-v));
   }
 
-  // Returns s(v) + x s'(v) v'(x). s and s' are computed from e^-|v|, which cannot overflow: s(|v|) = 1 / (1 + e^-|v|)
-  // and s'(v) = e^-|v| s(|v|)^2. x^2 is limited to finite values, so that s'(v) v'(x) is 0 for |x| > 1e19, not 0 * inf
-  // = NaN.
+  // s(v) + x s'(v) v'(x), from e^-|v|, which cannot overflow: s(|v|) = 1 / (1 + e^-|v|) and s'(v) = e^-|v| s(|v|)^2.
+  // x^2 is limited to finite values, so that s'(v) v'(x) is 0 for |x| > 1e19, not 0 * inf = NaN.
   static __device__ A derivative(A x) {
     if constexpr (kSixteenBits<T>) return short_derivative(x);
     const A square = fmin(x * x, std::numeric_limits<A>::max());
@@ -37,14 +34,13 @@ struct GeluTanh {
   }
 
  private:
-  // Returns e^-v, with log2(e) multiplied into the coefficients. `square` is x^2.
   static __device__ float exp_minus_v(float x, float square) {
     return exp2_approximately(x * fmaf(float(-kCubic * kLog2E), square, float(-kLinear * kLog2E)));
   }
 
-  // Returns the derivative for 16-bit results, s + x s (1 - s) v'(x), in few instructions. x^2 is limited to the value
-  // at which e^-v is 2^127 or 2^-127. For larger |x|, the approximate instructions make s, and thus the derivative,
-  // exactly 0 or 1. In x s (1 - s), every finite x is then multiplied by 0. An infinite x gives NaN, as in the formula.
+  // s + x s (1 - s) v'(x), for 16-bit results. x^2 is limited to the value at which e^-v is 2^127 or 2^-127. For larger
+  // |x|, the approximate instructions make s, and thus the derivative, exactly 0 or 1: x s (1 - s) multiplies every
+  // finite x by 0. An infinite x gives NaN, as in the formula.
   static __device__ float short_derivative(float x) {
     constexpr float kFar = 10.04f;
     const float square = fminf(x * x, kFar * kFar);
@@ -53,13 +49,12 @@ struct GeluTanh {
   }
 };
 
-// The normal distribution's tail probability Q(x) (`mass`) and density at x >= 0, both from one exponential.
+// The normal distribution's Q(x) and density at x >= 0.
 template <typename A>
 struct Tail {
   A mass, density;
 };
 
-// Returns first + t (second + t (...)).
 template <typename... Rest>
 __device__ float horner(float t, float first, Rest... rest) {
   if constexpr (sizeof...(rest) > 0)
@@ -68,9 +63,9 @@ __device__ float horner(float t, float first, Rest... rest) {
     return first;
 }
 
-// The polynomial P in Q(x) = e^(-x^2/2) t P(t), where t = 1 / (1 + x / 4). P minimises the largest relative error up to
-// x = 14.5. It is fitted by Lawson's reweighted least squares to erfc(x / sqrt 2) e^(x^2/2) / 2. The largest error is
-// 3e-6 for 16-bit results (x >= 0), and 2e-8 for float32 (x >= 1). Beyond 14.5, Q is less than the smallest float32.
+// Q(x) = e^(-x^2/2) t P(t), where t = 1 / (1 + x / 4). Lawson's reweighted least squares fit P for the smallest largest
+// relative error up to x = 14.5: 3e-6 for 16-bit results (x >= 0), and 2e-8 for float32 (x >= 1). Beyond 14.5, Q is
+// less than the smallest float32.
 template <typename T>
 struct TailFit {
   static __device__ float polynomial(float t) {
@@ -89,20 +84,19 @@ struct TailFit<T> {
 
 constexpr double kDensityAtZero = 0.3989422804014327;  // 1 / sqrt(2 pi)
 
-// Returns Tail at x >= 0 in about 30 instructions, few enough for float32 to run at memory bandwidth. The approximate
-// exponential and reciprocal have relative errors of up to 2^-22, which is accurate enough for x >= 1. If the result is
-// 1 - Q, Q is less than 1/6, so its error hardly affects the result. If the result is Q itself, torch's error is
-// larger.
+// About 30 instructions, few enough for float32 to run at memory bandwidth. The approximate exponential and reciprocal
+// have relative errors of up to 2^-22, accurate enough for x >= 1: in the result 1 - Q, Q is less than 1/6, so its
+// error hardly matters, and in the result Q torch's error is larger.
 template <typename T>
 __device__ Tail<float> tail(float x) {
   const float square = x * x;
   float e = exp2_approximately((-0.5f * kLog2E) * square);
-  // Correct e for the rounding of the square, which causes an error of up to 80 ulp in the far tail.
+  // The rounding of the square causes an error of up to 80 ulp in the far tail.
   if constexpr (!kSixteenBits<T>) e -= 0.5f * e * fmaf(x, x, -square);
   const float t = reciprocal_approximately(1.0f + 0.25f * x);
   float mass = e * t * TailFit<T>::polynomial(t);
-  // For x < 1, 1/2 - x R(x^2) is more accurate, because it is rounded fewer times and the subtraction does not cancel.
-  // R is fitted in the same way as TailFit's polynomial, with a largest error of 3e-8.
+  // For x < 1, 1/2 - x R(x^2) is more accurate: fewer roundings, and the subtraction does not cancel. R is fitted like
+  // TailFit's polynomial, with a largest error of 3e-8.
   if constexpr (!kSixteenBits<T>)
     if (x < 1.0f)
       mass = 0.5f -
@@ -115,11 +109,11 @@ __device__ Tail<double> tail(double x) {
   return {normcdf(-x), kDensityAtZero * exp(-0.5 * x * x)};
 }
 
-// The exact form, x (1 + erf(x / sqrt 2)) / 2 = x (1 - Q(x)).
+// x (1 + erf(x / sqrt 2)) / 2 = x (1 - Q(x)).
 template <typename T>
 struct GeluErf {
   using A = accumulate_t<T>;
-  static constexpr double kFar = sizeof(A) == 8 ? 40 : 15;  // the tail is 0 beyond kFar; the limit keeps x^2 finite
+  static constexpr double kFar = sizeof(A) == 8 ? 40 : 15;  // the tail is 0 beyond kFar, which keeps x^2 finite
 
   static __device__ A value(A x) {
     const A q = tail<T>(fmin(fabs(x), A(kFar))).mass;

@@ -1,4 +1,3 @@
-// A stable counting sort by one thread block, and the prefix sums that it needs.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +8,6 @@ namespace gptkernels::cuda {
 
 constexpr unsigned kAllLanes = 0xFFFFFFFFu;
 
-// Returns the inclusive prefix sum over a warp: the sum of this lane's value and the values of all lower lanes.
 __device__ inline int inclusive_scan(int value) {
 #pragma unroll
   for (int offset = 1; offset < kWarp; offset *= 2) {
@@ -19,8 +17,8 @@ __device__ inline int inclusive_scan(int value) {
   return value;
 }
 
-// Replaces values[0..count), in shared memory, by their exclusive prefix sums. All threads of the thread block must
-// call this function. Each thread scans a range of odd length, so that the lanes of a warp use different banks.
+// `values` is in shared memory, and all threads of the thread block call this function. Each thread scans a range of
+// odd length, so that the lanes of a warp use different banks.
 __device__ inline void exclusive_scan(int* values, int count) {
   __shared__ int warps[kWarp];
   const int lane = threadIdx.x % kWarp;
@@ -43,16 +41,16 @@ __device__ inline void exclusive_scan(int* values, int count) {
   __syncthreads();
 }
 
-// A stable counting sort by one thread block, in which each warp processes a contiguous range of the entries:
+// A stable sort by one thread block, in which each warp sorts a contiguous range of the entries:
 //
-//   1. count()   each warp counts the digits of its entries
-//   2. scan()    an exclusive scan, digit by digit and within a digit warp by warp, turns the counts into the
-//                indices at which each warp's entries of each digit begin
-//   3. place()   each warp gets the index of each of its entries, in order
+//   count(): each warp counts the digits of its entries
+//   scan(): an exclusive scan, digit by digit and within a digit warp by warp, turns the counts into the indices at
+//     which each warp's entries of each digit begin
+//   place(): each warp gets the index of each of its entries, in order
 struct CountingSort {
-  int* counts;  // (digits, warps + 1) in shared memory; the last column stores the digits' ends
+  int* counts;  // (digits, warps + 1) in shared memory; the last column holds the digits' ends
 
-  // Returns `most`, halved until the counts of so many threads fit into shared memory without an opt-in.
+  // Halves `most` until the counts fit into shared memory without an opt-in.
   static int threads(int most, int64_t digits) {
     constexpr int64_t kSharedBytes = 46 * 1024;
     int warps = most / kWarp;
@@ -68,17 +66,16 @@ struct CountingSort {
     __syncthreads();
   }
   __device__ static int columns() { return blockDim.x / kWarp + 1; }
-  // Returns this warp's counter of a digit.
   __device__ int* mine(int digit) const { return counts + digit * columns() + threadIdx.x / kWarp; }
-  // Return the end, the start and the length of the range of a digit's entries in the sorted order. Valid after scan().
+  // Valid after scan().
   __device__ int end(int digit) const { return counts[(digit + 1) * columns() - 1]; }
   __device__ int start(int digit) const { return digit > 0 ? end(digit - 1) : 0; }
   __device__ int length(int digit) const { return end(digit) - start(digit); }
   __device__ void count(int digit) const { atomicAdd(mine(digit), 1); }
   __device__ void scan(int digits) const { exclusive_scan(counts, digits * columns()); }
 
-  // Returns the index of this lane's entry in the sorted order. All lanes of the warp must call this function. Lanes
-  // without an entry are not `active`.
+  // The index of this lane's entry in the sorted order. All lanes of the warp call place(); lanes without an entry are
+  // not `active`.
   __device__ int place(bool active, int digit) const {
     const unsigned same = __match_any_sync(kAllLanes, active ? digit : -1);
     const int rank = __popc(same & ((1u << threadIdx.x % kWarp) - 1));

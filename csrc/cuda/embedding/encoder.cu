@@ -1,11 +1,5 @@
-// The launches of the encoder's kernels (token plus position embeddings):
-//
-//   forward    encoder_forward_slab_kernel        out, slab by slab               embedding/forward.cuh
-//   backward   encoder_backward_tiles_kernel      sort the positions by token     embedding/order.cuh
-//              encoder_backward_bins_kernel
-//              encoder_backward_sums_kernel       the sums, slab by slab          embedding/sums.cuh
-//
-// A slab is a range of columns that stays in the L2 cache (embedding/slab.cuh).
+// Token plus position embeddings. forward.cuh has the forward; in the backward, order.cuh sorts the positions by token,
+// and sums.cuh adds the rows of dout. The forward and the sums process the columns in slabs (slab.cuh).
 #include <utility>
 
 #include "../../encoder.h"
@@ -21,7 +15,7 @@ namespace {
 
 template <typename T, typename Token, int kVec>
 void launch_forward(EncoderForward<T, Token> p, Stream stream) {
-  if (!p.wpe) p.length *= std::exchange(p.batch, 1);  // without positions all tokens are one sequence
+  if (!p.wpe) p.length *= std::exchange(p.batch, 1);
   const int64_t per_sequence = ceil_div(p.length, kForwardBlockRows);
   const ForwardBlocks blocks{grid_size(per_sequence), grid_size(p.batch * per_sequence)};
   encoder_forward_slab_kernel<T, Token, kVec>
@@ -63,8 +57,8 @@ Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream) {
 template <typename T, typename Token>
 int64_t encoder_backward_workspace(int64_t batch, int64_t length, int64_t vocabulary, int64_t width) {
   if (batch * length == 0) return 0;
-  // The pointers' alignment is not known yet. There are more slabs of single elements than slabs of packs, so the size
-  // is enough for both.
+  // The pointers' alignment is not known yet. Single elements have more slabs than packs, so their size is enough for
+  // both.
   return carve<T>(nullptr, batch, length, vocabulary, width, slabs<1, kLanes<1>>(width)).bytes;
 }
 

@@ -1,9 +1,8 @@
-// The encoder's forward: out[b, t] = wte[tokens[b, t]] + wpe[t]. The kernel writes `out`, which has B * T * C *
-// sizeof(T) bytes, once. It reads wpe, and each row of wte that occurs, from memory once; repeated reads come from the
-// L2 cache.
+// out[b, t] = wte[tokens[b, t]] + wpe[t]. wpe, and each row of wte that occurs, comes from memory once, and afterwards
+// from the L2 cache.
 //
-// A warp computes 512 bytes of each of two rows, and thread blocks are small. Persistent grids, and more rows per warp
-// (which could share a row of wpe), were up to 10 % slower, because such grids read and write in bursts.
+// A warp computes 512 bytes of each of two rows. Persistent grids, and more rows per warp (which could share a row of
+// wpe), read and write in bursts and were up to 10 % slower.
 #pragma once
 
 #include <cstdint>
@@ -21,10 +20,10 @@ constexpr int kForwardWarps = kForwardThreads / kWarp;
 constexpr int kForwardRows = 2;  // rows per warp
 constexpr int kForwardBlockRows = kForwardWarps * kForwardRows;
 
-// The grid is (slabs, sequences, thread blocks of a sequence), flattened with the last index fastest.
+// The last index of the grid (slabs, sequences, thread blocks of a sequence) is the fastest.
 struct ForwardBlocks {
-  unsigned per_sequence;  // thread blocks of one sequence and slab
-  unsigned per_slab;      // thread blocks of one slab: per_sequence for each sequence
+  unsigned per_sequence;
+  unsigned per_slab;  // per_sequence * sequences
 };
 
 template <typename T, typename Token, int kVec>
@@ -38,7 +37,7 @@ __global__ void __launch_bounds__(kForwardThreads)
   if (position >= p.length) return;
   const int64_t row = sequence * p.length + position;
   const SlabColumns<kVec, kWarp> at(slab, p.width);
-  // A row beyond the sequence is replaced by the warp's first row, which is then computed twice.
+  // Beyond the sequence, a warp computes its first row twice.
   int64_t offsets[kForwardRows];
   Token tokens[kForwardRows];
 #pragma unroll

@@ -1,31 +1,28 @@
-// The first half of the encoder's backward. It sorts the positions (b, t) by their token, with two stable counting
-// sorts.
+// The first half of the encoder's backward: sorts the positions (b, t) by token, with two stable counting sorts.
 //
 //   encoder_backward_tiles_kernel   one thread block per tile of the positions (at most 128 tiles): sorts the tile by
 //                                   the low bits of the tokens
 //   encoder_backward_bins_kernel    one thread block per bin, which has the positions with the same low bits: collects
 //                                   the bin from all tiles, and sorts it by the high bits
 //
-// There are about sqrt(V) bins, and about sqrt(V) values of the high bits (digits). The low bits select the bin, so
-// that frequent tokens, which have small numbers in most vocabularies, are spread over the bins. The only atomics are
-// integer counts, so the order depends on the tokens alone. Both kernels read and write only a few times 4 * B * T
-// bytes, all in the L2 cache, so latency determines their time. Each kernel of the backward is launched while the
-// previous kernel still runs (launch.cuh). Only after wait_for_previous_kernel() may a kernel write what the previous
-// kernel reads, or read what the previous kernel writes.
+// There are about sqrt(V) bins, and about sqrt(V) values of the high bits (digits). The low bits select the bin,
+// because frequent tokens have small numbers in most vocabularies, and are thus spread over the bins. The only atomics
+// are integer counts, so the order depends on the tokens alone. Latency determines the time of both kernels, so each
+// kernel of the backward starts while the previous one still runs (launch.cuh), and only after
+// wait_for_previous_kernel() writes what that kernel reads, or reads what it writes.
 //
-// The result is the array `items`. If the vocabulary is sorted by the tokens' low bits and then by their high bits, a
-// token's slot is its index in this order (token_of). For each slot in turn, `items` contains one head, followed by the
-// slot's run. A run consists of the positions of one token in ascending order, and is long if it has more than kWindow
-// positions. An item has one of these values:
+// The result is the array `items`. A token's slot is its index in the vocabulary sorted by low bits, then by high bits
+// (token_of). For each slot in turn, `items` has one head and then the slot's run: the token's positions, in ascending
+// order. A run of more than kWindow positions is long. Items have these values:
 //
 //   ~token                    the head of a short or empty run
 //   kNoHead                   the head of a long run, the head of a slot without a token, or padding at the end
 //   position                  an entry of a short run
 //   position | kLongRunMark   an entry of a long run
 //
-// The items are divided into windows of kWindow items. long_runs[2 * w + 1] describes the long run whose first entry is
-// in window w. long_runs[2 * w] describes the long run that has entries in window w and in earlier windows. Example, in
-// which `--` is kNoHead and `*` is kLongRunMark:
+// In each window of kWindow items, long_runs[2 * w + 1] is the long run whose first entry is in window w, and
+// long_runs[2 * w] the long run with entries in window w and in earlier windows. Example, where `--` is kNoHead and `*`
+// is kLongRunMark:
 //
 //   items     ~a 5 9 | ~b | ~c 0 2 7 | -- 1*3*4*6*8* ... * | ~e | -- ...     d and f have long runs
 //
@@ -34,8 +31,8 @@
 //   entries of f                    |                     |        *************|*** ...
 //   long_runs     [1] = d           | [2] = d             | [4] = d, [5] = f
 //
-// A unit is kUnit items, half a window. In embedding/sums.cuh, one group of lanes sums the short runs whose heads are
-// in a unit, and one warp sums the entries of long runs in a window.
+// A unit is kUnit items, half a window. In sums.cuh, a group of lanes sums the short runs whose heads are in its unit,
+// and a warp sums the entries of long runs in its window.
 #pragma once
 
 #include <climits>
@@ -50,11 +47,11 @@
 namespace gptkernels::cuda {
 
 constexpr int kTileThreads = 512;
-constexpr int kBinThreads = 1024;  // large, because the bin of a frequent token may contain a tenth of all entries
+constexpr int kBinThreads = 1024;  // the bin of a frequent token may contain a tenth of all entries
 constexpr int kMaxTiles = 128;
-constexpr int kUnit = 32;           // items; a group of lanes sums the short runs whose heads are in its unit
-constexpr int kWindow = 2 * kUnit;  // items; a warp sums the long runs' entries in its window
-constexpr int kBatchPiece = 128;    // rows that one warp sums for a position
+constexpr int kUnit = 32;
+constexpr int kWindow = 2 * kUnit;
+constexpr int kBatchPiece = 128;
 
 struct Entry {
   int position;
@@ -63,42 +60,39 @@ struct Entry {
 
 constexpr int kNoHead = INT_MIN;
 constexpr unsigned kNoRow = ~unsigned(kNoHead);
-// Marks an entry of a long run. Positions are below kEncoderMaxRows = 2^30, so they do not use this bit.
 constexpr int kLongRunMark = 1 << 30;
 
-// The range of a long run, which has more than kWindow entries.
 struct Run {
-  int first;  // the index of the run's first entry among the items
-  int last;   // the index of the run's last entry; 0 if there is no run
+  int first;
+  int last;  // 0 if there is no run
   int token;
 };
 
 template <typename T>
 struct EncoderWorkspace {
-  Entry* tile_entries;  // (N), each tile sorted by bin
-  int* tile_starts;     // (bins + 1, tiles)
-  int* items;           // (windows + 1, kWindow), padded with kNoHead
-  Run* long_runs;       // (windows, 2): a run that began in an earlier window, and a run that begins in this window
-  accumulate_t<T>* partials;  // (partial_rows, C): 2 rows for each window, then `pieces` rows for each position
-  int* arrived;               // (partial_rows, slabs): a counter for each row of the partials
+  Entry* tile_entries;        // (N), by tile and bin
+  int* tile_starts;           // (bins + 1, tiles)
+  int* items;                 // (windows + 1, kWindow)
+  Run* long_runs;             // (windows, 2)
+  accumulate_t<T>* partials;  // (partial_rows, C): 2 rows per window, then `pieces` rows per position
+  int* arrived;               // (partial_rows, slabs)
   int n;
-  int shift;   // bins = 1 << shift
-  int digits;  // values of the high bits
-  int slots;   // bins * digits
+  int shift;  // bins = 1 << shift
+  int digits;
+  int slots;  // bins * digits
   int tiles;
   int tile_size;
   int windows;
-  int pieces;  // parts of a position's sum over the batch
+  int pieces;
   int partial_rows;
   int slabs;
   int width;
-  int64_t zeros;  // number of ints of long_runs and arrived, which the first kernel sets to 0
-  int64_t bytes;  // size of the whole workspace
+  int64_t zeros;  // ints of long_runs and arrived to set to 0
+  int64_t bytes;
 
   __device__ int token_of(int slot) const { return slot / digits + (slot % digits << shift); }
 };
 
-// Divides the memory at `base` into the workspace's arrays. With a null base only the number of bytes is meaningful.
 template <typename T>
 EncoderWorkspace<T> carve(void* base, int64_t batch, int64_t length, int64_t vocabulary, int64_t width, int64_t slabs) {
   EncoderWorkspace<T> w{};
@@ -147,7 +141,7 @@ __global__ void __launch_bounds__(kTileThreads)
   const int share = w.tile_size / static_cast<int>(blockDim.x / kWarp);  // a multiple of kWarp
   const int begin = tile_begin + threadIdx.x / kWarp * share;
   const int end = min(begin + share, w.n);
-  const Token first = begin + lane < end ? p.tokens[begin + lane] : Token(0);  // this load overlaps with the loop below
+  const Token first = begin + lane < end ? p.tokens[begin + lane] : Token(0);
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < w.zeros; i += int64_t(gridDim.x) * blockDim.x)
     reinterpret_cast<int*>(w.long_runs)[i] = 0;
   const auto token_at = [&](int i) { return i == begin + lane ? first : p.tokens[i]; };
@@ -174,10 +168,10 @@ template <typename T>
 __global__ void __launch_bounds__(kBinThreads)
     encoder_backward_bins_kernel(const EncoderWorkspace<T> w, const int64_t vocabulary) {
   extern __shared__ int shared[];
-  __shared__ int firsts[kMaxTiles];   // number of the bin's entries in earlier tiles
+  __shared__ int firsts[kMaxTiles];
   __shared__ int origins[kMaxTiles];  // entry e of the bin, if tile t has it, is tile_entries[origins[t] + e]
-  __shared__ int before;              // number of entries in earlier bins
-  __shared__ int total;               // number of entries in this bin
+  __shared__ int before;              // entries in earlier bins
+  __shared__ int total;               // entries in this bin
   constexpr int kAhead = 2;           // loads in flight per lane
   const int lane = threadIdx.x % kWarp;
   const int bin = blockIdx.x;
@@ -198,7 +192,6 @@ __global__ void __launch_bounds__(kBinThreads)
     if (tile == w.tiles - 1) total += firsts[tile];
   }
   __syncthreads();
-  // Returns entry e of the bin. A binary search finds the tile of the entry.
   const auto load_entry = [&](int e) {
     int tile = 0;
 #pragma unroll
@@ -214,7 +207,7 @@ __global__ void __launch_bounds__(kBinThreads)
     for (int j = 0; j < kAhead; ++j)
       if (const int e = first + j * kWarp + lane; e < end) entries[j] = load_entry(e);
   };
-  Entry kept[kAhead] = {};  // the first entries, loaded once for both passes; in most bins, these are all entries
+  Entry kept[kAhead] = {};  // in most bins, these are all entries
   load_entries(kept, begin);
   const auto for_entries = [&](const auto& visit) {
     const auto visit_all = [&](const Entry(&entries)[kAhead], int first) {
@@ -251,7 +244,7 @@ __global__ void __launch_bounds__(kBinThreads)
     const int begin = shift + sort.start(entry.digit);
     const bool is_long = sort.length(entry.digit) > kWindow;
     w.items[place] = entry.position | (is_long ? kLongRunMark : 0);
-    if (is_long && (place == begin || place % kWindow == 0))  // the first entry of the run in this window
+    if (is_long && (place == begin || place % kWindow == 0))
       w.long_runs[2 * (place / kWindow) + (place == begin)] = {begin, shift + sort.end(entry.digit) - 1,
                                                                w.token_of(first_slot + entry.digit)};
   });

@@ -1,9 +1,6 @@
-// Slabs of columns, and loads and stores with cache hints, for the encoder's kernels.
-//
-// The columns of the tables and of dout are divided into slabs, and every grid processes all rows of one slab before
-// the next slab. Data that is read more than once (the row of a frequent token; dout, which is part of two sums) is
-// then read from memory once and from the L2 cache afterwards. About half of an H200's L2, some 30 MB, is available for
-// data that all SMs read: this half can hold 256 bytes of each of 64K rows, but not whole rows.
+// The encoder's grids process all rows of one slab of columns before the next slab. Data that is read more than once
+// (the row of a frequent token; dout, which is part of two sums) then comes from memory only once. About half of an
+// H200's L2, some 30 MB, is available for data that all SMs read: 256 bytes of each of 64K rows.
 #pragma once
 
 #include <cstdint>
@@ -13,25 +10,22 @@
 
 namespace gptkernels::cuda {
 
-// Returns the number of slabs of rows with `width` columns.
 template <int kVec, int kLanes>
 int64_t slabs(int64_t width) {
   return ceil_div(width, int64_t(kVec) * kLanes);
 }
 
-// A lane's columns in a slab, if kLanes neighbouring lanes share a row. Lanes beyond the width repeat the work of the
-// last lane within the width. Storing the same bytes twice costs no time, whereas a bounds check for every access would
-// cost time.
+// kLanes neighbouring lanes share a row. Lanes beyond the width repeat the last lane's work: storing the same bytes
+// twice costs no time, unlike a bounds check for every access.
 template <int kVec, int kLanes>
 struct SlabColumns {
   int64_t slab;
-  int64_t column;  // the first of the lane's kVec columns
+  int64_t column;
 
   __device__ SlabColumns(int64_t slab, int64_t width)
       : slab(slab), column(min((slab * kLanes + threadIdx.x % kLanes) * kVec, width - kVec)) {}
 };
 
-// Loads a pack. load_words, a load with a cache hint, is used for packs of 16 bytes.
 template <int kVec, typename T, typename LoadWords>
 __device__ Packed<T, kVec> load_with(const T* p, const LoadWords& load_words) {
   if constexpr (sizeof(Packed<T, kVec>) == sizeof(uint4)) {
@@ -42,20 +36,16 @@ __device__ Packed<T, kVec> load_with(const T* p, const LoadWords& load_words) {
   }
 }
 
-// Loads a pack without caching it in L1, for rows that other SMs read too.
 template <int kVec, typename T>
 __device__ Packed<T, kVec> load_from_l2(const T* p) {
   return load_with<kVec>(p, [](const uint4* words) { return __ldcg(words); });
 }
 
-// Loads a pack with priority evict-first, for data that is not read again. Such data then does not displace other data
-// from the L2 cache.
 template <int kVec, typename T>
 __device__ Packed<T, kVec> load_evict_first(const T* p) {
   return load_with<kVec>(p, [](const uint4* words) { return __ldcs(words); });
 }
 
-// Stores a pack with priority evict-first.
 template <int kVec, typename T>
 __device__ void stream(T* p, const Packed<T, kVec>& value) {
   if constexpr (sizeof(value) == sizeof(uint4))

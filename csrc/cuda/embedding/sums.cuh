@@ -1,18 +1,15 @@
-// The second half of the encoder's backward, after embedding/order.cuh has sorted the positions by token. The kernel
-// reads dout, which has B * T * C * sizeof(T) bytes, from memory once. It writes each row of dwte and dwpe once. Rows
-// to which no token refers become 0. With kAccumulate the kernel adds to the rows of dwte, and does not change rows to
-// which no token refers.
+// The second half of the encoder's backward, after order.cuh has sorted the positions by token. dout is read from
+// memory once. Rows of dwte that no token refers to become 0, or with kAccumulate, which adds to dwte, stay unchanged.
 //
-// The work is divided into units of about the same size, one for each warp or half-warp:
+// The work consists of units of similar size, one per warp or half-warp:
 //
 //   sum_over_batch   one position's rows of dout, or kBatchPiece of them         dwpe
 //   sum_short_runs   the tokens whose heads are in kUnit items                   dwte
 //   sum_long_runs    the entries of long runs (frequent tokens) in one window    dwte
 //
-// The sum over a batch of more than kBatchPiece, and the sum of a long run, thus have several parts. Each part is
-// computed by one warp, and the warp that finishes last adds the parts (add_parts). No warp waits for another. The
-// order of the additions depends on the tokens alone and not on which warp is the last, so the same inputs give the
-// same bits.
+// The sum over a batch of more than kBatchPiece, and the sum of a long run, have several parts, each computed by one
+// warp. The warp that finishes last adds the parts (add_parts); no warp waits for another. The order of the additions
+// depends on the tokens alone, not on which warp is the last.
 //
 // A slab is 256 bytes of a row, 16 lanes with 16 bytes each. Wider slabs do not stay in the L2 until dout is read
 // again, narrower slabs waste part of each memory transaction, and 8 bytes per lane would need twice the instructions.
@@ -34,18 +31,16 @@ namespace gptkernels::cuda {
 constexpr int kSumsThreads = 256;
 constexpr int kSumsWarps = kSumsThreads / kWarp;
 constexpr int kSumsBlocksPerSM = 4;
-constexpr int kGroup = 64;  // maximum number of partial sums that one warp adds
+constexpr int kGroup = 64;
 
-// Loads in flight per lane, limited by the registers.
 template <int kVec>
 constexpr int kLoadsInFlight = kVec <= 4 ? 8 : 4;
 
-// The number of lanes that share a row. A warp works on kWarp / kLanes rows at a time, one for each group of lanes.
+// A warp works on one row per group of kLanes lanes at a time.
 template <int kVec>
 constexpr int kLanes = kVec == 1 ? kWarp : kWarp / 2;
 
-// A lane's columns of a matrix. The row index and the row size are 32-bit numbers, so that computing an address takes
-// one instruction.
+// 32-bit row indices and sizes make an address one instruction.
 template <typename T>
 struct Column {
   T* top;
@@ -62,7 +57,6 @@ __device__ Column<T> column_of(T* matrix, const SlabColumns<kVec, kLanes<kVec>>&
   return {matrix + at.column, w.width * unsigned(sizeof(T))};
 }
 
-// Rounds a sum to T and writes it to a lane's columns of `row`. With kAccumulate, adds the sum to the row instead.
 template <bool kAccumulate, int kVec, typename T, typename Total>
 __device__ void write_sum(T* row, const Total (&sum)[kVec]) {
   accumulate_t<T> values[kVec];
@@ -72,8 +66,8 @@ __device__ void write_sum(T* row, const Total (&sum)[kVec]) {
   stream_narrow<kVec>(row, values);
 }
 
-// Sets `sum` to the sum of the rows row_at(0), ..., row_at(count - 1), in every group of lanes. If T is float32, Total
-// is float64 (sum_t): the few rows of an iteration are added in float32, and the sums of the iterations in float64.
+// Every group of lanes gets the sum. For float32, the few rows of an iteration are added in float32, and the
+// iterations' sums in float64.
 template <int kVec, typename T, typename Total, typename RowAt>
 __device__ void sum_rows(Total (&sum)[kVec], const Column<T>& column, int count, const RowAt& row_at) {
   constexpr int kGroups = kWarp / kLanes<kVec>;
@@ -103,9 +97,9 @@ __device__ void sum_rows(Total (&sum)[kVec], const Column<T>& column, int count,
 
 // ---- sums of several parts ----
 
-// Each of `count` warps calls this function after it has written a partial sum. Returns true in the last warp that
-// calls the function; this warp may then read all partial sums. Lane 0's fences, between warp barriers, order every
-// lane's writes before the increment, and the increment before every lane's reads.
+// Called by each of `count` warps after it has written a partial sum; true in the last warp, which may then read all
+// partial sums. Lane 0's fences, between warp barriers, order every lane's writes before the increment, and the
+// increment before every lane's reads.
 __device__ inline bool last_to_arrive(int* arrived, int count) {
   __syncwarp();
   random_delay();
@@ -120,10 +114,10 @@ __device__ inline bool last_to_arrive(int* arrived, int count) {
   return before == count - 1;
 }
 
-// Adds the parts of a sum. On entry `sum` is part `part` of `parts`. Part i owns row row_at(i) of the partials and the
-// counter of that row; no two parts, of the same sum or of different sums, have the same row. Returns true in the last
-// warp to arrive, with the sum of all parts in `sum`. The last warp of each group of kGroup parts adds the group's
-// parts; the last of these warps adds the groups' sums. With 131 parts:
+// Adds the parts of a sum. Part i owns row row_at(i) of the partials and its counter; no other part, of any sum, has
+// this row. On entry `sum` is part `part`. Returns true in the last warp to arrive, with the total in `sum`. The last
+// warp of each group of kGroup parts adds the group's parts; the last of these warps adds the groups' sums. With 131
+// parts:
 //
 //   part                               0  1  2 ... 63 | 64  65 ... 127 | 128 129 130
 //   counter of the group's parts       0              | 64             | 128            counts to 64, 64, 3
@@ -156,8 +150,8 @@ __device__ bool add_parts(sum_t<T> (&sum)[kVec], const SlabColumns<kVec, kLanes<
   return true;
 }
 
-// Computes dwpe[t] = sum over b of dout[b, t]. A piece is one part of the sum, with at most kBatchPiece rows. In the
-// partials, the rows of the pieces follow the rows of the long runs.
+// dwpe[t] = sum over b of dout[b, t], in pieces of at most kBatchPiece rows. In the partials, the pieces' rows follow
+// those of the long runs.
 template <typename T, typename Token, int kVec>
 __device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
                                const SlabColumns<kVec, kLanes<kVec>>& at, int t, int piece) {
@@ -177,9 +171,8 @@ __device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const Encoder
   write_sum<false, kVec>(column_of(p.dwpe, at, w).row(t), sum);
 }
 
-// Computes the rows of dwte whose heads are in a unit of the items. Each group of lanes processes a different unit. A
-// row is written when the next head is reached. The entries of the unit's last head may extend beyond the unit, by up
-// to a window.
+// The rows of dwte whose heads are in a unit, one unit per group of lanes; a row is written at the next head. The
+// entries of the unit's last head may extend up to a window beyond the unit.
 template <typename T, typename Token, int kVec, bool kAccumulate>
 __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
                                const SlabColumns<kVec, kLanes<kVec>>& at, int unit) {
@@ -189,11 +182,9 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
   int* items = staged[threadIdx.x / kLanes<kVec>];
   const int lane = threadIdx.x % kLanes<kVec>;
   const int group_shift = threadIdx.x % kWarp - lane;
-  // A short run that begins in the unit ends within kReach items from the start of the unit.
   int loaded[kRounds];
 #pragma unroll
   for (int c = 0; c < kRounds; ++c) loaded[c] = w.items[unit * kUnit + c * kLanes<kVec> + lane];
-  // The unit's first head, and the first head after the unit, which is where the unit's last run ends.
   int first = kReach;
   int end = kReach;
 #pragma unroll
@@ -207,7 +198,6 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
       end = heads && end == kReach ? head : end;
   }
   if (__all_sync(kAllLanes, first == kReach)) return;
-  // Mark the items of other units' runs, which are then skipped like the items of long runs.
 #pragma unroll
   for (int c = 0; c < kRounds; ++c) {
     const int i = c * kLanes<kVec> + lane;
@@ -218,12 +208,11 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
   const auto dwte = column_of(p.dwte, at, w);
   const auto dout = column_of(p.dout, at, w);
   const int all_end = __reduce_max_sync(kAllLanes, first == kReach ? 0 : end);
-  // For float32, an iteration without a head, whose items are all entries of one row, adds its items in pairs, because
-  // a running sum of 64 terms has several times the rounding error of torch's sum. For 16-bit types the error of the
-  // final rounding is much larger than these errors.
+  // For float32, an iteration whose items are all entries of one row adds them in pairs: a running sum of 64 terms has
+  // several times the rounding error of torch's sum. In 16 bits, the final rounding's error is much larger.
   constexpr bool kPairwise = std::is_same_v<T, float>;
   unsigned row = kNoRow;
-  bool any = false;  // whether the row has entries
+  bool any = false;
   const auto write_row = [&](const accumulate_t<T>(&sum)[kVec]) {
     if (row != kNoRow && (any || !kAccumulate)) write_sum<kAccumulate, kVec>(dwte.row(row), sum);
   };
@@ -249,7 +238,6 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
 #pragma unroll
     for (int j = 0; j < kLoadsInFlight<kVec>; ++j) has_head |= item[j] < 0;
     if (kPairwise && !has_head) {
-      // The sums are formed in place, which needs no additional registers.
 #pragma unroll
       for (int half = kLoadsInFlight<kVec> / 2; half > 0; half /= 2)
 #pragma unroll
@@ -262,7 +250,7 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
         for (int j = 0; j < kLoadsInFlight<kVec>; ++j) any |= unsigned(item[j]) < unsigned(kLongRunMark);
       continue;
     }
-    // Select instead of branching, because the compiler would insert a warp reconvergence point after each branch.
+    // After a branch, the compiler would insert a warp reconvergence point.
 #pragma unroll
     for (int j = 0; j < kLoadsInFlight<kVec>; ++j) {
       const bool head = item[j] < 0;
@@ -275,12 +263,11 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
     }
   }
   write_row(sum);
-  __syncwarp();  // all lanes have read `items` before it is written again
+  __syncwarp();
 }
 
-// Sums the entries of long runs in a window of the items. A window contains entries of at most two long runs: one that
-// began in an earlier window, and one that begins in this window. The sums of these two runs are stored in rows 2 *
-// window and 2 * window + 1 of the partials.
+// At most two long runs have entries in a window: one that began earlier, and one that begins in the window. Their sums
+// are rows 2 * window and 2 * window + 1 of the partials.
 template <typename T, typename Token, int kVec, bool kAccumulate>
 __device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
                               const SlabColumns<kVec, kLanes<kVec>>& at, int window) {
@@ -299,8 +286,8 @@ __device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderW
   }
 }
 
-// The first `batch_blocks` thread blocks of a slab (blockIdx.y) compute dwpe. The sums of dwpe do not depend on the
-// sort, so these thread blocks start without waiting for the sort. The other thread blocks compute dwte.
+// The first `batch_blocks` thread blocks of a slab compute dwpe, which does not depend on the sort, so they do not wait
+// for it. The others compute dwte.
 template <typename T, typename Token, int kVec, bool kAccumulate>
 __global__ void __launch_bounds__(kSumsThreads, kSumsBlocksPerSM)
     encoder_backward_sums_kernel(const EncoderBackward<T, Token> p, const EncoderWorkspace<T> w,

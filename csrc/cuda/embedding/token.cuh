@@ -1,4 +1,3 @@
-// Checks a token before it is used as an index, because the host does not read the tokens.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +6,7 @@
 
 namespace gptkernels::cuda {
 
-// Returns whether the token is in the vocabulary. If not, prints the error and fails a device-side assertion.
+// The host does not read the tokens, so the device checks them before they are used as indices.
 template <typename Token>
 __device__ bool in_vocabulary(Token token, int64_t vocabulary, const char* op, int64_t position) {
   if (token >= 0 && token < vocabulary) return true;

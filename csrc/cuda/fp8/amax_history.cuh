@@ -1,5 +1,4 @@
-// Device functions for a tensor's amax history (fp8.h). A kernel reads the history for the scale, and updates it at its
-// end.
+// Kernels read a tensor's scale from its amax history (fp8.h), and update the history at their end.
 #pragma once
 
 #include "../../fp8.h"
@@ -8,13 +7,11 @@
 
 namespace gptkernels::cuda {
 
-// Replaces infinities by NaN, which float8 can represent and FiniteMax ignores.
 __device__ inline float finite_or_nan(float x) {
   return fmaf(x, 0.0f, x);
 }
 
-// Returns the bits of the largest magnitude in the history, or 0 without a history. For floats that are not negative,
-// the order of the bits as integers is the order of the values.
+// The bits of nonnegative floats, as integers, have the order of the floats.
 __device__ inline int32_t history_amax(const int32_t* history) {
   int32_t bits = 0;
   if (history)
@@ -23,7 +20,7 @@ __device__ inline int32_t history_amax(const int32_t* history) {
   return bits;
 }
 
-// Returns the largest finite magnitude over a 1D or 2D thread block of kWarps warps to the block's first thread.
+// Only the thread block's first thread gets the result.
 template <int kWarps>
 __device__ float block_amax(float magnitude) {
   __shared__ float warps[kWarps];
@@ -37,8 +34,8 @@ __device__ float block_amax(float magnitude) {
   return magnitude;
 }
 
-// Updates the history. One thread of every thread block calls this function with the thread block's amax. The last
-// thread block to arrive shifts the history by one call and resets the two working cells.
+// One thread of every thread block passes its amax. The last thread block to arrive shifts the history by one call and
+// resets the two working cells.
 __device__ inline void update_history(int32_t* history, int32_t bits) {
   int32_t* in_progress = history + kFp8Calls;
   atomicMax(in_progress, bits);

@@ -1,4 +1,3 @@
-// Conversion to float8 and transposition of bytes, in registers.
 #pragma once
 
 #include <cuda_fp8.h>
@@ -7,8 +6,8 @@
 
 namespace gptkernels::cuda {
 
-// Converts eight numbers to float8, the first in the lowest byte. Values beyond the format's range saturate; NaN stays
-// NaN. (Callers have replaced infinities by NaN.)
+// The first number becomes the lowest byte. Values beyond the format's range saturate; NaN stays NaN. Callers have
+// replaced infinities by NaN.
 __device__ inline uint2 to_fp8(const float (&values)[8], __nv_fp8_interpretation_t format) {
   uint32_t halves[2];
 #pragma unroll
@@ -20,7 +19,6 @@ __device__ inline uint2 to_fp8(const float (&values)[8], __nv_fp8_interpretation
   return {halves[0], halves[1]};
 }
 
-// Transposes a 4x4 matrix of bytes: word i holds row i before and column i afterwards.
 __device__ inline void transpose_bytes(uint32_t (&words)[4]) {
   const uint32_t low01 = __byte_perm(words[0], words[1], 0x5140), high01 = __byte_perm(words[0], words[1], 0x7362);
   const uint32_t low23 = __byte_perm(words[2], words[3], 0x5140), high23 = __byte_perm(words[2], words[3], 0x7362);

@@ -1,9 +1,8 @@
-// Layernorm with float8 output. Per element the kernel reads x (2 bytes) and writes the float8 number twice, 4 bytes in
-// all. With a residual it also reads the residual and writes the sum, 8 bytes in all.
+// Layernorm with float8 output: x (2 bytes per element) is read once, and the float8 number written twice, as is and
+// transposed.
 //
-// A warp keeps a row in registers, as in layernorm_forward_registers_kernel. A thread block processes tiles of 32 whole
-// rows and assembles the tile's bytes in shared memory, so that the transposed copy is stored in whole sectors of 32
-// bytes.
+// A warp keeps a row in registers, as in layernorm_forward_registers_kernel. A thread block assembles tiles of 32 whole
+// rows in shared memory, so that the transposed copy is stored in whole sectors of 32 bytes.
 //
 // The same kernel is launched twice:
 //
@@ -30,13 +29,11 @@ constexpr int kThreads = kWarps * kWarp;
 constexpr int kTileRows = 32;
 constexpr int kMaxBlocks = 2048;
 
-// The workspace, which the first launch writes and the second launch reads.
 struct CalibrationWorkspace {
-  int32_t active;             // 1 if there was no scale, so that the second launch must quantise
-  float largest[kMaxBlocks];  // largest magnitude of each thread block of the first launch
+  int32_t active;  // 1: no scale, so the second launch must quantise
+  float largest[kMaxBlocks];
 };
 
-// Resident thread blocks per SM, limited by registers.
 template <typename R>
 constexpr int kResident = R::kItems <= 3   ? 4
                           : R::kItems <= 5 ? 3
@@ -44,26 +41,25 @@ constexpr int kResident = R::kItems <= 3   ? 4
 
 // ---- a tile's bytes in shared memory ----
 
-// Returns the number of bytes of a row in shared memory: the width, rounded up to lines of 128 bytes.
+// Whole lines of 128 bytes.
 __device__ __host__ constexpr int line_bytes(int width) {
   return (width + 127) / 128 * 128;
 }
 
-// Returns the offset at which a column is stored in its row in shared memory. In rows 16 to 31 the halves of each line
-// are exchanged, so that the two lanes that read rows 0..15 and 16..31 of the same columns in store_transposed() use
-// different banks.
+// Rows 16 to 31 have the halves of each line exchanged, so that the two lanes that read rows 0..15 and 16..31 of the
+// same columns in store_transposed() use different banks.
 __device__ int place(int row, int column) {
   return column ^ (row / 16 * 64);
 }
 
-// Writes the tile to the transposed copy. Two neighbouring lanes store 32 rows of 4 columns, 16 rows each.
+// Two neighbouring lanes store 32 rows of 4 columns, 16 rows each.
 __device__ void store_transposed(const uint8_t* tile, uint8_t* out, int64_t tile_row, int64_t padded, int width) {
   const int pitch = line_bytes(width);
   for (int i = threadIdx.y * kWarp + threadIdx.x; i < width / 2; i += kThreads) {
     const int column = i / 2 * 4, row = i % 2 * 16;
     if (tile_row + row >= padded) continue;
     const uint8_t* from = tile + row * pitch + place(row, column);
-    // words[j][k] holds 4 columns of row 4 * j + k and, after transpose_bytes(), rows 4 * j to 4 * j + 3 of column k.
+    // words[j][k] is 4 columns of row 4 * j + k and, after transpose_bytes(), rows 4 * j to 4 * j + 3 of column k.
     uint32_t words[4][4];
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
@@ -175,12 +171,11 @@ __global__ void __launch_bounds__(kThreads, kResident<R>)
 
 // ---- launches ----
 
-// Launches the kernel and returns its number of thread blocks.
 template <typename R, bool kResidual, bool kCalibrated>
 unsigned launch(const LayernormForward<typename R::T>& p, const Fp8Quantize<typename R::T>& quantization,
                 CalibrationWorkspace* first, int count, Stream stream) {
   constexpr auto kKernel = fp8_layernorm_kernel<R, kResidual, kCalibrated>;
-  max_dynamic_shared_memory<kKernel>();  // raises the kernel's limit
+  max_dynamic_shared_memory<kKernel>();
   const int64_t filling = std::min<int64_t>(int64_t(kResident<R>) * multiprocessors(), kMaxBlocks);
   const unsigned grid = grid_size(std::min(ceil_div(p.rows, kTileRows), filling));
   const int64_t bytes = kTileRows * line_bytes(static_cast<int>(p.width));

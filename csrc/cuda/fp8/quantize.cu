@@ -1,16 +1,9 @@
-// Quantisation of a matrix (N, C) to float8, with an optional transposed copy and column sums.
+// Quantisation of a matrix (N, C) to float8, with an optional transposed copy and column sums. Without an amax history,
+// fp8_largest_kernel first finds the amax. fp8_quantize_kernel computes the scale, quantises, and updates the history.
 //
-// There are two kernels:
-//   fp8_largest_kernel   finds the amax of the values to quantise if there is no amax history yet; otherwise returns
-//                        immediately
-//   fp8_quantize_kernel  computes the scale, quantises, and updates the amax history
-//
-// fp8_quantize_kernel reads x, which has N * C * sizeof(T) bytes, once. For GELU's gradient it also reads u, the input
-// of GELU, which has the same size. It writes N * C bytes, and as many again for the transposed copy. A thread block
-// processes every gridDim.y-th tile of 128 rows of a strip of 64 columns. A thread processes 4 rows x 8 columns of a
-// tile: it rounds the elements, and transposes their bytes in registers. The transposed tile is assembled in shared
-// memory, so that the stores to the transposed copy are whole 128-byte lines. The loads of the next tile are issued
-// before the barrier of the current tile.
+// A thread block processes every gridDim.y-th tile of 128 rows of a strip of 64 columns, and a thread 4 rows x 8
+// columns of a tile, whose bytes it transposes in registers. The transposed tile is assembled in shared memory, for
+// stores of whole 128-byte lines.
 #include "../../fp8.h"
 #include "../../fp8_scale.h"
 #include "amax_history.cuh"
@@ -24,20 +17,20 @@
 namespace gptkernels::cuda {
 namespace {
 
-constexpr int kThreadColumns = 8;  // columns per thread
+constexpr int kThreadColumns = 8;
 using Tile = TransposedTile<kThreadColumns>;
 constexpr int kTileRows = Tile::kRows;
 constexpr int kTileColumns = Tile::kColumns;
-constexpr int kThreadRows = Tile::kThreadRows;  // rows per thread
+constexpr int kThreadRows = Tile::kThreadRows;
 constexpr int kGroups = Tile::kGroups;
 constexpr int kThreads = Tile::kThreads;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kWarpBands = kWarp / kGroups;  // bands per warp
+constexpr int kWarpBands = kWarp / kGroups;
 
 // ---------------------------------------------------------------------------------------------------------------
 // The function of x and u that is quantised (Fp8Source).
 
-// kResident is the number of resident thread blocks per SM that was measured to be the fastest (docs/notes/fp8.md).
+// kResident was measured to be the fastest (docs/notes/fp8.md).
 struct ValuesSource {
   static constexpr bool kReadsU = false;
   static constexpr int kResident = 3;
@@ -67,12 +60,10 @@ struct GeluGradientSource {
 
 constexpr int kMaxResident = 4;
 
-// Eight neighbouring elements of a row, in the dtype of the matrix.
 template <typename T>
 struct Part {
   Packed<T, kPack<T>> packs[kThreadColumns / kPack<T>];
 
-  // Loads the first `count` elements, and sets the remaining elements to 0.
   template <bool kVector>
   __device__ void load_from(const T* from, int64_t count) {
 #pragma unroll
@@ -98,7 +89,6 @@ struct Part {
   }
 };
 
-// Returns whether the preceding matmul has already quantised this tensor.
 template <typename T>
 __device__ bool is_already_quantized(const Fp8Quantize<T>& p) {
   return p.fused.done && *p.fused.done;
@@ -107,7 +97,7 @@ __device__ bool is_already_quantized(const Fp8Quantize<T>& p) {
 // ---------------------------------------------------------------------------------------------------------------
 // The amax of x, which determines the scale if there is no amax history.
 
-constexpr int kMaxAmaxBlocks = 1024;  // maximum number of thread blocks; each of them writes its largest magnitude
+constexpr int kMaxAmaxBlocks = 1024;
 
 template <typename T, typename Source, bool kVector>
 __global__ void __launch_bounds__(kThreads) fp8_largest_kernel(const Fp8Quantize<T> p, float* largest) {
@@ -144,7 +134,6 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
   __shared__ int32_t shared_bits;
   const int group = Tile::group(), band = Tile::band();
   const int64_t column = int64_t(blockIdx.x) * kTileColumns;
-  // The thread's first column, and the number of columns from there to the end of the row.
   const int64_t mine = column + group * kThreadColumns, columns = p.width - mine;
   const int64_t stride = int64_t(gridDim.y) * kTileRows;
   Part<T> x[kThreadRows], u[Source::kReadsU ? kThreadRows : 1];
@@ -208,7 +197,7 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
     if (p.out_transposed) tiles[buffer].put([&](int i, int word) { return word ? rows[i].y : rows[i].x; });
     if (tile + stride < p.rows) load_tile(tile + stride);
     if (p.out_transposed == nullptr) continue;
-    __syncthreads();  // one barrier per tile is enough, because there are two buffers
+    __syncthreads();
     const int64_t padded = fp8_padded(p.rows);
     tiles[buffer].store(p.out_transposed, padded, tile, column, padded, p.width);
   }
@@ -240,8 +229,7 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
 
 constexpr int64_t kAmaxBytes = kMaxAmaxBlocks * sizeof(float);
 
-// Returns the grid. Its x dimension is the number of strips. Its y dimension is the number of thread blocks per strip
-// with which the grid fills one wave of `resident` thread blocks per SM.
+// One wave of `resident` thread blocks per SM: x counts the strips, y the thread blocks per strip.
 dim3 quantize_grid(int64_t rows, int64_t width, int resident) {
   constexpr int64_t kMaxRuns = 1024;
   const int64_t strips = std::max<int64_t>(ceil_div(width, kTileColumns), 1);

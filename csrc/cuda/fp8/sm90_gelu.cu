@@ -1,9 +1,7 @@
-// Float8 matmuls for sm_90a whose epilogue computes GELU or its gradient, and quantises the result.
-// The columns of the result are divided into `strips` of 256 (128 if inner > 768). A thread block computes one strip.
-// The rows of b for this strip stay in shared memory, with the whole inner dimension. The thread block processes every
-// `parts`-th tile of 64 rows. One thread loads the operands. Two pairs of warpgroups process the tiles alternately, so
-// that the tensor cores compute one pair's matmul while the other pair runs its epilogue. Each warpgroup of a pair
-// computes half of the tile's columns.
+// Float8 matmuls for sm_90a whose epilogue computes GELU or its gradient, and quantises the result. A thread block
+// computes every `parts`-th tile of 64 rows of a strip of 256 columns (128 if inner > 768), whose rows of b stay in
+// shared memory. Two pairs of warpgroups process the tiles alternately, so that one pair's matmul overlaps with the
+// other pair's epilogue. Each warpgroup of a pair computes half of the tile's columns.
 //
 //   loader:  load the strip's rows of b
 //            for each tile, for each step of 128 terms: wait until the stage is empty, load 64 rows of a into it
@@ -19,13 +17,12 @@
 //                column sums += values (gradient only); amax = max(amax, |values|)
 //            store the column sums; update the amax history
 //
-// If there is no scale yet (the amax history is all zeros), the kernel writes only `product`, and fp8_quantize(), which
-// is launched afterwards, does the rest. If there is a scale, fp8_quantize() only adds the column sums.
+// Without a scale (the amax history is all zeros), the kernel writes only `product`, and fp8_quantize(), launched
+// afterwards, does the rest; otherwise fp8_quantize() only adds the column sums.
 //
 // TMA permutes the rows of a and b on their way to shared memory (rows_map, columns_map), so that in every 32 columns a
-// thread's accumulators are 8 neighbouring columns of 2 neighbouring rows. Thus a thread stores 16 bytes of T or 8
-// bytes of float8 at once. For the transposed copy, stmatrix combines the threads' pairs of bytes (two rows of a
-// column) to 16 rows of a column.
+// thread's accumulators are 8 neighbouring columns of 2 neighbouring rows, for wide stores. For the transposed copy,
+// stmatrix combines pairs of bytes (two rows of a column) to 16 rows of a column.
 #include <cuda_fp8.h>
 
 #include <algorithm>
@@ -49,18 +46,18 @@ namespace gptkernels::cuda {
 namespace {
 
 constexpr int kRows = 64;                   // rows of a tile
-constexpr int kStepBytes = kPanelRowBytes;  // terms of a step; each is a byte
+constexpr int kStepBytes = kPanelRowBytes;  // one byte per term
 constexpr int kStages = 3;
 constexpr int kPieceColumns = 32;
-constexpr int kPairs = 2;               // pairs of warpgroups that compute tiles
-constexpr int kConsumers = 2 * kPairs;  // two warpgroups per tile, because 16 warps hide more latency than 8
+constexpr int kPairs = 2;
+constexpr int kConsumers = 2 * kPairs;  // 16 warps hide more latency than 8
 constexpr int kConsumerWarps = 4 * kConsumers;
 constexpr int kThreads = (1 + kConsumers) * kWarpgroup;
 constexpr int kAStep = kRows * kStepBytes;
 constexpr int kTransposedBytes = kPieceColumns * kRows;
 constexpr int kBBytes = 256 * 768;
 
-// Returns the number of columns of a strip: 256, or 128 if 256 rows of b do not fit in shared memory.
+// If inner > 768, 256 rows of b do not fit in shared memory.
 constexpr int strip_columns(int64_t inner) {
   return inner <= 768 ? 256 : 128;
 }
@@ -72,12 +69,12 @@ template <typename T>
 struct GeluProduct {
   CUtensorMap a, b;
   Fp8Quantize<T> pass;
-  T* product;     // (rows, columns): always written for GELU; written for its gradient only if there is no scale
+  T* product;     // (rows, columns), not written for GELU's gradient if there is a scale
   const T* bias;  // or null
   const float* scale_a;
   const float* scale_b;
-  int32_t* done;    // set to 1 if the result was quantised, else to 0
-  float* partials;  // (partial_rows, columns): column sums of each warp, or null
+  int32_t* done;
+  float* partials;  // (partial_rows, columns) or null
   int rows;
   int columns;
   int steps;
@@ -86,29 +83,26 @@ struct GeluProduct {
   int parts;   // thread blocks per strip
 };
 
-// Shared memory. A stage's barrier "full" completes when the stage is loaded, its barrier "empty" when a pair's warps
-// have read it. A pair's barrier "turn" completes when the other pair has started the last MMAs of its tile.
+// A stage's barrier "full" completes when the stage is loaded, its barrier "empty" when a pair's warps have read it. A
+// pair's barrier "turn" completes when the other pair has started the last MMAs of its tile.
 struct SharedLayout {
-  uint8_t b[kBBytes];                                // the strip's rows: 256 of up to 768 terms, or 128 of up to 1536
+  uint8_t b[kBBytes];                                // 256 rows of 768 terms, or 128 of 1536
   uint8_t a[kStages][kAStep];                        // the ring
-  uint8_t transposed[kConsumers][kTransposedBytes];  // each warpgroup's piece of the transposed copy
+  uint8_t transposed[kConsumers][kTransposedBytes];  // of each warpgroup
   uint16_t bias[256];
-  float largest[kConsumerWarps];  // each warp's largest magnitude
+  float largest[kConsumerWarps];  // of each warp
   uint64_t full[kStages], empty[kStages], b_full, turn[kPairs];
 };
 static_assert(sizeof(SharedLayout) <= 232448, "a thread block of sm_90 has at most this much shared memory");
 
 #if GPTKERNELS_WGMMA
 
-// Addresses in shared memory.
 struct Shared {
   uint32_t first;
 
   __device__ uint32_t at(size_t offset, int i, int bytes) const {
     return first + static_cast<uint32_t>(offset) + i * bytes;
   }
-  // Returns the address of the row of b for a column of the strip, in the part of b for a step. The strip has `columns`
-  // columns.
   __device__ uint32_t b(int step, int columns, int column) const {
     return first + (step * columns + column) * kStepBytes;
   }
@@ -134,7 +128,7 @@ struct Shared {
 
 // ---- warpgroup 0 ----------------------------------------------------------------------------------------------------
 
-// Loads the strip's rows of b, then the rows of a, tile by tile, into the ring. One thread calls this function.
+// By one thread.
 template <int kColumns, typename T>
 __device__ void load_operands(const GeluProduct<T>& p, const Shared& shared, int strip, int part) {
   mbarrier_expect(shared.b_full(), p.steps * (kColumns * kStepBytes));
@@ -152,7 +146,6 @@ __device__ void load_operands(const GeluProduct<T>& p, const Shared& shared, int
 
 // ---- the other warpgroups: the matmul -------------------------------------------------------------------------------
 
-// Starts the MMAs of one step.
 template <bool kE4M3, int n>
 __device__ __forceinline__ void start_step(float (&sums)[n], const Shared& shared, int warpgroup, int step, int slot) {
   constexpr int kWarpgroupColumns = 2 * n;
@@ -167,8 +160,7 @@ __device__ __forceinline__ void start_step(float (&sums)[n], const Shared& share
   wgmma_commit();
 }
 
-// Computes the sums of a tile for half of its columns. `position` is the index of the next step in the thread block's
-// sequence of steps.
+// Half of a tile's columns. `position` is the index of the next step in the thread block's sequence of steps.
 template <bool kE4M3, int n>
 __device__ __forceinline__ void multiply_tile(float (&sums)[n], const Shared& shared, int warpgroup, int steps,
                                               int& position) {
@@ -193,7 +185,6 @@ __device__ __forceinline__ void multiply_tile(float (&sums)[n], const Shared& sh
 
 // ---- the other warpgroups: the epilogue -----------------------------------------------------------------------------
 
-// A thread's 8 neighbouring columns of two neighbouring rows, as words of two columns of T: [row][column / 2].
 using Pair = uint32_t[2][4];
 
 __device__ inline uint4 load_shared(uint32_t shared) {
@@ -202,7 +193,6 @@ __device__ inline uint4 load_shared(uint32_t shared) {
   return {words[0], words[1], words[2], words[3]};
 }
 
-// Multiplies the sums of a piece by the scales, adds the bias, and rounds to T.
 template <typename T, bool kBias, int n>
 __device__ __forceinline__ void round_piece(Pair& product, const float (&sums)[n], int piece, float factor,
                                             const uint4& bias) {
@@ -217,7 +207,7 @@ __device__ __forceinline__ void round_piece(Pair& product, const float (&sums)[n
     }
 }
 
-// Stores a piece of the product. `at` is the index in the matrix of the thread's first element of the tile.
+// `at` is the index in the matrix of the thread's first element of the tile.
 template <typename T>
 __device__ __forceinline__ void store_product(const GeluProduct<T>& p, int64_t at, int piece, const Pair& product) {
 #pragma unroll
@@ -226,7 +216,6 @@ __device__ __forceinline__ void store_product(const GeluProduct<T>& p, int64_t a
            {product[h][0], product[h][1], product[h][2], product[h][3]});
 }
 
-// Computes GELU(product), or the product times GELU's derivative at u, rounded to T.
 template <Function kFunction, typename T>
 __device__ __forceinline__ void apply_function(Pair& values, const Pair& product, const uint4 (&u)[2]) {
 #pragma unroll
@@ -243,9 +232,8 @@ __device__ __forceinline__ void apply_function(Pair& values, const Pair& product
     }
 }
 
-// Performs one step of a reduce-scatter between two lanes whose indices differ in `bit`. The lane with the bit set
-// keeps the upper half of its values, and the other lane keeps the lower half. Each adds its partner's values of the
-// same half.
+// One step of a reduce-scatter between lanes whose indices differ in `bit`. The lane with the bit set keeps the upper
+// half of its values, the other lane the lower half.
 template <int n>
 __device__ __forceinline__ void exchange_half(float (&half)[n], const float (&values)[2 * n], int lane, int bit) {
   const bool high = lane & bit;
@@ -257,7 +245,7 @@ __device__ __forceinline__ void exchange_half(float (&half)[n], const float (&va
 }
 
 // Sums a piece's columns over the warp's 16 rows by a reduce-scatter over the 8 lanes with the same lane % 4. A lane
-// gets the sum of its column sum_column(lane), which is lane / 4 with its three bits reversed.
+// gets the sum of column sum_column(lane), which is lane / 4 with its three bits reversed.
 template <typename T>
 __device__ __forceinline__ float sum_over_rows(const Pair& values, int lane) {
   float eight[8], four[4], two[2];
@@ -280,7 +268,6 @@ __device__ inline int sum_column(int lane) {
 template <typename T>
 using PackedPair = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
 
-// Replaces infinities by NaN in both numbers; larger_magnitudes ignores NaN.
 template <typename T>
 __device__ uint32_t finite_or_nan(uint32_t pair) {
   const PackedPair<T> x = reinterpret_cast<const PackedPair<T>&>(pair), zero = {};
@@ -295,8 +282,7 @@ __device__ uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(found);
 }
 
-// Rounds a piece to float8, and tracks its largest magnitude. Word i of `words` has columns 2i and 2i + 1, each as two
-// bytes for its two rows.
+// Word i of `words` has columns 2i and 2i + 1, each as two bytes for its two rows.
 template <bool kE4M3, typename T>
 __device__ __forceinline__ void to_float8(uint32_t (&words)[4], const Pair& values, float multiplier,
                                           uint32_t& amax_pair) {
@@ -317,7 +303,6 @@ __device__ __forceinline__ void to_float8(uint32_t (&words)[4], const Pair& valu
   }
 }
 
-// Stores two rows of float8, `stride` elements apart.
 __device__ __forceinline__ void store_float8(uint8_t* to, int stride, const uint32_t (&words)[4]) {
   __stwb(reinterpret_cast<uint2*>(to),
          {__byte_perm(words[0], words[1], 0x6420), __byte_perm(words[2], words[3], 0x6420)});
@@ -325,20 +310,17 @@ __device__ __forceinline__ void store_float8(uint8_t* to, int stride, const uint
          {__byte_perm(words[0], words[1], 0x7531), __byte_perm(words[2], words[3], 0x7531)});
 }
 
-// The places at which a thread writes to and reads from the warpgroup's piece of the transposed copy in shared memory.
-// The piece has 64 bytes per column. 16-byte chunk i of a column is at index i ^ (column / 8), which avoids bank
-// conflicts.
+// The warpgroup's piece of the transposed copy has 64 bytes per column in shared memory. 16-byte chunk i of a column is
+// at index i ^ (column / 8), which avoids bank conflicts.
 struct TransposedPiece {
   uint32_t put_at, get_at;  // addresses
-  int get_row, get_column;  // the thread reads 16 rows of a column
+  int get_row, get_column;
 };
 
-// Stores a piece of the transposed copy, which the warpgroup assembles in shared memory. `first_row` is the tile's
-// first row, `first_column` the piece's first column.
 template <typename T>
 __device__ __forceinline__ void store_transposed(const GeluProduct<T>& p, const TransposedPiece& own, int warpgroup,
                                                  int first_row, int first_column, const uint32_t (&words)[4]) {
-  warpgroup_barrier(1 + warpgroup);  // the previous piece has been read
+  warpgroup_barrier(1 + warpgroup);
   store_matrices_transposed(own.put_at, words[0], words[1], words[2], words[3]);
   warpgroup_barrier(1 + warpgroup);
   const int row = first_row + own.get_row;
@@ -347,7 +329,6 @@ __device__ __forceinline__ void store_transposed(const GeluProduct<T>& p, const 
   __stwb(reinterpret_cast<uint4*>(p.pass.out_transposed + column * p.rows + row), load_shared(own.get_at));
 }
 
-// Loads u of a piece: the points at which GELU's derivative is taken.
 template <typename T>
 __device__ __forceinline__ void load_u(uint4 (&u)[2], const GeluProduct<T>& p, int64_t at, int piece, bool inside,
                                        int pieces) {
@@ -358,7 +339,6 @@ __device__ __forceinline__ void load_u(uint4 (&u)[2], const GeluProduct<T>& p, i
                : uint4{};
 }
 
-// Updates the amax history with the thread block's largest magnitude. `amax_pair` has two magnitudes of the thread.
 template <typename T>
 __device__ __forceinline__ void update_amax(const GeluProduct<T>& p, float* largest, int warpgroup, int warp, int lane,
                                             uint32_t amax_pair) {
@@ -372,7 +352,6 @@ __device__ __forceinline__ void update_amax(const GeluProduct<T>& p, float* larg
   update_history(p.pass.history, __float_as_int(amax));
 }
 
-// Computes the tiles of a pair of warpgroups.
 template <Function kFunction, int kColumns, typename T>
 __device__ __forceinline__ void compute_tiles(const GeluProduct<T>& p, SharedLayout* layout, const Shared& shared,
                                               int strip, int part) {
@@ -383,7 +362,7 @@ __device__ __forceinline__ void compute_tiles(const GeluProduct<T>& p, SharedLay
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
   const int warp = __shfl_sync(~0u, thread / 32, 0);
   const int pair = warpgroup / 2;
-  const int row_in_tile = warp * 16 + lane / 4 * 2;  // first of the thread's two rows
+  const int row_in_tile = warp * 16 + lane / 4 * 2;
   const int first_column = strip * kColumns + warpgroup % 2 * kWarpgroupColumns;
   const int own_column = first_column + lane % 4 * 8;
   const int pieces = min(kPieces, (p.columns - first_column) / kPieceColumns);
@@ -412,19 +391,19 @@ __device__ __forceinline__ void compute_tiles(const GeluProduct<T>& p, SharedLay
   float totals[kPieces] = {};
   int position = pair * p.steps;
   barrier_wait(shared.b_full(), 0);
-  unsigned turn = pair ^ 1;  // phase parity of the pair's barrier; the first pair begins
+  unsigned turn = pair ^ 1;  // phase parity; the first pair begins
   for (int tile = part + pair * p.parts; tile < p.tiles; tile += kPairs * p.parts) {
     const int row = tile * kRows + row_in_tile;
     const bool inside = row < p.rows;  // uniform in a warp: rows is a multiple of 16
     const int64_t at = int64_t(row) * p.columns + own_column;
-    uint4 next_u[2] = {};  // of the next piece
+    uint4 next_u[2] = {};
     if constexpr (!kGelu) load_u(next_u, p, at, 0, inside, pieces);
-    // The pairs alternate, so that they consume the stages of the ring in order. A pair must not wait on a stage more
-    // than one phase ahead, because mbarrier waits distinguish only the current and the previous phase.
+    // The pairs alternate, so that they consume the stages of the ring in order: mbarrier waits distinguish only the
+    // current and the previous phase, so no pair may wait on a stage more than one phase ahead.
     barrier_wait(shared.turn(pair), turn);
     turn ^= 1;
     multiply_tile<kGelu>(sums, shared, warpgroup, p.steps, position);
-    position += p.steps;  // skip the other pair's steps
+    position += p.steps;  // the other pair's steps
 
 #pragma unroll
     for (int piece = 0; piece < kPieces; ++piece) {
@@ -493,9 +472,8 @@ __global__ void __launch_bounds__(kStubThreads) fp8_gelu_wgmma_kernel(const __gr
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// Returns a tensor map of a dense matrix of bytes whose row index is split into kRank dimensions: `sizes`, `strides`
-// (in rows) and `boxes` describe these dimensions, the fastest first. The innermost dimension of the map has the
-// columns, 128 per box.
+// A dense matrix of bytes whose row index is split into kRank dimensions, described by `sizes`, `strides` (in rows) and
+// `boxes`, the fastest first. The map's innermost dimension is the columns, 128 per box.
 template <int kRank>
 CUtensorMap block_map(const void* data, int64_t columns, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank],
                       const int (&boxes)[kRank]) {
@@ -514,15 +492,15 @@ CUtensorMap block_map(const void* data, int64_t columns, const int64_t (&sizes)[
   return map;
 }
 
-// Returns the map of a. Of every 16 rows it loads the even rows first, so that rows g and g + 8 of a warp's
-// accumulators are rows 2g and 2g + 1 of a.
+// Of every 16 rows of a, the even rows are loaded first, so that rows g and g + 8 of a warp's accumulators are rows 2g
+// and 2g + 1 of a.
 CUtensorMap rows_map(const void* data, int64_t rows, int64_t columns) {
   return block_map<3>(data, columns, {8, 2, rows / 16}, {2, 1, 16}, {8, 2, kRows / 16});
 }
 
-// Returns the map of b. It loads row 8 t + 2 j + i of every 32 (t, j = 0..3, i = 0, 1) to row 8 j + 2 t + i of shared
-// memory. Lane t of every 4 holds columns 8 j + 2 t + i of the accumulators, which are then the 8 neighbouring rows 8 t
-// + 2 j + i of b.
+// Row 8 t + 2 j + i of every 32 rows of b (t, j = 0..3, i = 0, 1) is loaded to row 8 j + 2 t + i of shared memory. Lane
+// t of every 4 holds columns 8 j + 2 t + i of the accumulators, which are then the 8 neighbouring rows 8 t + 2 j + i of
+// b.
 CUtensorMap columns_map(const void* data, int64_t rows, int64_t columns, int box_rows) {
   return block_map<4>(data, columns, {2, 4, 4, rows / 32}, {1, 8, 2, 32}, {2, 4, 4, box_rows / 32});
 }
@@ -537,7 +515,7 @@ int parts_of(const Fp8Matmul<T>& p) {
   return std::max(multiprocessors() / strips_of(p), 1);
 }
 
-// The workspace: the flag `done`, the column sums of each warp, then the workspace of fp8_quantize.
+// The flag `done`, each warp's column sums, then fp8_quantize()'s workspace.
 constexpr int64_t kFlagBytes = 16;
 
 template <typename T>
@@ -585,10 +563,9 @@ cudaError_t launch(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass, Stream str
                                        : launch<T, kFunction, 128>(p, pass, stream);
 }
 
-// Returns whether the kernel supports the operation, formats, sizes and alignment.
 template <typename T>
 bool supports(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
-  constexpr int64_t kLargest = int64_t{1} << 30;  // indices in the kernel have 32 bits
+  constexpr int64_t kLargest = int64_t{1} << 30;  // 32-bit indices
   const bool gelu = pass.source == Fp8Source::kGelu && !pass.column_sums;
   const bool dgelu = pass.source == Fp8Source::kGeluGradient && !p.bias;
   const Fp8Format format = gelu ? Fp8Format::kE4M3 : Fp8Format::kE5M2;
@@ -601,7 +578,7 @@ bool supports(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
          built_for_wgmma<fp8_gelu_wgmma_kernel<T, Function::kGelu, 256>>();
 }
 
-// Returns whether at least 85 % of the SMs are busy, and each has enough tiles (4) to make up for loading b.
+// Each of at least 85 % of the SMs needs 4 tiles to make up for loading b.
 template <typename T>
 bool is_faster(const Fp8Matmul<T>& p) {
   constexpr double kBusy = 0.85;

@@ -1,6 +1,5 @@
-// Transposes a matrix of bytes. The kernel reads N * C bytes and writes N * C bytes. Each thread block transposes a
-// tile of 128 x 128 bytes. Eight thread blocks are resident on an SM, so that some load while others store. Consecutive
-// thread blocks process consecutive rows, so that they write neighbouring lines.
+// A thread block transposes a tile of 128 x 128 bytes. Of eight resident thread blocks per SM, some load while others
+// store. Consecutive thread blocks process consecutive rows, so that they write neighbouring lines.
 
 #include "../../fp8.h"
 #include "cuda/common/launch.cuh"

@@ -1,4 +1,3 @@
-// Transposition of a tile of bytes through shared memory.
 #pragma once
 
 #include <cstdint>
@@ -9,8 +8,8 @@ namespace gptkernels::cuda {
 
 // A tile of 128 rows and 8 * kThreadColumns columns, transposed by 256 threads. Thread t holds 4 rows (band t / 8) and
 // kThreadColumns columns (group t % 8). In shared memory, the 4 rows of a column are one 32-bit word, and a column of
-// group g stores the word of band b at index b ^ (4 * g), so that the lanes of a warp (four bands, all eight groups)
-// write to different banks. The columns are then written to global memory as whole lines of 128 bytes.
+// group g has band b's word at index b ^ (4 * g), so that the lanes of a warp (four bands, all eight groups) write to
+// different banks. Columns are written to global memory as whole lines of 128 bytes.
 template <int kThreadColumns>
 struct TransposedTile {
   static constexpr int kRows = 128;
@@ -24,8 +23,7 @@ struct TransposedTile {
   static __device__ int group() { return threadIdx.x % kGroups; }
   static __device__ int band() { return threadIdx.x / kGroups; }
 
-  // Stores the thread's part in shared memory. words(row, i) returns bytes 4 * i to 4 * i + 3 of a row of the part,
-  // where `row` is 0 to 3.
+  // words(row, i) is bytes 4 * i to 4 * i + 3 of row 0 to 3 of the thread's part.
   template <typename Words>
   __device__ void put(const Words& words) {
 #pragma unroll
@@ -39,11 +37,10 @@ struct TransposedTile {
     }
   }
 
-  // Writes the tile, 16 bytes at a time, to the transposed matrix `out`, whose rows are `stride` bytes apart. The tile
-  // begins at (row, column) of the matrix (rows, width). The parts of the tile beyond the matrix are skipped. `rows` is
-  // a multiple of 16.
+  // Writes the tile to the transposed matrix `out`, whose rows are `stride` bytes apart. The tile begins at (row,
+  // column) of the matrix (rows, width); parts beyond the matrix are skipped. `rows` is a multiple of 16.
   __device__ void store(uint8_t* out, int64_t stride, int64_t row, int64_t column, int64_t rows, int64_t width) const {
-    constexpr int kChunks = kRows / 16;  // 16-byte chunks per column
+    constexpr int kChunks = kRows / 16;
 #pragma unroll
     for (int i = 0; i < kColumns * kChunks / kThreads; ++i) {
       const int chunk = i * kThreads + threadIdx.x;

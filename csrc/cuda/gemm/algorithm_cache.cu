@@ -27,7 +27,6 @@ constexpr size_t kWords = sizeof(cublasLtMatmulAlgo_t) / sizeof(uint64_t);
 
 using Algorithms = std::map<ProductKey, LtAlgorithm>;
 
-// Returns the folder of the files, or an empty path if no environment variable names a folder.
 fs::path folder() {
   if (const char* given = std::getenv(kVariable); given && *given) return given;
   if (const char* cache = std::getenv("XDG_CACHE_HOME"); cache && *cache) return fs::path(cache) / "gptkernels";
@@ -49,7 +48,6 @@ fs::path file_of(int device) {
   return parent / name;
 }
 
-// Returns a line of the file: the key without the device, the workspace, and the words of the algorithm.
 std::string line_of(const ProductKey& k, const LtAlgorithm& algorithm) {
   std::ostringstream line;
   for (int64_t value : {int64_t(k.type),
@@ -80,7 +78,6 @@ std::string line_of(const ProductKey& k, const LtAlgorithm& algorithm) {
   return line.str();
 }
 
-// Adds to `algorithms` the algorithm that a line of the file describes. Ignores an incomplete line.
 void read_line(const std::string& text, int device, Algorithms& algorithms) {
   std::istringstream line(text);
   std::array<int64_t, 21> v;
@@ -124,12 +121,11 @@ Algorithms read(const fs::path& path, int device) {
   return found;
 }
 
-// Writes a new file and renames it, so that readers never see an incomplete file. Errors are ignored: without a file,
-// the next process autotunes again.
+// The file is renamed when it is complete. Errors are ignored, and the next process autotunes again.
 void write(const fs::path& path, const Algorithms& algorithms) {
   std::error_code error;
   fs::create_directories(path.parent_path(), error);
-  // Processes in different containers may have the same number and share the folder.
+  // Processes in different containers may have the same process ID and share the folder.
   const fs::path temporary =
       path.string() + "." + std::to_string(getpid()) + "." + std::to_string(std::random_device()());
   {
@@ -147,7 +143,7 @@ void write(const fs::path& path, const Algorithms& algorithms) {
 
 std::mutex mutex;
 
-// Returns a device's algorithms, which the first call reads from the file. The caller holds the mutex.
+// The caller holds the mutex.
 Algorithms& algorithms_of(int device) {
   static std::map<int, Algorithms> known;
   auto found = known.find(device);
@@ -155,11 +151,10 @@ Algorithms& algorithms_of(int device) {
   return found->second;
 }
 
-// Returns whether the algorithm adds all terms of the matmul's sums. Split-K divides a sum among thread blocks, which
-// read the terms in steps of 128 bytes. cuBLASLt's kernels behave as if each thread block had inner / splits terms,
-// where the quotient is first rounded down to an integer and then up to whole steps. If the integer is already a whole
-// number of steps, the last inner % splits terms are dropped. This was observed with 16-bit operands
-// (examples/cublas_tail); the rule is applied to all types.
+// Split-K divides a sum among thread blocks, which read terms in steps of 128 bytes. cuBLASLt's kernels behave as if
+// each thread block had inner / splits terms, rounded down to an integer and then up to whole steps. If the integer is
+// already a number of whole steps, the last inner % splits terms are dropped. This was observed with 16-bit operands
+// (examples/cublas_tail), and is assumed for all types.
 bool adds_all_terms(const cublasLtMatmulAlgo_t& algorithm, const ProductKey& key) {
   int32_t splits = 1;
   size_t written = 0;
@@ -167,7 +162,6 @@ bool adds_all_terms(const cublasLtMatmulAlgo_t& algorithm, const ProductKey& key
   return splits <= 1 || key.inner % splits == 0 || key.inner / splits % terms_per_step(key.type) != 0;
 }
 
-// Returns the bytes of workspace that the algorithm needs if cuBLASLt supports it.
 std::optional<int64_t> workspace_of(LtProblem problem, const cublasLtMatmulAlgo_t& algorithm, cublasLtHandle_t handle) {
   cublasLtMatmulHeuristicResult_t result = {};
   problem.check(cublasLtMatmulAlgoCheck(handle, &problem.operation, &problem.a, &problem.b, &problem.out, &problem.out,
@@ -176,7 +170,6 @@ std::optional<int64_t> workspace_of(LtProblem problem, const cublasLtMatmulAlgo_
   return static_cast<int64_t>(result.workspaceSize);
 }
 
-// Returns the algorithm without split-K if cuBLASLt supports it.
 std::optional<LtAlgorithm> without_split_k(LtProblem problem, cublasLtMatmulAlgo_t algorithm, cublasLtHandle_t handle) {
   const auto set = [&](cublasLtMatmulAlgoConfigAttributes_t attribute, auto value) {
     problem.check(cublasLtMatmulAlgoConfigSetAttribute(&algorithm, attribute, &value, sizeof(value)));
@@ -208,7 +201,7 @@ std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKe
   };
   problem.check(cublasLtMatmulPreferenceInit(&preference));
   set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kLargestWorkspace});
-  // The partial sums of split-K are in the compute type.
+  // Split-K's partial sums are in the compute type.
   set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, key.b_alignment);
   set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, key.a_alignment);

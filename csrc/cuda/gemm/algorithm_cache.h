@@ -1,11 +1,8 @@
-// cuBLASLt's algorithms for a matmul, and the algorithm cache. The cache stores for each float8 matmul the algorithm
-// that autotuning found to be the fastest. It is kept in a file in the user's cache folder, so that later processes use
-// the same algorithms and get the same bits. Other matmuls use the first algorithm that cuBLASLt's heuristic proposes.
-// This is host code.
+// cuBLASLt's algorithms, and the cache of the float8 algorithms that autotuning found. The cache is a file in the
+// user's cache folder, named after the GPU, the driver and cuBLASLt's version, so that later processes get the same
+// bits. Other matmuls use the heuristic's first algorithm. Host code.
 //
-// The name of the file contains everything else that an algorithm depends on: the GPU, the driver and cuBLASLt's
-// version. The environment variable GPTKERNELS_MATMUL_CHOICES names another folder. If the variable is "off", nothing
-// is timed, and cuBLASLt's heuristic chooses the algorithms.
+// GPTKERNELS_MATMUL_CHOICES names another folder; if it is "off", nothing is timed and the heuristic chooses.
 #pragma once
 
 #include <cublasLt.h>
@@ -17,7 +14,7 @@
 
 namespace gptkernels::cuda {
 
-// Everything that the choice of an algorithm may depend on. The sizes are the members of Matmul with the same names.
+// The sizes are Matmul's members of the same names.
 struct ProductKey {
   int device;
   cudaDataType_t type;    // of operand a
@@ -33,8 +30,6 @@ struct ProductKey {
   auto operator<=>(const ProductKey&) const = default;
 };
 
-// Returns the largest power of two up to 256 that divides the address. Some algorithms require an alignment of 16
-// bytes.
 inline uint32_t alignment(const void* pointer) {
   const auto address = reinterpret_cast<uintptr_t>(pointer) | 256;
   return static_cast<uint32_t>(address & -address);
@@ -45,8 +40,7 @@ struct LtAlgorithm {
   int64_t workspace;  // bytes
 };
 
-// The descriptors of a call of cublasLtMatmul. These opaque structures are on the stack, and are initialised with a few
-// dozen stores. cublasLtMatmulDescCreate() would instead allocate memory.
+// Opaque structs on the stack, because cublasLtMatmulDescCreate() allocates memory.
 struct LtProblem {
   cublasLtMatmulDescOpaque_t operation;
   cublasLtMatrixLayoutOpaque_t a;
@@ -66,27 +60,22 @@ struct LtProblem {
 
 constexpr int kMaxAlgorithms = 24;
 
-// Returns how many terms cuBLASLt's kernels for Hopper read in one step of 128 bytes.
+// cuBLASLt's kernels for Hopper read 128 bytes per step.
 int64_t terms_per_step(cudaDataType_t type);
 
-// Returns the algorithms that cuBLASLt's heuristic proposes, the best first: at most `most`, and at most
-// kMaxAlgorithms. Algorithms that drop terms of a sum are left out. If all proposed algorithms drop terms, the first
-// one that cuBLASLt supports without split-K is returned.
+// The heuristic's proposals, the best first, without algorithms that drop terms of a sum. If all proposals drop terms,
+// the first one that cuBLASLt supports without split-K is returned.
 std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKey& key, cublasLtHandle_t handle,
                                               int most);
 
-// Returns whether the algorithm supports the matmul with the algorithm's workspace, which is at most
-// kLargestWorkspace, and adds all terms of its sums.
+// Returns false for an algorithm that drops terms or needs more than kLargestWorkspace.
 bool supports(const LtProblem& problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle);
 
-// Returns whether float8 matmuls may be timed.
 bool autotune_enabled();
 
-// Returns the algorithm that an earlier call of cache_algorithm, in this process or another, has stored. The caller
-// must check that the algorithm supports the matmul, because a file can be damaged.
+// The caller must check that the algorithm supports the matmul, because the file can be damaged.
 std::optional<LtAlgorithm> cached_algorithm(const ProductKey& key);
 
-// Stores an algorithm in this process's cache, and in the cache file on disk if that can be written.
 void cache_algorithm(const ProductKey& key, const LtAlgorithm& algorithm);
 
 }  // namespace gptkernels::cuda

@@ -1,4 +1,4 @@
-// Autotuning: times several algorithms for a matmul and returns the fastest. This is host code.
+// Times cuBLASLt's algorithms for a matmul. Host code.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,6 @@
 
 namespace gptkernels::cuda {
 
-// Times launches one by one, without waiting for the device between two launches.
 class Timer {
  public:
   explicit Timer(Stream stream) : stream_(stream) {}
@@ -27,7 +26,6 @@ class Timer {
     mark();
   }
 
-  // Returns the milliseconds of each launch so far, or an empty vector if the device failed.
   std::vector<float> read() const {
     std::vector<float> times;
     if (cudaStreamSynchronize(stream_) != cudaSuccess) return times;
@@ -51,9 +49,8 @@ class Timer {
   std::vector<cudaEvent_t> events_;
 };
 
-// Returns the index of the algorithm with the shortest median time. `times` contains one time of each algorithm for
-// every round, round by round. If no algorithm is clearly faster than the first algorithm, the function returns the
-// index of the first algorithm: the heuristic's order is the same in every run, but times are not.
+// Compares medians; `times` is round by round. The first algorithm stays unless another one is clearly faster, because
+// the heuristic's order is the same in every run, but times are not.
 inline size_t fastest(const std::vector<float>& times, size_t count, int rounds) {
   constexpr float kClearly = 0.98f;
   const auto median = [&](size_t index) {
@@ -68,9 +65,8 @@ inline size_t fastest(const std::vector<float>& times, size_t count, int rounds)
   return median(best) < kClearly * median(0) ? best : 0;
 }
 
-// Returns the fastest of the algorithms, or nullopt if none can be launched. launch(algorithm) computes the matmul and
-// returns whether the launch succeeded. The rounds alternate between the algorithms, so that a change of the clock rate
-// affects all algorithms. The function synchronises with the device.
+// Rounds alternate between the algorithms, so that a change of the clock rate affects all of them. Synchronises with
+// the device.
 template <typename Launch>
 std::optional<LtAlgorithm> autotune(std::vector<LtAlgorithm> algorithms, Stream stream, const Launch& launch) {
   constexpr int kRounds = 8;
@@ -84,7 +80,6 @@ std::optional<LtAlgorithm> autotune(std::vector<LtAlgorithm> algorithms, Stream 
   return algorithms[fastest(times, algorithms.size(), kRounds)];
 }
 
-// Returns whether launches are being captured into a graph, so that they cannot be timed.
 inline bool is_captured(Stream stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusActive;
   return cudaStreamIsCapturing(stream, &status) != cudaSuccess || status != cudaStreamCaptureStatusNone;

@@ -8,9 +8,8 @@ namespace gptkernels::cuda {
 
 enum class GemmBackend { kFastest, kCublas, kOwn };
 
-// Reads the environment variable GPTKERNELS_MATMUL. `own` selects our kernels for every matmul that they support, and
-// `cublas` selects cuBLAS and cuBLASLt for every matmul. Without the variable, our kernels are used where they are
-// faster than cuBLASLt.
+// GPTKERNELS_MATMUL=own selects our kernels for every matmul that they support, and `cublas` selects cuBLAS and
+// cuBLASLt. By default, our kernels are used where they are faster.
 inline GemmBackend gemm_backend() {
   const char* name = std::getenv("GPTKERNELS_MATMUL");
   if (!name) return GemmBackend::kFastest;

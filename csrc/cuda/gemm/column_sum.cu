@@ -1,18 +1,16 @@
-// The sum over the rows of x (N, C), for bias gradients. The kernel reads x, which has N * C * sizeof(T) bytes, once.
-//
-// A thread block processes a strip of columns, one pack per lane. It sums every gridDim.y-th run of kRows rows, and
-// writes one row of partial sums. partial_sums_kernel adds these rows in order, so equal inputs give equal bits.
+// Sums the rows of x (N, C), for bias gradients. A thread block sums every gridDim.y-th run of kRows rows of a strip of
+// columns, one pack per lane. partial_sums_kernel adds the partial sums in order, so equal inputs give equal bits.
 #include "../../column_sum.h"
 #include "cuda/common/partial_sums.cuh"
 
 namespace gptkernels::cuda {
 namespace {
 
-constexpr int kRows = 16;  // threads that share a column (blockDim.y)
+constexpr int kRows = 16;  // threads that share a column
 constexpr int kAhead = 4;  // loads in flight per thread
 
-// A thread adds kAhead rows in float32 and, if T is float32, adds these sums in float64. A float64 addition for every
-// element would take longer than the memory accesses (docs/notes/linear.md).
+// Float32 sums of kAhead rows are added in float64: a float64 addition per element would take longer than the memory
+// accesses (docs/notes/linear.md).
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const ColumnSum<T> p) {
   using A = sum_t<T>;
@@ -51,8 +49,7 @@ __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const 
   }
 }
 
-// Returns the grid (strips of columns, thread blocks per strip). There are as many thread blocks per strip as are
-// resident at once, but so few that each thread adds about kAhead rows or more.
+// As many thread blocks per strip as are resident at once, but so few that each thread adds about kAhead rows or more.
 template <typename T, int kVec>
 dim3 partial_grid(int64_t rows, int64_t width) {
   constexpr int64_t kMaxRuns = 1024;
@@ -78,8 +75,7 @@ void launch(const ColumnSum<T>& p, Stream stream) {
 
 }  // namespace
 
-// Returns the larger of the sizes that the vectorized and the scalar kernel need, because the alignment of x is not
-// known yet.
+// The alignment of x is not known yet.
 template <typename T>
 int64_t column_sum_workspace(int64_t rows, int64_t width) {
   if (width == 0) return 0;

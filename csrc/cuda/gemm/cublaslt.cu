@@ -1,8 +1,6 @@
-// Matmuls by cuBLAS and cuBLASLt, and the dispatch between them and our own kernel (sm90_gelu.h).
-//
-// cuBLAS is column-major, so it sees each of our row-major matrices transposed. out = a @ b is therefore computed as
-// out^T = b^T @ a^T: cuBLAS's operand A is our b, cuBLAS's B is our a, and cuBLAS's rows are our columns. An operand
-// that is transposed in our memory is also transposed for cuBLAS.
+// Matmuls by cuBLAS and cuBLASLt, and the dispatch to our own kernel (sm90_gelu.h). cuBLAS is column-major and sees our
+// matrices transposed, so out = a @ b is computed as out^T = b^T @ a^T: cuBLAS's A is our b, its B is our a, and its
+// rows are our columns.
 #include <algorithm>
 #include <map>
 #include <mutex>
@@ -33,8 +31,7 @@ constexpr cublasOperation_t operation(bool transposed) {
   return transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
 }
 
-// Returns the handle's math mode, which says whether float32 matmuls may use TF32. torch sets the mode from
-// torch.backends.cuda.matmul whenever torch returns its handle.
+// torch sets the mode from torch.backends.cuda.matmul whenever it returns its handle.
 cublasMath_t math_mode(cublasHandle_t handle) {
   cublasMath_t mode = CUBLAS_DEFAULT_MATH;
   cublasGetMathMode(handle, &mode);
@@ -51,8 +48,8 @@ cublasComputeType_t compute_type(cublasHandle_t handle) {
 // ---------------------------------------------------------------------------------------------------------------
 // Products without an epilogue, computed by cublasGemmEx.
 
-// Forbids cuBLAS to round partial sums to bfloat16 or float16 when it splits a sum over thread blocks (split-K). The
-// handle belongs to torch, so the destructor restores the handle's mode.
+// Forbids cuBLAS to round split-K's partial sums to 16 bits. The destructor restores the mode, because the handle is
+// torch's.
 template <typename T>
 class WideSums {
  public:
@@ -70,7 +67,6 @@ class WideSums {
   cublasMath_t before_;
 };
 
-// Computes a matmul whose inner dimension is 0: sets the result to 0, or leaves it unchanged if p.accumulate.
 template <typename Out, typename T>
 MatmulStatus zero(Out* out, const Matmul<T>& p, Stream stream) {
   if (p.accumulate) return {};
@@ -112,16 +108,14 @@ cublasLtEpilogue_t epilogue(const Matmul<T>& p) {
   return p.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
 }
 
-// Returns the matrix that cuBLASLt's GELU epilogues write or read, or null if there is no GELU.
 template <typename T>
 const void* gelu_matrix(const Matmul<T>& p) {
   return p.dgelu_at ? p.dgelu_at : p.pre_gelu;
 }
 
-// Returns whether cuBLASLt's GELU epilogue can be used, and is not slower than a matmul followed by our GELU kernel.
-// cuBLASLt requires a leading dimension of the GELU matrix that is divisible by 8. cuBLASLt does not document the
-// accuracy of its tanh, but 16-bit results do not differ. For float32, the epilogues are not used, because in the
-// backward a TF32 matmul followed by our kernels is faster (docs/notes/mlp.md).
+// cuBLASLt requires a leading dimension of the GELU matrix divisible by 8. Its tanh's accuracy is undocumented, but
+// 16-bit results do not differ. For float32, a TF32 matmul followed by our kernels is faster in the backward
+// (docs/notes/mlp.md).
 template <typename T>
 bool supports_gelu_epilogue(const Matmul<T>& p) {
   return sizeof(T) == 2 && p.columns % 8 == 0 && alignment(gelu_matrix(p)) >= 16;
@@ -139,10 +133,9 @@ bool on_tensor_cores(cublasComputeType_t compute) {
   return sizeof(T) == 2 || compute == CUBLAS_COMPUTE_32F_FAST_TF32;
 }
 
-// Returns whether cuBLAS, which does not report its algorithm, may choose an algorithm that drops terms (adds_all_terms
-// in algorithm_cache.cu). If terms are dropped, at least `rest` terms are dropped, where `rest` is the number of terms
-// after the last whole step, or at least a whole step if `rest` is 0. The number of dropped terms is smaller than the
-// number of splits, which is at most the number of whole steps.
+// cuBLAS does not report its algorithm. An algorithm that drops terms (adds_all_terms() in algorithm_cache.cu) drops at
+// least `rest` terms (a whole step if `rest` is 0), but fewer than the number of splits, which is at most the number of
+// whole steps.
 template <typename T>
 bool may_drop_terms(const Matmul<T>& p, cublasComputeType_t compute) {
   if (!on_tensor_cores<T>(compute) || gelu_matrix(p) || p.rows == 0 || p.columns == 0 || p.batches == 0) return false;
@@ -192,7 +185,7 @@ template <typename T>
 ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
   int device = 0;
   cudaGetDevice(&device);
-  // Returns an alignment that the matrices of all batches have.
+  // The alignment of the matrices of all batches.
   const auto aligned = [&](const void* pointer, int64_t stride, size_t size) {
     return std::min(alignment(pointer), p.batches == 1 ? 256 : alignment(reinterpret_cast<void*>(stride * size)));
   };
@@ -222,7 +215,6 @@ ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
 
 constexpr int kCandidates = 8;
 
-// The plans of this process, protected by the mutex.
 std::mutex plans_mutex;
 std::map<ProductKey, MatmulPlan> plans;
 
@@ -259,7 +251,6 @@ MatmulStatus fused_product(const Matmul<T>& p, const MatmulPlan& plan, void* wor
 // ---------------------------------------------------------------------------------------------------------------
 // Our own kernels after a matmul.
 
-// Adds the bias to every row. Reads and writes `out` once. A thread holds one pack of the bias and loops over rows.
 template <typename T, int kVec>
 __global__ void matmul_bias_kernel(T* out, const T* bias, int64_t rows, int64_t columns, int64_t ld) {
   using A = accumulate_t<T>;
@@ -303,7 +294,6 @@ MatmulStatus product_and_bias(const Matmul<T>& p, cublasHandle_t handle, Stream 
   return status;
 }
 
-// Returns the arguments of the matmul alone, without GELU or GELU's gradient.
 template <typename T>
 Matmul<T> without_gelu(Matmul<T> p) {
   if (p.pre_gelu) p.out = p.pre_gelu;

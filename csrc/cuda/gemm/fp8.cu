@@ -1,6 +1,5 @@
-// Matmuls of float8 matrices by cuBLASLt. cuBLASLt is column-major, so our out = a @ b^T is computed as out^T = b @
-// a^T: cuBLASLt's A is our b, transposed, and cuBLASLt's B is our a. This is the only layout of float8 matrices that
-// cuBLASLt supports on Hopper: in both operands the terms of a sum are contiguous.
+// Float8 matmuls by column-major cuBLASLt: out = a @ b^T is computed as out^T = b @ a^T, where cuBLASLt's A is our b,
+// transposed, and its B is our a. On Hopper, cuBLASLt supports no other layout of float8.
 #include <map>
 #include <mutex>
 #include <vector>
@@ -25,8 +24,7 @@ constexpr cudaDataType_t type_of(Fp8Format format) {
   return format == Fp8Format::kE4M3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2;
 }
 
-// If the result is float32, cuBLASLt can add only a bfloat16 bias, but our bias is float32. A separate kernel then
-// adds the bias.
+// cuBLASLt adds a bfloat16 bias to a float32 result, but our bias is float32, and a separate kernel adds it.
 template <typename T>
 constexpr bool kFusesBias = sizeof(T) == 2;
 
@@ -102,7 +100,6 @@ Fp8Plan first_plan(const Fp8Matmul<T>& p, const ProductKey& key, cublasHandle_t 
   return plan;
 }
 
-// The plans of this process, protected by the mutex.
 std::mutex plans_mutex;
 std::map<ProductKey, Fp8Plan> plans;
 
@@ -116,7 +113,6 @@ MatmulStatus product(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace
   return {.cublas = problem.status};
 }
 
-// Adds the bias to every row.
 template <typename T>
 __global__ void fp8_matmul_bias_kernel(T* out, const T* bias, int64_t size, int64_t columns) {
   const int64_t stride = int64_t(gridDim.x) * blockDim.x;

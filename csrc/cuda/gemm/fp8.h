@@ -8,8 +8,8 @@ namespace gptkernels::cuda {
 
 // out (rows, columns) = alpha * scale_a * scale_b * a (rows, inner) @ b (columns, inner)^T + bias. out is dense; inner,
 // columns, a_ld and b_ld are multiples of kFp8Alignment; a and b begin at multiples of 16 bytes. With
-// fast_accumulation, all sums are accumulated in the tensor cores, with 14 bits of significand. Without
-// fast_accumulation, the sums of every 128 terms are added in float32.
+// fast_accumulation, tensor cores accumulate all sums, with 14 bits of significand; otherwise every 128 terms are added
+// in float32.
 template <typename T>
 struct Fp8Matmul {
   T* out;
@@ -26,25 +26,25 @@ struct Fp8Matmul {
   Fp8Format a_format;
   Fp8Format b_format;  // a and b are not both e5m2
   bool fast_accumulation;
-  bool accumulate;  // add the matmul to out; excludes a bias
+  bool accumulate;  // excludes a bias
   float alpha;
 };
 
 struct Fp8Plan {
-  bool found;           // whether cuBLASLt has an algorithm
-  bool needs_autotune;  // whether fp8_matmul_autotune may find a faster algorithm
+  bool found;
+  bool needs_autotune;  // autotuning may be faster
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes
 };
 
-// Chooses the algorithm of a matmul. Like matmul_plan(), the function asks cuBLASLt's heuristic once per shape.
+// Like matmul_plan(), asks cuBLASLt's heuristic once per shape.
 template <typename T>
 Fp8Plan fp8_matmul_plan(const Fp8Matmul<T>& p, cublasHandle_t handle);
 
-// Times cuBLASLt's algorithms for a plan with needs_autotune, once per shape and user (algorithm_cache.h). Returns the
-// plan with the fastest algorithm, which fp8_matmul_plan() returns from then on. The heuristic's first algorithm may be
-// 30 % slower. The function synchronises with the device; during graph capture it returns the plan unchanged. It writes
-// p.out, which must be scratch memory if the matmul accumulates. The workspace has kLargestWorkspace bytes.
+// Times cuBLASLt's algorithms once per shape and user (algorithm_cache.h), because the heuristic's first one may be 30
+// % slower; fp8_matmul_plan() returns the new plan from then on. Synchronises with the device; during graph capture
+// returns the plan unchanged. Writes p.out, which must be scratch memory if the matmul accumulates. The workspace has
+// kLargestWorkspace bytes.
 template <typename T>
 Fp8Plan fp8_matmul_autotune(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
                             Stream stream);

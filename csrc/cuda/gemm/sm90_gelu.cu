@@ -1,4 +1,4 @@
-// Matmuls for sm_90a with an epilogue: bias and GELU, or GELU's gradient and the gradient's sums over the rows.
+// Matmuls for sm_90a with bias and GELU, or with GELU's gradient and its sums over the rows.
 #include "backend.h"
 #include "cuda/common/partial_sums.cuh"
 #include "cuda/elementwise/gelu.cuh"
@@ -10,7 +10,7 @@ namespace {
 
 using namespace tile_product;
 
-[[maybe_unused]] constexpr int kAhead = 4;  // rows of `pre` in flight per warp
+[[maybe_unused]] constexpr int kAhead = 4;  // rows in flight per warp
 
 enum class Function { kGelu, kDgelu };
 
@@ -33,7 +33,6 @@ __device__ Words gelu_of(const Words& x) {
   return result;
 }
 
-// Returns `product` times GELU's derivative at `at`, and adds the unrounded results to `sums`.
 template <typename T>
 __device__ Words times_derivative(const Words& product, const Words& at, float (&sums)[8]) {
   Words result;
@@ -50,8 +49,7 @@ __device__ Words times_derivative(const Words& product, const Words& at, float (
 
 #endif
 
-// Implements the Epilogue interface of sm90_mainloop.cuh. Each lane processes 8 neighbouring columns, and keeps the
-// sums of these columns in registers.
+// Each lane keeps the sums of its 8 columns in registers.
 template <typename T, Function kFunction>
 struct GeluEpilogue {
   using Arguments = MatmulArguments<T>;
@@ -72,7 +70,6 @@ struct GeluEpilogue {
     for (int tile = blockIdx.x / kCluster; tile < tiles(p); tile += gridDim.x / kCluster) {
       const TilePosition at = tile_at(p, tile, rank);
       const int row = at.row + pair * kWarpRows, column = at.column + 8 * lane;
-      // The number of this lane's rows in the matrix; 0 or negative if there are none.
       const int rows = column < p.columns ? min(p.rows - row, kWarpRows) : 0;
       const int64_t first = static_cast<int64_t>(row) * p.columns + column;
       T* out = p.out + first;
@@ -111,7 +108,6 @@ struct GeluEpilogue {
   }
 
  private:
-  // Adds the column sums of four warps, which process 64 rows, and stores them.
   static __device__ void add_column_sums(const Arguments& p, uint8_t* shared_bytes, const TilePosition& at, int pair,
                                          unsigned phase, const float (&sums)[8]) {
     const int warpgroup = pair / 4, thread = threadIdx.x % kWarpgroup;
@@ -146,8 +142,7 @@ cudaError_t launch_gelu(const Matmul<T>& p, float* column_sums, Stream stream) {
   return launch<Epilogue, kRowsAreK>({make_product<kRowsAreK>(operands(p), p.out, p.bias), pre, column_sums}, stream);
 }
 
-// Launches the kernel for the layout of b. If b is not transposed, b is stored as (inner, columns), and kRowsAreK is
-// true. This is the case in nn.Linear's backward and Conv1D's forward.
+// b is not transposed in nn.Linear's backward and Conv1D's forward.
 template <typename T, Function kFunction>
 cudaError_t launch_gelu(const Matmul<T>& p, float* column_sums, Stream stream) {
   return p.b_transposed ? launch_gelu<T, kFunction, false>(p, column_sums, stream)
@@ -156,14 +151,12 @@ cudaError_t launch_gelu(const Matmul<T>& p, float* column_sums, Stream stream) {
 
 // ---- which matmuls these kernels support ----------------------------------------------------------------------------
 
-// Returns whether the kernels have code for this device. The function checks one kernel, because all kernels are
-// compiled for the same architectures.
+// All kernels are compiled for the same architectures.
 template <typename T>
 bool built() {
   return built_for_wgmma<matmul_wgmma_kernel<GeluEpilogue<T, Function::kGelu>, false>>();
 }
 
-// Returns whether the kernels support the matmul's sizes and addresses.
 template <typename T>
 bool supports(const Matmul<T>& p) {
   const bool plain = p.batches == 1 && p.alpha == 1 && !p.wide_out && !p.accumulate;
@@ -172,9 +165,8 @@ bool supports(const Matmul<T>& p) {
   return supports(operands(p)) && all_aligned(p.out, p.pre_gelu, p.dgelu_at) && built<T>();
 }
 
-// Returns whether our kernel is faster than cuBLASLt. Our kernel is faster for GELU, and for GELU's gradient if the
-// separate pass for the column sums is also avoided (docs/notes/linear.md). If the matmul consists of only a few of
-// the large tiles, some SMs are idle at the end, and cuBLASLt's smaller tiles are faster.
+// Our kernel is faster for GELU, and for GELU's gradient if a separate pass for the column sums is also avoided
+// (docs/notes/linear.md). With only a few large tiles, some SMs are idle at the end, and cuBLASLt is faster.
 template <typename T>
 bool is_faster(const Matmul<T>& p) {
   constexpr double kBusy = 0.85;
@@ -193,7 +185,6 @@ bool matmul_sm90_supports(const Matmul<T>& p) {
   }
 }
 
-// Returns the size of the workspace in bytes. The workspace holds the partial column sums of every 64 rows.
 template <typename T>
 int64_t matmul_sm90_workspace(const Matmul<T>& p) {
   return p.column_sums ? tiles_down(p.rows) * (kCluster * kRows / 64) * p.columns * int64_t(sizeof(float)) : 0;

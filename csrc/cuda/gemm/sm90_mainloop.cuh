@@ -1,20 +1,15 @@
 // Matmuls for sm_90a by wgmma and TMA, for gemm/sm90_gelu.cu and loss/sm90_linear_cross_entropy.cu. Separate warps
 // compute the epilogue of a tile while the tensor cores compute the next tile.
 //
-// A cluster of two thread blocks computes tiles of 256 x 256, one after the other. Each thread block computes 128 of
-// the rows. The tile's columns of b are multicast: each thread block loads half of them into the shared memory of both
-// thread blocks. A thread block has five warpgroups:
+// A cluster of two thread blocks computes tiles of 256 x 256, 128 rows per thread block. Each thread block loads half
+// of b's columns, multicast to both. The warpgroups of a thread block:
 //
 //   0     one thread loads the operands into a ring in shared memory
-//   1, 2  the MMA warps: each warpgroup computes 64 rows of the tile, in float32 registers
-//   3, 4  the epilogue warps
+//   1, 2  MMA warps: each warpgroup computes 64 rows of the tile, in float32 registers
+//   3, 4  epilogue warps
 //
-// Each MMA warp is paired with an epilogue warp. When its 16 rows are complete, the MMA warp rounds them (with the
-// bias) to T, stores them in shared memory, and continues with the next tile. The epilogue warp processes these rows
-// while the next tile is computed. Each lane processes 8 columns, so that the warp reads and writes whole rows.
-//
-// kRowsAreK is true if b is stored as (inner, columns), and false if b is stored as (columns, inner). An epilogue is a
-// class with these members:
+// Each MMA warp rounds its 16 complete rows (with the bias) to T, and passes them in shared memory to its epilogue
+// warp, where each lane has 8 columns. kRowsAreK: b is stored as (inner, columns), otherwise as (columns, inner).
 //
 //   struct Epilogue {
 //     using Arguments;                   derived from TileProduct<T>, with the epilogue's own arguments
@@ -39,23 +34,22 @@
 
 namespace gptkernels::cuda::tile_product {
 
-constexpr int kCluster = 2;                              // thread blocks per cluster
+constexpr int kCluster = 2;                              // thread blocks
 constexpr int kRows = 128, kColumns = 256, kInner = 64;  // the thread block's part of a tile; a step sums kInner terms
 constexpr int kStages = 3;
 constexpr int kThreads = 5 * kWarpgroup;
-constexpr int kPairs = 8;  // pairs of an MMA warp and an epilogue warp
+constexpr int kPairs = 8;  // MMA and epilogue warps
 constexpr int kWarpRows = 16;
 
-// Shared memory.
 constexpr int kABytes = kRows * kPanelRowBytes;
 constexpr int kBBytes = kColumns * kPanelRowBytes;
-constexpr int kBPanel = kInner * kPanelRowBytes;  // 64 columns of b, if b is stored as (inner, columns)
+constexpr int kBPanel = kInner * kPanelRowBytes;  // of 64 columns, if kRowsAreK
 constexpr int kStageBytes = kABytes + kBBytes;
 constexpr int kRoundedRowBytes = 2 * kColumns;
 constexpr int kRoundedAt = kStages * kStageBytes;
 constexpr int kSumsAt = kRoundedAt + kRows * kRoundedRowBytes;
-constexpr int kSumsBytes = kPairs * kColumns * 4;  // bytes of each of two buffers, which are used alternately
-constexpr int kBiasAt = kSumsAt;  // the bias is in the place of the sums, which kernels with a bias do not have
+constexpr int kSumsBytes = kPairs * kColumns * 4;  // two buffers alternate
+constexpr int kBiasAt = kSumsAt;                   // kernels with a bias have no sums
 constexpr int kMaxBias = 2 * kSumsBytes / 2;
 constexpr int kBarriersAt = kSumsAt + 2 * kSumsBytes;
 constexpr int kBarriers = 2 * kStages + 2 * kPairs;
@@ -70,22 +64,20 @@ struct TileProduct {
   const T* bias;  // or null
   int rows;
   int columns;
-  int steps;  // steps of kInner terms
-  int tiles;  // tiles of 256 x 256
+  int steps;  // of kInner terms
+  int tiles;  // of 256 x 256
   int tiles_down;
   int tiles_across;
 };
 
 #if GPTKERNELS_WGMMA
 
-// The first row and column of a thread block's part of a tile.
 struct TilePosition {
   int row;
   int column;
 };
 
-// Addresses of the mbarriers in shared memory. `rounded` completes when the MMA warp has stored its rows, and `taken`
-// completes when the epilogue warp has read these rows.
+// `rounded` completes when the MMA warp has stored its rows, `taken` when the epilogue warp has read them.
 struct Barriers {
   uint32_t first;
   __device__ uint32_t full(int slot) const { return first + 8 * slot; }
@@ -94,14 +86,12 @@ struct Barriers {
   __device__ uint32_t taken(int pair) const { return first + 8 * (2 * kStages + kPairs + pair); }
 };
 
-// Returns the position of the tile in row `down` and column `across` of the grid of tiles.
 __device__ inline TilePosition tile_position(int down, int across, int rank) {
   return {down * (kCluster * kRows) + rank * kRows, across * kColumns};
 }
 
 // ---- warpgroup 0 ----------------------------------------------------------------------------------------------------
 
-// Loads the operands of all of the thread block's tiles into the ring. One thread calls this function.
 template <typename Epilogue, bool kRowsAreK>
 __device__ void load_operands(const typename Epilogue::Arguments& p, uint32_t shared, const Barriers& barriers,
                               int rank) {
@@ -117,7 +107,7 @@ __device__ void load_operands(const typename Epilogue::Arguments& p, uint32_t sh
       mbarrier_expect(full, kStageBytes);
       tma_load(a, p.a, step * kInner, at.row, full);
       if constexpr (kRowsAreK) {
-        constexpr int kPanels = kColumns / kPanelColumns / kCluster;  // panels that each thread block loads
+        constexpr int kPanels = kColumns / kPanelColumns / kCluster;
         for (int i = rank * kPanels; i < (rank + 1) * kPanels; ++i)
           tma_load_multicast(b + i * kBPanel, p.b, at.column + i * kPanelColumns, step * kInner, full, kAll);
       } else {
@@ -131,18 +121,16 @@ __device__ void load_operands(const typename Epilogue::Arguments& p, uint32_t sh
 
 // ---- warpgroups 1 and 2 ---------------------------------------------------------------------------------------------
 
-// Returns the offset of 16-byte chunk `chunk` of row `row` in a warp's rounded rows.
 __device__ inline uint32_t rounded_offset(int row, int chunk) {
   return row * kRoundedRowBytes + ((chunk ^ (row % 8)) << 4);
 }
 
-// Adds the bias to the sums in half the columns of a warp's 16 rows, rounds the results, and stores them in shared
-// memory. `own` is the address to which the lane stores, and `bias` is the address of the bias of the lane's columns.
+// Rounds half the columns of a warp's 16 rows, with the bias, to shared memory.
 template <bool kBias, typename T>
 __device__ void round_half(const float (&sums)[kColumns / 4], uint32_t own, uint32_t bias) {
 #pragma unroll
   for (int group = 0; group < kColumns / 128; ++group) {
-    uint32_t pairs[8];  // the bias of two columns each
+    uint32_t pairs[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) pairs[i] = kBias ? load_word(bias + 128 * group + 16 * i) : 0x80008000u;  // -0
 #pragma unroll
@@ -161,7 +149,6 @@ __device__ void round_half(const float (&sums)[kColumns / 4], uint32_t own, uint
   }
 }
 
-// Computes the thread block's tiles, and rounds them for the epilogue. The MMA warps call this function.
 template <typename Epilogue, bool kRowsAreK>
 __device__ void multiply(const typename Epilogue::Arguments& p, uint8_t* shared_bytes, const Barriers& barriers,
                          int rank) {
@@ -172,13 +159,12 @@ __device__ void multiply(const typename Epilogue::Arguments& p, uint8_t* shared_
   const int pair = __shfl_sync(~0u, threadIdx.x / 32 - 4, 0);
   const uint32_t rounded = shared + kRoundedAt + pair * kWarpRows * kRoundedRowBytes;
   const uint32_t own = rounded + rounded_offset(lane % 16, lane / 16);
-  // When a stage has been read, lane 0 tells thread block 0 of the cluster, and lane 1 tells thread block 1.
+  // Lane 0 releases a stage in thread block 0 of the cluster, lane 1 in thread block 1.
   const uint32_t empty_barriers = in_block(shared_bytes + kBarriersAt + 8 * kStages, lane % kCluster);
 
-  float sums[2][kColumns / 4];  // one array for each half of the columns
+  float sums[2][kColumns / 4];  // halves of the columns
   RingPosition<kStages> ring;
 
-  // Issues the wgmmas of a step for half the columns.
   const auto start = [&](auto half, bool first) {
     constexpr int kHalf = decltype(half)::value;
     constexpr int kHalfStep = (kRowsAreK ? 2 * kBPanel : kColumns / 2 * kPanelRowBytes) >> 4;
@@ -203,7 +189,6 @@ __device__ void multiply(const typename Epilogue::Arguments& p, uint8_t* shared_
     const int first = column + kHalf * (kColumns / 2);
     round_half<Epilogue::kBias, T>(sums[kHalf], own + kHalf * kColumns, shared + kBiasAt + 2 * (first + lane % 4 * 2));
   };
-  // Rounds the second half of the columns, and hands the rows over to the epilogue warp.
   const auto hand_over = [&](int column) {
     round(Constant<1>{}, column);
     __syncwarp();
@@ -250,7 +235,6 @@ __device__ void multiply(const typename Epilogue::Arguments& p, uint8_t* shared_
 
 // ---- helpers for the epilogues (warpgroups 3 and 4) -----------------------------------------------------------------
 
-// Returns the address of the rounded rows of a pair of warps.
 __device__ inline uint32_t rounded_rows(const uint8_t* shared_bytes, int pair) {
   return shared_address(shared_bytes) + kRoundedAt + pair * kWarpRows * kRoundedRowBytes;
 }
@@ -265,8 +249,7 @@ __device__ inline Words load_shared(uint32_t shared) {
   return w;
 }
 
-// Loads 8 elements that are read once, if `inside` is true. The function has no branch and no return value, because
-// with either of them the compiler would wait for the load at once.
+// No branch and no return value, because with either the compiler would wait for the load at once.
 template <typename T>
 __device__ void load_once(Words& w, const T* global, bool inside) {
   asm volatile(
@@ -335,7 +318,6 @@ __global__ void __launch_bounds__(kStubThreads)
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// Returns the number of clusters that run at the same time.
 inline int64_t max_clusters() {
   return multiprocessors() / kCluster;
 }
@@ -346,7 +328,7 @@ inline int64_t tiles_across(int64_t columns) {
   return ceil_div(columns, kColumns);
 }
 
-// Returns a lower bound on the fraction of the kernel's time for which the SMs have work.
+// A lower bound on the fraction of the kernel's time for which the SMs have work.
 inline double busy(int64_t tiles) {
   return static_cast<double>(tiles) / static_cast<double>(ceil_div(tiles, max_clusters()) * max_clusters());
 }
@@ -358,8 +340,6 @@ struct Operands {
   int64_t rows, columns, inner, a_ld, b_ld;
 };
 
-// Returns whether the kernel supports the operands: TMA and 32-bit indices support their sizes and addresses, rows can
-// be accessed 16 bytes at a time, and the sums have more than kInner terms.
 template <typename T>
 bool supports(const Operands<T>& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
@@ -370,7 +350,6 @@ bool supports(const Operands<T>& p) {
   return all_aligned(p.a, p.b) && tensor_map_encoder();
 }
 
-// Returns the arguments of a matmul. If kRowsAreK, b is stored as (inner, columns), otherwise as (columns, inner).
 template <bool kRowsAreK, typename T>
 TileProduct<T> make_product(const Operands<T>& p, T* out, const T* bias) {
   return {.a = matrix_map<T>(p.a, p.rows, p.inner, p.a_ld, kRows, kInner),

@@ -1,8 +1,8 @@
 // Decoding attention: one query per attention head over the keys and values in the cache.
 //
-// decode_attention_kernel is for sm_90 and later, 16-byte aligned tensors other than float64, and HS of 4, 8, 16 or 32
-// packs of 16 bytes. A cluster of 8 thread blocks processes an attention head. A lane loads one pack of a key, so HS /
-// pack lanes form a team that loads a whole key. The teams of the cluster take the keys round robin:
+// decode_attention_kernel (sm_90 and later; 16-byte aligned, not float64; HS of 4, 8, 16 or 32 packs of 16 bytes): a
+// cluster of 8 thread blocks per attention head. HS / pack lanes form a team that loads whole keys, one pack per lane;
+// the teams of the cluster take the keys round robin.
 //
 //   each team, with kDepth keys and values in registers:
 //     load the first keys and values
@@ -15,8 +15,7 @@
 //   each thread block: merge the warps through shared memory, write the result to the first thread block
 //   the first thread block: merge the thread blocks; store out / sum
 //
-// decode_attention_simple_kernel supports all other cases, with one thread block per attention head and one key per
-// warp.
+// All other cases: decode_attention_simple_kernel.
 #pragma once
 
 #include "../../decode.h"
@@ -34,7 +33,7 @@ struct DecodeAttention {
   const accumulate_t<T>* query;  // (B, NH, HS)
   const T* keys;                 // (B, NH, capacity, HS)
   const T* values;               // (B, NH, capacity, HS)
-  const int64_t* lengths;        // (B): number of keys, including the newest
+  const int64_t* lengths;        // (B), including the newest
   int64_t batch;
   int64_t heads;
   int64_t capacity;
@@ -44,15 +43,13 @@ struct DecodeAttention {
 constexpr int kDecodeAttentionThreads = 128;
 constexpr int kDecodeAttentionWarps = kDecodeAttentionThreads / kWarp;
 
-// The state of an online softmax: the largest score so far and the sum of exp(score - maximum).
 template <typename T>
 struct RunningSoftmax {
   using A = accumulate_t<T>;
   A maximum = -INFINITY;
   A sum = 0;
 
-  // Merges another softmax into this one. The caller must multiply its sums by `scale`, and the other softmax's sums by
-  // `other_scale`.
+  // The caller must multiply its sums by `scale`, and the other softmax's sums by `other_scale`.
   __device__ void join(A other_maximum, A other_sum, A& scale, A& other_scale) {
     const A largest = fmax(maximum, other_maximum);
     const A origin = largest == -INFINITY ? A(0) : largest;
@@ -63,14 +60,12 @@ struct RunningSoftmax {
   }
 };
 
-// Partial softmaxes of warps or thread blocks, in shared memory, and their sums of values.
 template <typename T, int kParts, int kHeadSize>
 struct DecodeAttentionParts {
   accumulate_t<T> out[kParts][kHeadSize];
   accumulate_t<T> maximum[kParts], sum[kParts];
 };
 
-// Merges the parts. Returns element i of the sum of values, and the merged softmax in `all`.
 template <typename T, int kParts, int kHeadSize>
 __device__ __forceinline__ accumulate_t<T> merge_parts(RunningSoftmax<T>& all,
                                                        const DecodeAttentionParts<T, kParts, kHeadSize>& parts, int i) {
@@ -129,17 +124,16 @@ __global__ void __launch_bounds__(kDecodeAttentionThreads)
 
 // ---- the fast kernel: one cluster of thread blocks per attention head -----------------------------------------------
 
-constexpr int kDecodeSplits = 8;  // thread blocks of a cluster
+constexpr int kDecodeSplits = 8;  // cluster size
 
-// __cluster_dims__ does not compile below sm_90. There the kernel is empty and is never launched.
+// __cluster_dims__ does not compile below sm_90, where the kernel is empty and never launched.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
 #define DECODE_CLUSTER
 #else
 #define DECODE_CLUSTER __cluster_dims__(kDecodeSplits, 1, 1)
 #endif
 
-// A team of kLanes lanes loads a key, one pack per lane. The cluster reads kAtOnce keys at a time; key j belongs to
-// team j % kAtOnce.
+// Key j belongs to team j % kAtOnce of the cluster.
 template <typename T, int kLanes>
 struct DecodeAttentionShape {
   static constexpr int kVec = kPack<T>;
@@ -149,7 +143,6 @@ struct DecodeAttentionShape {
   static constexpr int kDepth = 8;  // keys in flight per team
 };
 
-// A lane's packs of kDepth keys and values of its team.
 template <typename T, int kLanes>
 struct DecodeKeys {
   using Shape = DecodeAttentionShape<T, kLanes>;
@@ -158,7 +151,6 @@ struct DecodeKeys {
 
 #if GPTKERNELS_HOPPER
 
-// Stores 4 bytes to the same shared variable of thread block `rank` of the cluster.
 template <typename V>
 __device__ void store_remote(V* shared, V value, unsigned rank) {
   static_assert(sizeof(V) == 4);
@@ -167,8 +159,7 @@ __device__ void store_remote(V* shared, V value, unsigned rank) {
                : "memory");
 }
 
-// Loads the keys and values `start`, start + kAtOnce, ...; sets keys and values from `end` on to 0. `keys` and `values`
-// point to the lane's pack of key 0 and value 0.
+// Loads the keys and values start, start + kAtOnce, ...; those from `end` on become 0.
 template <typename T, int kLanes>
 __device__ __forceinline__ void load_keys(DecodeKeys<T, kLanes>& loaded, const T* keys, const T* values, int64_t start,
                                           int64_t end) {
@@ -184,8 +175,6 @@ __device__ __forceinline__ void load_keys(DecodeKeys<T, kLanes>& loaded, const T
   }
 }
 
-// Adds the loaded keys and values to the team's softmax and to its sum of values, `out`. Keys beyond `position` are
-// ignored.
 template <typename T, int kLanes>
 __device__ __forceinline__ void add_keys(RunningSoftmax<T>& softmax, accumulate_t<T> (&out)[kPack<T>],
                                          const accumulate_t<T> (&query)[kPack<T>], const DecodeKeys<T, kLanes>& loaded,
@@ -224,7 +213,6 @@ __device__ __forceinline__ void add_keys(RunningSoftmax<T>& softmax, accumulate_
   }
 }
 
-// Merges the softmaxes and sums of the warp's teams. Every lane gets the result for its columns.
 template <typename T, int kLanes>
 __device__ __forceinline__ void merge_teams(RunningSoftmax<T>& softmax, accumulate_t<T> (&out)[kPack<T>], int lane) {
   using A = accumulate_t<T>;
@@ -263,13 +251,12 @@ __global__ void DECODE_CLUSTER __launch_bounds__(kDecodeAttentionThreads)
   const int lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
   const int split = static_cast<int>(cluster_rank());
   const int64_t row = blockIdx.x / kDecodeSplits, position = min(p.lengths[row / p.heads], p.capacity) - 1;
-  const int column = threadIdx.x % kLanes * kVec;                      // the first column of the lane's pack
+  const int column = threadIdx.x % kLanes * kVec;                      // of the lane's pack
   const int64_t first = threadIdx.x / kLanes * kDecodeSplits + split;  // the team's first key
   const T* keys = p.keys + row * p.capacity * kHeadSize + column;
   const T* values = p.values + row * p.capacity * kHeadSize + column;
 
-  // Earlier decoding steps wrote all keys and values but the newest, so the first keys and values can be loaded before
-  // the previous kernel has finished.
+  // Earlier decoding steps wrote all keys and values but the newest, so they are loaded before the wait.
   DecodeKeys<T, kLanes> loaded;
   load_keys(loaded, keys, values, first, position);
   wait_for_previous_kernel();
@@ -322,7 +309,6 @@ __global__ void DECODE_CLUSTER __launch_bounds__(kDecodeAttentionThreads)
 
 // ---- the launch -----------------------------------------------------------------------------------------------------
 
-// Launches the fast kernel if HS is one of the listed numbers of packs. Returns whether the kernel has been launched.
 template <typename T, int... kLanes>
 bool launch_decode_attention(const DecodeAttention<T>& p, Stream stream) {
   const auto launch = [&](auto lanes) {

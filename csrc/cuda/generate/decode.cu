@@ -1,5 +1,5 @@
-// One decoding step: computes GPT-2's logits for the newest token of each of B sequences, with the keys and values of
-// earlier tokens in a cache. A layer consists of five kernels, and two more if its layer norms are not fused:
+// One decoding step: GPT-2's logits for the newest token of each of B sequences, with keys and values of earlier tokens
+// in a cache. A layer takes five kernels, and two more if its layer norms are not fused:
 //
 //   residual = wte[token] + wpe[position]
 //   for each layer:
@@ -10,9 +10,9 @@
 //     residual += fc_projection(hidden)
 //   logits = lm_head(layernorm(residual))
 //
-// All kernels but the embedding use programmatic dependent launch. The embedding is launched normally, so it starts
-// only after all work that precedes the step. Therefore every kernel of the step may read what was written before the
-// step (weights, lengths, earlier keys and values) without waiting for the previous kernel.
+// All kernels but the embedding use programmatic dependent launch. The embedding starts after all earlier work, so
+// every kernel of the step may read older data (weights, lengths, earlier keys and values) before the previous kernel
+// ends.
 #include "../../decode.h"
 #include "attention.cuh"
 #include "cuda/embedding/token.cuh"
@@ -25,8 +25,7 @@ struct NewestToken {
   int64_t position, token;
 };
 
-// Returns the position and the token of sequence b. The host does not read lengths and tokens, so an invalid length or
-// token fails a device-side assertion.
+// Asserts on the device, because the host does not read lengths and tokens.
 template <typename T>
 __device__ NewestToken newest_token(const Decode<T>& p, int64_t b) {
   const int64_t length = p.lengths[b], most = min(p.capacity, p.sequence_length);
@@ -40,7 +39,6 @@ __device__ NewestToken newest_token(const Decode<T>& p, int64_t b) {
   return {length - 1, max(token, int64_t{0})};
 }
 
-// Computes out (B, C) = wte[token] + wpe[position]. Each thread block computes one row.
 template <typename T>
 __global__ void __launch_bounds__(kDecodeThreads)
     decode_embedding_kernel(accumulate_t<T>* out, const __grid_constant__ Decode<T> p) {

@@ -1,18 +1,14 @@
-// Matmuls of a matrix and a few vectors, out (B, M) = x (B, K) @ weight (M, K)^T, with an epilogue and optionally a
-// preceding layer norm of x. The kernels take about as long as reading the weights once. x and all sums are float32
-// (float64 for float64).
-//
-// In decode_product_kernel, a thread block computes `block_rows` rows of the weight. A row is divided into `slices` of
-// equal size, and each warp multiplies one slice of its rows:
+// out (B, M) = x (B, K) @ weight (M, K)^T for small B, with an epilogue and optionally a preceding layer norm of x, in
+// about the time of reading the weights once. x and sums are float32 (float64 for float64). In decode_product_kernel, a
+// row of the weight is divided into `slices`, one per warp:
 //
 //   load the first rows of the weight (and of the norm)   they do not depend on earlier kernels
 //   wait for the previous kernel; load x; normalise x     x stays in registers if B = 1
 //   for each group of kRows rows: dot products, warp reductions, partial sums to shared memory; load the next rows
 //   sum the slices, add the bias, apply the epilogue
 //
-// The weights that are loaded before the wait (programmatic dependent launch) keep the memory busy while the previous
-// kernel ends. The norm is fused if B = 1 and a row is one slice; otherwise decode_norm_kernel runs first. Shapes that
-// are not aligned to 16 bytes, and very long rows, use decode_product_simple_kernel.
+// Loads before the wait (programmatic dependent launch) keep the memory busy while the previous kernel ends. The norm
+// is fused if B = 1 and a row is one slice. Unaligned shapes and very long rows use decode_product_simple_kernel.
 #pragma once
 
 #include <algorithm>
@@ -33,7 +29,6 @@ struct DecodeProductSizes {
   int64_t inner;  // K
 };
 
-// The operation that is applied to the sums after the bias has been added.
 template <typename T>
 struct DecodeEpilogue {
   using A = accumulate_t<T>;
@@ -42,12 +37,11 @@ struct DecodeEpilogue {
   A* out;         // kAdd, kGelu*: (B, M), added to or written; kQueryKeyValue: the query (B, C)
   T* narrow_out;  // kLogits: (B, M); kQueryKeyValue: the layer's keys and values (2, B, NH, capacity, HS)
   // For kQueryKeyValue only:
-  const int64_t* lengths = nullptr;  // (B): number of tokens, including the newest
+  const int64_t* lengths = nullptr;  // (B), including the newest
   int64_t width = 0;                 // C
   int64_t head_size = 0;             // HS
   int64_t capacity = 0;
 
-  // The operands of the epilogue besides the sum, which are loaded before the sum is known.
   struct Preloaded {
     A value;
     int64_t position;
@@ -69,7 +63,6 @@ struct DecodeEpilogue {
   }
 
  private:
-  // Stores one row of qkv: the query to `out`, key and value to the cache.
   __device__ void store_query_key_value(int64_t b, int64_t row, A sum, int64_t position, int64_t batch) const {
     if (row < width) {
       out[b * width + row] = sum;
@@ -86,7 +79,7 @@ template <typename T>
 struct DecodeProduct {
   DecodeEpilogue<T> epilogue;
   const accumulate_t<T>* x;  // (B, K)
-  const T* norm_weight;      // (K), or null for no layer norm
+  const T* norm_weight;      // (K); null: no layer norm
   const T* norm_bias;        // (K) or null
   const T* weight;           // (M, K)
   const T* bias;             // (M) or null
@@ -99,7 +92,6 @@ constexpr int kDecodeWarps = kDecodeThreads / kWarp;
 
 // ---- the simple kernels: any shape ----------------------------------------------------------------------------------
 
-// Computes out (B, K) = layernorm(x). Each thread block computes one row.
 template <typename T>
 __global__ void __launch_bounds__(kDecodeThreads)
     decode_norm_kernel(accumulate_t<T>* out, const __grid_constant__ DecodeProduct<T> p) {
@@ -120,7 +112,6 @@ __global__ void __launch_bounds__(kDecodeThreads)
   }
 }
 
-// Each warp multiplies one row of the weight with all rows of x.
 template <typename T>
 __global__ void __launch_bounds__(kDecodeThreads)
     decode_product_simple_kernel(const __grid_constant__ DecodeProduct<T> p) {
@@ -142,22 +133,21 @@ __global__ void __launch_bounds__(kDecodeThreads)
 
 // ---- the fast kernel ------------------------------------------------------------------------------------------------
 
-// The division of a matmul among warps and thread blocks.
 struct DecodeLayout {
-  int slices;      // slices of a weight row, each for one warp; 0: the fast kernel does not support the shape
-  int packs;       // packs of a slice (the last slice may be shorter)
-  int block_rows;  // weight rows per thread block
+  int slices;  // 0: the fast kernel does not support the shape
+  int packs;   // the last slice may have fewer
+  int block_rows;
 };
 
-constexpr int kDecodePacks = 12;  // packs of weights in flight per thread
+constexpr int kDecodePacks = 12;  // in flight per thread
 
 template <typename T, int kPacks>
 struct DecodeShape {
   static constexpr int kVec = kPack<T>;
-  static constexpr int kRows = std::max(1, kDecodePacks / kPacks);  // weight rows in flight per warp
+  static constexpr int kRows = std::max(1, kDecodePacks / kPacks);  // in flight per warp
 };
 
-// Loads a pack of weights. Every weight is read once, by one warp, so it is not allocated in L1.
+// Every weight is read once, and not allocated in L1.
 template <typename T>
 __device__ Packed<T, kPack<T>> load_weights(const T* p) {
   uint4 words;
@@ -167,7 +157,6 @@ __device__ Packed<T, kPack<T>> load_weights(const T* p) {
   return reinterpret_cast<const Packed<T, kPack<T>>&>(words);
 }
 
-// Loads kCount neighbouring activations.
 template <int kCount, typename A>
 __device__ void load_activations(A* to, const A* from) {
   constexpr int kStep = std::min(kCount, kPack<A>);
@@ -179,7 +168,7 @@ __device__ void load_activations(A* to, const A* from) {
   }
 }
 
-// A slice of a vector in the registers of a warp. Lane l holds the packs l, l + 32, ...; packs beyond the slice are 0.
+// Lane l holds the packs l, l + 32, ... of a slice; packs beyond the slice are 0.
 template <typename T, int kPacks>
 struct DecodeVector {
   using A = accumulate_t<T>;
@@ -234,8 +223,7 @@ struct DecodeVector {
   }
 };
 
-// The norm's weight and bias in registers, distributed like DecodeVector. They stay in T, which takes fewer registers
-// than float32.
+// Distributed like DecodeVector, but in T, which takes fewer registers than float32.
 template <typename T, int kPacks>
 struct DecodeNorm {
   static constexpr int kVec = kPack<T>;
@@ -267,8 +255,7 @@ struct DecodeNorm {
   }
 };
 
-// If kNorm, the kernel also computes the layer norm, which requires B = 1 and one slice. Every warp normalises x for
-// itself.
+// kNorm requires B = 1 and one slice, because every warp normalises all of x.
 template <typename T, int kPacks, bool kNorm>
 __global__ void __launch_bounds__(kDecodeThreads, kNorm&& kPacks > 3 ? 1 : 2)
     decode_product_kernel(const __grid_constant__ DecodeProduct<T> p, const __grid_constant__ DecodeLayout layout) {
@@ -303,7 +290,6 @@ __global__ void __launch_bounds__(kDecodeThreads, kNorm&& kPacks > 3 ? 1 : 2)
   load_rows(group);
   DecodeNorm<T, kPacks> norm;
   if constexpr (kNorm) norm.load(p, packs);
-  // The bias of the thread's first output is loaded before the wait, the epilogue's operands right after the wait.
   const int count = rows * static_cast<int>(p.sizes.batch);
   const bool any = threadIdx.x < count;
   const int64_t b0 = threadIdx.x / rows, row0 = first + threadIdx.x % rows;
@@ -347,10 +333,9 @@ __global__ void __launch_bounds__(kDecodeThreads, kNorm&& kPacks > 3 ? 1 : 2)
 
 // ---- the launch -----------------------------------------------------------------------------------------------------
 
-constexpr int kDecodeMaxPacks = 8;  // maximum packs of a slice per lane
+constexpr int kDecodeMaxPacks = 8;  // of a slice per lane
 
-// Returns the division of the matmul. It has 0 slices if the fast kernel does not support the shape: rows that do not
-// begin at multiples of 16 bytes, or rows too long for kDecodeWarps slices.
+// 0 slices if rows are not aligned to 16 bytes, or too long for kDecodeWarps slices.
 template <typename T>
 DecodeLayout decode_layout(const DecodeProduct<T>& p) {
   constexpr int kMaxShared = 32 << 10, kBlocksEach = 2;
@@ -359,18 +344,16 @@ DecodeLayout decode_layout(const DecodeProduct<T>& p) {
   const int64_t packs = p.sizes.inner / kPack<T>;
   int slices = 1;
   while (slices <= kDecodeWarps && ceil_div(packs, slices) > int64_t{kDecodeMaxPacks} * kWarp) slices *= 2;
-  // Without a norm, prefer slices of at most 4 packs per lane: then several rows are in flight per warp.
+  // Without a norm, slices have at most 4 packs per lane, so that several rows are in flight per warp.
   while (!p.norm_weight && slices < kDecodeWarps && ceil_div(packs, slices) > int64_t{4} * kWarp) slices *= 2;
   if (slices > kDecodeWarps) return {};
-  // One thread block per SM leaves room for the next kernel's thread blocks. With many rows there are two thread blocks
-  // per SM.
+  // One thread block per SM leaves room for the next kernel's thread blocks; many rows need two per SM.
   int64_t rows = ceil_div(p.sizes.rows, multiprocessors());
   if (rows > kFewRows) rows = ceil_div(p.sizes.rows, int64_t{kBlocksEach} * multiprocessors());
   rows = std::min(rows, kMaxShared / (p.sizes.batch * slices * static_cast<int64_t>(sizeof(accumulate_t<T>))));
   return {slices, static_cast<int>(ceil_div(packs, slices)), static_cast<int>(rows)};
 }
 
-// Launches the fast kernel with the smallest listed number of packs per lane that is sufficient.
 template <typename T, bool kNorm, int kFirst, int... kOthers>
 void launch_decode_product(const DecodeProduct<T>& p, const DecodeLayout& layout, Stream stream) {
   if constexpr (sizeof...(kOthers) > 0)

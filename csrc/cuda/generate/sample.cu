@@ -1,6 +1,5 @@
-// Draws the next token of each row of logits. A cluster of 8 thread blocks processes a row (one thread block below
-// sm_90). x stays in shared memory, up to 8192 elements per thread block. If all x of a row fit, the logits are read
-// once; otherwise each pass reads the remaining logits again.
+// Draws the next token of each row of logits, by a cluster of 8 thread blocks per row (one thread block below sm_90).
+// Up to 8192 x per thread block stay in shared memory; each pass reads further logits again.
 //
 //   x = logits / temperature
 //   if max x is not finite: return -1
@@ -16,14 +15,14 @@
 //   if top_p < 1: threshold = smallest x that top_p keeps     by radix search with weights exp(x - max x)
 //   return argmax of exp(x - max x) / noise over x >= threshold
 //
-// The radix search finds the largest key for which the weights of all keys not below it sum to at least `requested`:
+// The radix search finds the largest key such that the weights of all keys >= it sum to at least `requested`:
+//
 //   for each of the key's four digits, which have 8 bits, the highest first:
 //     histogram[d] = sum of the weights of all keys that begin with the digits found so far, followed by d
 //     digit = largest d with sum(histogram[d..255]) >= requested;  requested -= sum(histogram[d+1..255])
-// Weights are integers, so their sums have the same bits in any order.
 //
-// The thread blocks send each other results through distributed shared memory and wait on mbarriers that count bytes,
-// which is faster than a barrier of all threads of the cluster.
+// Weights are integers, so their sums have the same bits in any order. Thread blocks exchange results through
+// distributed shared memory with mbarriers that count bytes, which is faster than barriers of the cluster.
 #include <cmath>
 
 #include "../../sample.h"
@@ -38,9 +37,9 @@ namespace {
 
 constexpr int kThreads = 1024;
 constexpr int kWarps = kThreads / kWarp;
-constexpr int kBlocks = 8;    // thread blocks per cluster
-constexpr int kSlots = 8192;  // number of x that a thread block keeps, 65536 per cluster; further logits are read again
-constexpr int kCandidates = 1024;  // the most candidates of a row; each thread block has an equal share
+constexpr int kBlocks = 8;    // cluster size
+constexpr int kSlots = 8192;  // x in shared memory
+constexpr int kCandidates = 1024;
 constexpr int kDigitBits = 8;
 constexpr int kDigits = 1 << kDigitBits;
 constexpr int kPasses = 32 / kDigitBits;
@@ -63,10 +62,9 @@ constexpr int block_count() {
   return 1;
 #endif
 }
-constexpr int kStep = block_count() * kThreads;     // distance between consecutive logits of a thread
-constexpr int kRoom = kCandidates / block_count();  // the most candidates of a thread block
+constexpr int kStep = block_count() * kThreads;
+constexpr int kRoom = kCandidates / block_count();  // candidates per thread block
 
-// A barrier of all threads of the cluster, split into an arrival and a wait.
 __device__ void all_blocks_arrive() {
 #if __CUDA_ARCH__ >= 900
   cluster_arrive();
@@ -86,7 +84,6 @@ __device__ void all_blocks_barrier() {
   all_blocks_wait();
 }
 
-// Reads the same shared variable of thread block `rank` of the cluster.
 __device__ Count read_block(const Count* shared, [[maybe_unused]] int rank) {
 #if __CUDA_ARCH__ >= 900
   Count value;
@@ -97,7 +94,7 @@ __device__ Count read_block(const Count* shared, [[maybe_unused]] int rank) {
 #endif
 }
 
-// Writes 4 or 8 bytes to the same shared variable of thread block `rank`, whose mbarrier `arrived` counts them.
+// The mbarrier `arrived` of the receiving thread block counts the 4 or 8 bytes.
 template <typename V>
 __device__ void send_to_block(V* shared, const V& value, [[maybe_unused]] uint64_t* arrived,
                               [[maybe_unused]] int rank) {
@@ -108,7 +105,6 @@ __device__ void send_to_block(V* shared, const V& value, [[maybe_unused]] uint64
 #endif
 }
 
-// Announces to the mbarrier `arrived` of thread block `rank` how many bytes this thread block sends to it.
 __device__ void announce_to_block([[maybe_unused]] uint64_t* arrived, [[maybe_unused]] unsigned bytes,
                                   [[maybe_unused]] int rank) {
 #if __CUDA_ARCH__ >= 900
@@ -120,7 +116,6 @@ __device__ void announce_to_block([[maybe_unused]] uint64_t* arrived, [[maybe_un
 #endif
 }
 
-// Waits until all announced bytes have arrived in this thread block. Below sm_90 it is __syncthreads().
 __device__ void await_blocks([[maybe_unused]] uint64_t* arrived) {
 #if __CUDA_ARCH__ >= 900
   mbarrier_wait(arrived, 0);
@@ -132,7 +127,7 @@ __device__ void await_blocks([[maybe_unused]] uint64_t* arrived) {
 
 // ---- keys and their maxima ------------------------------------------------------------------------------------------
 
-// Returns the key of x, an unsigned integer. The order of the keys is the order of the x. NaN has the largest key.
+// NaN has the largest key.
 __device__ uint32_t key_of(float x) {
   if (isnan(x)) return ~0u;
   const uint32_t bits = __float_as_uint(x + 0.0f);  // -0 becomes 0
@@ -143,27 +138,23 @@ __device__ float value_of(uint32_t key) {
   return __uint_as_float(key & 0x80000000u ? key & 0x7FFFFFFFu : ~key);
 }
 
-// Returns the larger argument, or NaN if one of the arguments is NaN.
 __device__ float max_or_nan(float a, float b) {
   float larger;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(larger) : "f"(a), "f"(b));
   return larger;
 }
 
-// A key with the index of its logit.
 struct alignas(8) KeyIndex {
   uint32_t key;
   int index;
 };
 constexpr KeyIndex kNoKeyIndex = {0, 0x7FFFFFFF};
 
-// Returns whether a's key is larger, or the keys are equal and a's index is lower.
 __device__ bool precedes(const KeyIndex& a, const KeyIndex& b) {
   return a.key > b.key || (a.key == b.key && a.index < b.index);
 }
 
-// The candidates of all thread blocks, in the shared memory of thread block 0. The candidates of thread block b begin
-// at index b * kRoom.
+// Thread block 0 holds all candidates; those of thread block b begin at index b * kRoom.
 struct Candidates {
   alignas(16) float x[kCandidates];
   int index[kCandidates];
@@ -171,26 +162,25 @@ struct Candidates {
 
 struct Shared {
   alignas(16) float x[kSlots];
-  KeyIndex warp_maxima[2][kBlocks * kWarps];  // of the whole row, an array for each of the two calls of row_max
+  KeyIndex warp_maxima[2][kBlocks * kWarps];  // for two calls of row_max()
   union {
-    Count histograms[kPasses][kDigits];  // radix search: this thread block's histogram of each pass
+    Count histograms[kPasses][kDigits];  // of this thread block
     Candidates candidates;
   };
   union {
-    Count histogram[kDigits];                             // radix search: the row's histogram of this pass
-    alignas(16) uint32_t group_maxima[kBlocks * kWarps];  // candidates: the largest key of each group of warps
+    Count histogram[kDigits];                             // of the row
+    alignas(16) uint32_t group_maxima[kBlocks * kWarps];  // largest keys
   };
-  int digit;                           // radix search: the digit found in this pass
-  Count requested;                     // radix search: the weight still requested; also the sum of block_total
+  int digit;                           // radix search: this pass
+  Count requested;                     // radix search: remaining weight; also the sum of block_total()
   unsigned candidate_count;            // of this thread block
-  uint32_t bound;                      // candidates: the k-th largest of group_maxima
+  uint32_t bound;                      // k-th largest group_maxima
   unsigned candidate_counts[kBlocks];  // of every thread block
   uint64_t maxima_arrived[2], candidates_arrived;
 };
 static_assert(kDigits <= kThreads && kCandidates == kThreads);
 
-// Initialises the mbarriers and counters. One thread calls this function before its thread block arrives at the first
-// cluster barrier.
+// Must precede the thread block's first arrival at the cluster barrier.
 __device__ void init_shared(Shared& shared) {
   shared.candidate_count = 0;
   shared.bound = ~0u;
@@ -210,8 +200,7 @@ __device__ KeyIndex warp_max(KeyIndex best) {
   return {key, __reduce_min_sync(~0u, best.key == key ? best.index : kNoKeyIndex.index)};
 }
 
-// Returns the maximum over all threads of the cluster to every thread. The warps' maxima stay in
-// shared.warp_maxima[call]. All thread blocks must have called init_shared() before.
+// The maximum over the cluster. All thread blocks must have called init_shared() before.
 __device__ KeyIndex row_max(KeyIndex best, int call, Shared& shared) {
   const int lane = threadIdx.x % kWarp, warp = block_rank() * kWarps + static_cast<int>(threadIdx.x) / kWarp;
   best = warp_max(best);
@@ -225,9 +214,8 @@ __device__ KeyIndex row_max(KeyIndex best, int call, Shared& shared) {
 
 // ---- a row of logits ------------------------------------------------------------------------------------------------
 
-// Calls each(i, slot) for the index i of every logit that this thread processes, and for its slot in the thread block's
-// shared memory. All lanes of a warp make the same number of calls, so i may be beyond the end of the row. A thread
-// always gets the same logits.
+// Calls each(i, slot) for the thread's logits, always the same ones, with their slots in shared memory. i may be beyond
+// the row, because all lanes of a warp make the same number of calls.
 template <typename Each>
 __device__ void for_each_logit(int64_t vocabulary, const Each& each) {
   int64_t slot = threadIdx.x;
@@ -238,7 +226,6 @@ __device__ void for_each_logit(int64_t vocabulary, const Each& each) {
   }
 }
 
-// Gives access to x = logits / temperature and to the noise of a row.
 template <typename T>
 class Row {
  public:
@@ -248,10 +235,8 @@ class Row {
         noise_(p.noise ? p.noise + row * p.vocabulary : nullptr),
         temperature_(p.noise ? static_cast<float>(p.temperature) : 1.0f) {}
 
-  // Stores the thread's x in shared memory, and returns the key and the index of the largest. Must be called before
-  // x().
   __device__ KeyIndex load(int64_t vocabulary) const {
-    constexpr int kAtOnce = kSlots / kThreads;  // loads in flight per thread
+    constexpr int kAtOnce = kSlots / kThreads;
     float largest = -INFINITY;
     int at = kNoKeyIndex.index;
     int slot = static_cast<int>(threadIdx.x);
@@ -277,7 +262,7 @@ class Row {
   __device__ uint32_t key(int64_t i, int64_t slot) const { return key_of(x(i, slot)); }
   __device__ float noise(int64_t i) const { return noise_[i]; }
   __device__ bool has_noise() const { return noise_ != nullptr; }
-  // Prefetches the noise into L2: if it was written long ago, it may have been evicted.
+  // The noise may have been written long ago, and evicted from L2.
   __device__ void prefetch_noise(int64_t vocabulary) const {
     if (!noise_) return;
     for_each_logit(vocabulary, [&](int64_t i, int64_t) {
@@ -299,10 +284,8 @@ class Row {
 
 // ---- radix search ---------------------------------------------------------------------------------------------------
 
-// A weight of 1 for every key, for the search for the k-th largest x.
 struct UnitWeight {};
 
-// Sums the weights of the lanes in the mask `lanes`.
 __device__ Count sum_of(unsigned lanes, UnitWeight) {
   return __popc(lanes);
 }
@@ -312,8 +295,7 @@ __device__ Count sum_of(unsigned lanes, unsigned weight) {
   return __reduce_add_sync(lanes, weight & 0xFFFFu) + (Count{__reduce_add_sync(lanes, weight >> 16)} << 16);
 }
 
-// Adds the weights of the active lanes to the histogram. Lanes with the same digit sum their weights first, and one of
-// them makes the atomic addition, because many x have the same first bits.
+// Lanes with the same digit share one atomic addition, because many x have the same first bits.
 template <typename Weight>
 __device__ void add_to_histogram(Count* histogram, bool active, unsigned digit, Weight weight) {
   const unsigned all = __ballot_sync(~0u, active);
@@ -323,17 +305,15 @@ __device__ void add_to_histogram(Count* histogram, bool active, unsigned digit, 
   if (static_cast<int>(threadIdx.x % kWarp) == __ffs(same_digit) - 1) atomicAdd(histogram + digit, sum);
 }
 
-// Stores the largest digit d with sum(histogram[d..255]) >= shared.requested in shared.digit, and subtracts the weight
-// of the larger digits from shared.requested. The first warp calls this function. In the first pass, the requested
-// weight is requested_of(sum of all weights).
+// Called by the first warp. The first pass computes `requested` from the sum of all weights.
 template <typename Requested>
 __device__ void find_digit(bool first_pass, const Requested& requested_of, Shared& shared) {
-  constexpr int kEach = kDigits / kWarp;  // digits per lane; lane 0 has the largest digits
+  constexpr int kEach = kDigits / kWarp;  // lane 0 has the largest digits
   const int lane = static_cast<int>(threadIdx.x), largest = kDigits - 1 - lane * kEach;
   Count requested = shared.requested, sum = 0;
 #pragma unroll
   for (int k = 0; k < kEach; ++k) sum += shared.histogram[largest - k];
-  Count prefix_sum = sum;  // over the lanes up to this one
+  Count prefix_sum = sum;
 #pragma unroll
   for (int offset = 1; offset < kWarp; offset *= 2) {
     const Count other = __shfl_up_sync(~0u, prefix_sum, offset);
@@ -341,7 +321,7 @@ __device__ void find_digit(bool first_pass, const Requested& requested_of, Share
   }
   const Count total = __shfl_sync(~0u, prefix_sum, kWarp - 1);
   if (first_pass) requested = requested_of(total);
-  Count above = prefix_sum - sum;  // the weight of larger digits
+  Count above = prefix_sum - sum;
   if (above < requested && above + sum >= requested) {
     int digit = largest;
     while (above + shared.histogram[digit] < requested) above += shared.histogram[digit--];
@@ -350,15 +330,13 @@ __device__ void find_digit(bool first_pass, const Requested& requested_of, Share
   }
 }
 
-// Returns the largest key for which the weights of all keys not below it sum to at least the requested weight, which is
-// requested_of(sum of all weights). weight(i, slot, active) returns the weight of logit i; it is not used if `active`
-// is false.
+// weight(i, slot, active) is the weight of logit i; its value is not used unless `active`.
 template <typename T, typename Weight, typename Requested>
 __device__ uint32_t radix_search(int64_t vocabulary, const Row<T>& row, const Weight& weight,
                                  const Requested& requested_of, Shared& shared) {
   for (int i = threadIdx.x; i < kPasses * kDigits; i += kThreads) shared.histograms[i / kDigits][i % kDigits] = 0;
   __syncthreads();
-  uint32_t found = 0;  // the digits of the passes so far, followed by zeros
+  uint32_t found = 0;  // digits so far, then zeros
   for (int pass = 0; pass < kPasses; ++pass) {
     const int shift = 32 - kDigitBits * (pass + 1);
     Count* const histogram = shared.histograms[pass];
@@ -385,18 +363,16 @@ __device__ uint32_t radix_search(int64_t vocabulary, const Row<T>& row, const We
 
 // ---- top_p ----------------------------------------------------------------------------------------------------------
 
-// Returns exp(x - largest) as a multiple of 2^-31.
+// exp(x - largest) in units of 2^-31.
 __device__ unsigned probability_units(float x, float largest) {
   return static_cast<unsigned>(rintf(expf(x - largest) * static_cast<float>(kSampleUnits)));
 }
 
-// Returns the weight that the logits kept by top_p must reach, at least 1.
 template <typename T>
 __device__ Count requested_units(const Sample<T>& p, Count total) {
   return max(static_cast<Count>(ceil(p.top_p * static_cast<double>(total))), Count{1});
 }
 
-// Sums over the thread block, and returns the sum to every thread.
 __device__ Count block_total(unsigned value, Shared& shared) {
   if (threadIdx.x == 0) shared.requested = 0;
   __syncthreads();
@@ -408,9 +384,8 @@ __device__ Count block_total(unsigned value, Shared& shared) {
 
 // ---- candidates -----------------------------------------------------------------------------------------------------
 
-// Returns the k-th largest of kGroups maxima, each over an equal number of warps. It is not above the k-th largest x,
-// because each of the k groups with the largest maxima has an x that is at least as large. If fewer than k groups have
-// a logit, the function returns NaN, and `x < NaN` excludes nothing.
+// The k-th largest of kGroups maxima, each over an equal number of warps, is not above the k-th largest x, because each
+// of the k largest maxima is an x. With fewer than k groups of logits it is NaN, and `x < NaN` excludes nothing.
 template <int kGroups>
 __device__ float kth_largest_maximum(int64_t k, Shared& shared) {
   const int thread = static_cast<int>(threadIdx.x), each = block_count() * kWarps / kGroups;
@@ -420,7 +395,7 @@ __device__ float kth_largest_maximum(int64_t k, Shared& shared) {
     shared.group_maxima[thread] = largest;
   }
   __syncthreads();
-  // For each maximum, a team of threads counts how many maxima are larger.
+  // A team of threads counts the maxima that are larger than one maximum.
   constexpr int kTeam = kThreads / kGroups < kWarp ? kThreads / kGroups : kWarp;
   if (thread / kTeam < kGroups) {
     const uint32_t key = shared.group_maxima[thread / kTeam];
@@ -436,11 +411,10 @@ __device__ float kth_largest_maximum(int64_t k, Shared& shared) {
   return value_of(shared.bound);
 }
 
-// Returns a lower bound of the k-th largest x, for k from 1 to the number of warps.
 template <typename T>
 __device__ float bound_of_top_k(const Sample<T>& p, Shared& shared) {
-  // Fewer groups are ranked faster but leave more candidates: for top_k = 40 and random positions, 64 groups leave 62
-  // candidates, and 256 groups leave 44.
+  // Fewer groups are ranked faster but leave more candidates: for top_k = 40 and random positions, 64 groups leave 62,
+  // and 256 groups leave 44.
   constexpr int kFewGroups = 64, kMaxKForFewGroups = 48;
   if (block_count() < kBlocks) return kth_largest_maximum<kWarps>(p.top_k, shared);
   if (p.top_k <= kMaxKForFewGroups && p.vocabulary >= int64_t{block_count()} * kThreads)
@@ -448,8 +422,8 @@ __device__ float bound_of_top_k(const Sample<T>& p, Shared& shared) {
   return kth_largest_maximum<kBlocks * kWarps>(p.top_k, shared);
 }
 
-// Sends all logits that may be among the top_k to the first thread block. Returns false if a thread block has more than
-// kRoom candidates, or if there are fewer warps than top_k.
+// Sends the logits that may be among the top_k to the first thread block. Returns false if a thread block has more than
+// kRoom candidates, or if top_k exceeds the number of warps.
 template <typename T>
 __device__ bool find_candidates(const Sample<T>& p, const Row<T>& row, Shared& shared) {
   constexpr int blocks = block_count();
@@ -475,8 +449,7 @@ __device__ bool find_candidates(const Sample<T>& p, const Row<T>& row, Shared& s
   return fit;
 }
 
-// Calls each(x) for the `count` candidates at the start of shared.x, which are padded with -infinity to a multiple
-// of 4.
+// Candidates are padded with -infinity to a multiple of 4.
 template <typename Each>
 __device__ void for_each_candidate(const Shared& shared, int count, const Each& each) {
 #pragma unroll 4
@@ -489,8 +462,7 @@ __device__ void for_each_candidate(const Shared& shared, int count, const Each& 
   }
 }
 
-// Moves the candidates to the start of shared.x, which is no longer needed for the row, and returns their number. Each
-// active thread passes a candidate of thread block `from`.
+// Moves the candidates to the start of shared.x, whose x are no longer needed, and returns their number.
 __device__ int compact_candidates(float x, bool active, int from, Shared& shared) {
   const int thread = static_cast<int>(threadIdx.x);
   int count = 0, place = thread % kRoom;
@@ -505,7 +477,6 @@ __device__ int compact_candidates(float x, bool active, int from, Shared& shared
   return count;
 }
 
-// Draws a token from the candidates. The first thread block calls this function, with one candidate per thread.
 template <typename T>
 __device__ int draw_candidate(const Sample<T>& p, const Row<T>& row, float largest, Shared& shared) {
   const int thread = static_cast<int>(threadIdx.x), from = thread / kRoom;
@@ -520,7 +491,7 @@ __device__ int draw_candidate(const Sample<T>& p, const Row<T>& row, float large
   if (p.top_p < 1) {
     const Count total = block_total(kept ? probability_units(x, largest) : 0u, shared);
     const Count requested = requested_units(p, total);
-    Count above = 0;  // the weight of the larger candidates
+    Count above = 0;
     if (kept)
       for_each_candidate(shared, count, [&](float other) {
         if (other > x) above += probability_units(other, largest);
@@ -537,8 +508,7 @@ __device__ int draw_candidate(const Sample<T>& p, const Row<T>& row, float large
 
 // ---- the draw -------------------------------------------------------------------------------------------------------
 
-// Returns the token, or -1 if there is a NaN or the largest x is not finite. The result is valid in the first thread
-// block only.
+// Returns -1 if there is a NaN or the largest x is not finite. Valid in the first thread block only.
 template <typename T>
 __device__ int draw(const Sample<T>& p, const Row<T>& row, Shared& shared) {
   KeyIndex own = row.load(p.vocabulary);

@@ -1,11 +1,9 @@
-// Instantiates the fused classifier with float8 gradients of the logits.
-
 #include "cuda/fp8/convert.cuh"
 #include "fused_classifier.cuh"
 
 namespace gptkernels::cuda {
 
-// Stores a pack of N = 1, 4 or 8 gradients as e5m2. The gradients are never infinite, and NaN stays NaN.
+// Gradients are never infinite, and NaN stays NaN in e5m2.
 template <int N>
 __device__ void store_narrow(Fp8Dlogit* p, const float (&values)[N]) {
   constexpr auto kFormat = __NV_E5M2;

@@ -1,17 +1,14 @@
-// The classifier's backward, scaled = dlogits * dlosses, and the template instances of its forward
-// (fused_classifier.cuh). The backward reads and writes dlogits once: 2 * N * Vp * sizeof(T) bytes.
 #include "fused_classifier.cuh"
 
 namespace gptkernels::cuda {
 namespace {
 
-// Returns d * dloss. A gradient of 0 stays 0 even if dloss is infinite or NaN.
+// A gradient of 0 stays 0 even if dloss is infinite or NaN.
 template <typename A>
 __device__ A scale_gradient(A d, A dloss) {
   return d == A(0) ? A(0) : d * dloss;
 }
 
-// Returns whether the backward is a no-op, because it is in place and dloss is 1 for all rows.
 template <typename T>
 __device__ bool is_no_op(const FusedClassifierBackward<T>& p) {
   return p.scaled == p.dlogits && !p.dlosses_per_row && *p.dlosses == accumulate_t<T>(1);
@@ -32,7 +29,6 @@ __global__ void __launch_bounds__(kSimpleThreads)
   }
 }
 
-// The Op for launch_rows() (row_part_launch.cuh): loads a row, scales it and stores it.
 template <typename T_>
 struct ClassifierBackwardRow {
   using T = T_;

@@ -1,19 +1,14 @@
-// The classifier's forward pass: cross-entropy loss and the gradient dlogits of every row of logits (N, Vp), in one
-// pass. fused_classifier.cu and fp8_classifier.cu instantiate it for the dtypes of the gradient.
+// The cross-entropy loss and the gradient dlogits of every row of logits (N, Vp), in one pass.
 //
 //   loss = log(sum(exp(x - max))) - (x[target] - max)              sums over the columns 0..V-1
 //   dlogits = dloss * (exp(x - max) / sum(exp(x - max)) - onehot(target))
 //
-// The kernels read the logits once and write dlogits once, N * Vp * (sizeof(T) + sizeof(Out)) bytes, and a target and a
-// loss per row.
+// The padded columns V..Vp-1 are masked; in a row without a loss, all columns are. Unlike in softmax, the sum of
+// exponentials excludes the target's column: if the target's probability is nearly 1, the loss and the gradient depend
+// on this small sum, whose digits would be lost beside the target's exponential of 1.
 //
-// A row is processed like a row of softmax (row_part.cuh). The padded columns V..Vp-1 are masked; in a row without a
-// loss, all columns are masked. Unlike in softmax, the sum of exponentials excludes the target's column. If the
-// target's probability is nearly 1, the loss and the gradient depend on this small sum. If the target's exponential,
-// which is then 1, were included, the digits of the small sum would be rounded away.
-//
-// A thread writes only columns that it has read itself, so dlogits may overwrite the logits. Every thread also reads
-// the target's logit, but this read is before the reduction, and all writes are after the reduction.
+// dlogits may overwrite the logits: a thread writes only columns that it has read itself, and every thread's read of
+// the target's logit is before the reduction, which all writes follow.
 #pragma once
 
 #include "../../fused_classifier.h"
@@ -26,7 +21,6 @@
 
 namespace gptkernels::cuda {
 
-// Returns the target of a row, or ignore_index for rows beyond the last row.
 template <typename P>
 __device__ int64_t read_target(const P& p, int64_t row) {
   if (row >= p.rows) return p.ignore_index;
@@ -34,34 +28,32 @@ __device__ int64_t read_target(const P& p, int64_t row) {
                              : static_cast<const int32_t*>(p.targets)[row];
 }
 
-// Returns whether a row with this target has a loss. A target outside the vocabulary is never used as an index.
+// A target outside the vocabulary is never used as an index.
 template <typename P>
 __device__ bool counts(const P& p, int64_t target) {
   return target != p.ignore_index && target >= 0 && target < p.vocab_size;
 }
 
-// Ends the kernel with an error if the target is neither ignore_index nor in the vocabulary.
 template <typename P>
 __device__ void check_target(const P& p, int64_t row, int64_t target) {
   if (target == p.ignore_index || counts(p, target)) return;
   device_fail("fused_classifier_forward", "a target is outside the vocabulary",
               "target %lld at row %lld is outside the vocabulary of %lld\n", static_cast<long long>(target),
               static_cast<long long>(p.first_row + row), static_cast<long long>(p.vocab_size));
-  __builtin_unreachable();  // frees the registers that the code after the call would need
+  __builtin_unreachable();  // frees the registers of the code after the call
 }
 
-// The loss of a row, and the numbers from which its gradients are computed.
 template <typename T>
 struct Classifier {
   using A = accumulate_t<T>;
 
-  A logit;  // the target's logit; 0 in a row without a loss
+  A logit;  // 0 in a row without a loss
   A dloss;
-  // set_sum() sets the following members.
+  // Set by set_sum():
   A max = 0;
-  A rest = 0;  // the sum of exp(x - max) over all columns but the target's
+  A rest = 0;  // without the target's column
   A scale = 0;
-  A at_target = 0;  // the gradient of the target's logit
+  A at_target = 0;
 
   template <typename P>
   __device__ Classifier(const P& p, int64_t row, int64_t target, bool has_loss)
@@ -81,7 +73,6 @@ struct Classifier {
     return shifted == A(0) ? log1p(rest) : log(exp(shifted) + rest) - shifted;
   }
 
-  // Returns the gradient of a logit x outside the target's column.
   __device__ A gradient(A x) const { return exp_for<T>(x - max) * scale; }
 };
 
@@ -123,12 +114,10 @@ __global__ void __launch_bounds__(kSimpleThreads)
 
 // ---- rows that fit into registers and shared memory ----
 
-// The Op for launch_rows() (row_part_launch.cuh):
-//
-//   load the row; set the padded columns and the target's column to -inf; find the maximum of the warp's part
-//   compute the exponentials relative to the warp's maximum, and their sum
-//   combine maximum and sum over the team's warps
-//   store the gradients and the loss
+// load the row with -inf in the padded columns and the target's column; find the maximum of the warp's part
+// compute the exponentials relative to the warp's maximum, and their sum
+// combine maximum and sum over the team's warps
+// store the gradients and the loss
 template <typename T_, typename Out>
 struct ClassifierForwardRow {
   using T = T_;
@@ -137,8 +126,8 @@ struct ClassifierForwardRow {
   template <bool kHasHeadTail, bool kOverflow>
   static constexpr int kThreads = kOverflow ? 640 : 768;
 
-  // float32 exponentials replace the logits in place. In 16 bits the exponentials would be rounded, so they are
-  // computed again for the gradients.
+  // float32 exponentials replace the logits in place. 16 bits would round them, so they are computed again for the
+  // gradients.
   static constexpr bool kInPlace = sizeof(T) == 4;
 
   template <typename Team, int kItems, bool kHasHeadTail, bool kOverflow>
@@ -187,9 +176,8 @@ struct ClassifierForwardRow {
   }
 };
 
-// Launches the forward. launch_rows() is used if logits and dlogits are 16-byte aligned. The addresses of the logits
-// then determine how the columns are divided into packs, so the bits of a row do not depend on the address of dlogits.
-// Otherwise the simple kernel is used, which supports any alignment.
+// launch_rows() needs 16-byte aligned logits and dlogits. The logits' addresses then determine the packs, so a row's
+// bits do not depend on the address of dlogits.
 template <typename T, typename Out>
 void launch_forward(const FusedClassifierForward<T, Out>& p, Stream stream) {
   const bool aligned = can_vectorize<T>(p.width, p.logits, p.dlogits);

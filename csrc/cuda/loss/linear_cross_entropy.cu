@@ -1,6 +1,5 @@
-// The two reductions of a chunked cross-entropy: the scale of a mean (dloss / the number of targets that are not
-// ignored) and the sum of the losses. Each kernel has one thread block, because N values of 4 to 8 bytes are little
-// work compared with the three matmuls over N rows.
+// The scale of a mean (dloss / the number of targets that are not ignored), and the sum of the losses. One thread block
+// each, because N values are little work compared with three matmuls over N rows.
 #include "../../linear_cross_entropy.h"
 #include "cuda/common/reduce.cuh"
 
@@ -8,9 +7,8 @@ namespace gptkernels::cuda {
 namespace {
 
 constexpr int kThreads = 1024;
-constexpr int kInFlight = 8;  // loads in flight per thread
+constexpr int kInFlight = 8;
 
-// Returns the sum of value(i) for i in [0, n) to every thread of the thread block.
 template <typename S, typename Value>
 __device__ S sum_over(int64_t n, const Value& value) {
   S sum = 0;

@@ -1,7 +1,7 @@
-// Cross-entropy fused into the LM head's matmul: the matmul's epilogue stores exponentials of the logits instead of the
-// logits. This saves the classifier's pass, which reads and writes all logits; the warps that run the epilogue have
-// idle time for the exponentials. With E = exp(logit - c), where c is the logit of the row's target, the gradient of
-// the logits is factor * E (loss/sm90_linear_cross_entropy.h). There are five launches:
+// Cross-entropy fused into the LM head's matmul, whose epilogue stores exponentials instead of the logits. This saves
+// the classifier's pass over the logits; the warps of the epilogue have idle time for the exponentials. With E =
+// exp(logit - c), where c is the logit of the row's target, the gradient of the logits is factor * E
+// (sm90_linear_cross_entropy.h). Five launches:
 //
 //   before     one warp per row: the shift c, by a dot product of x with the target's row of the weight
 //   matmul     stores E = exp(logit - c), with 0 at the target; sums of E over a tile's 256 columns; E at the target
@@ -24,28 +24,27 @@ namespace {
 
 using namespace tile_product;
 
-// A row is redone if E at the target, which is about 1, is less than kMin, or the sum of E is more than kMax.
+// For E at the target, which is about 1, and for the sum of E. Beyond these limits, a row is redone.
 constexpr float kMin = 0x1p-100f, kMax = 0x1p100f;
 
-// Values that RowState::targets holds in place of a target.
+// In RowState::targets.
 constexpr int kNone = -1;  // a row without a loss
 constexpr int kRedo = -2;  // a row to be redone
 
-[[maybe_unused]] constexpr int kAhead = 4;  // rows that a warp processes at a time
+[[maybe_unused]] constexpr int kAhead = 4;
 
-// The workspace, through which the kernels pass data to each other. A row block is the kCluster * kRows rows of a
-// cluster's tile.
+// A row block is the kCluster * kRows rows of a cluster's tile.
 struct RowState {
   float* shifts;     // (N) c * log2(e)
-  int* targets;      // (N) the row's target, kNone or kRedo
+  int* targets;      // (N), target, kNone or kRedo
   float* at_target;  // (N) E at the target
-  float* sums;       // (tiles across, N) sums of E over a tile's columns, excluding the target's column
-  int* block_redo;   // (row blocks) 1 if a row of the row block is redone
-  int* redo_blocks;  // (row blocks) the first *redo_count entries are the indices of the row blocks to redo
+  float* sums;       // (tiles across, N) sums of E without the target's column
+  int* block_redo;   // (row blocks) 1 if a row is redone
+  int* redo_blocks;  // (row blocks) the first *redo_count are to be redone
   int* redo_count;   // (1)
 };
 
-// Returns the size of the workspace in words of 4 bytes.
+// In words of 4 bytes.
 int64_t workspace_words(const ExpClassifier& p) {
   return (3 + tiles_across(p.width)) * p.rows + 2 * tiles_down(p.rows) + 1;
 }
@@ -68,7 +67,6 @@ RowState row_state(const ExpClassifier& p, void* workspace) {
 
 constexpr int kBeforeWarps = 8;
 
-// Returns the dot product of two rows to every lane of the warp.
 __device__ float dot(const bfloat16* a, const bfloat16* b, int64_t width) {
   float sum = 0;
   for (int64_t i = threadIdx.x * kPack<bfloat16>; i < width; i += kWarp * kPack<bfloat16>) {
@@ -81,7 +79,6 @@ __device__ float dot(const bfloat16* a, const bfloat16* b, int64_t width) {
   return warp_reduce<Sum>(sum);
 }
 
-// Each warp writes the target and the shift of a row. The kernel also resets the counters of redone rows.
 __global__ void __launch_bounds__(kBeforeWarps* kWarp)
     exp_classifier_before_kernel(const ExpClassifier p, const RowState state) {
   const int64_t row = int64_t(blockIdx.x) * kBeforeWarps + threadIdx.y;
@@ -91,7 +88,7 @@ __global__ void __launch_bounds__(kBeforeWarps* kWarp)
   float shift = INFINITY;
   if (counts(p, target)) {
     const float logit = dot(p.x + row * p.x_stride, p.weight + target * p.weight_stride, p.inner);
-    shift = kLog2E * widen(narrow<bfloat16>(logit));  // rounded like the logits of the matmul
+    shift = kLog2E * widen(narrow<bfloat16>(logit));  // as the matmul rounds
   }
   if (threadIdx.x > 0) return;
   state.shifts[row] = shift;
@@ -102,7 +99,6 @@ __global__ void __launch_bounds__(kBeforeWarps* kWarp)
 
 // ---- the matmul -----------------------------------------------------------------------------------------------------
 
-// `store` says whether the epilogue stores E. It is false if only the losses are wanted.
 struct ExpArguments : TileProduct<bfloat16> {
   RowState state;
   int vocab_size;
@@ -113,7 +109,7 @@ struct ExpArguments : TileProduct<bfloat16> {
 
 // Sums four values per lane over the warp, with 6 shuffles instead of 20. Lanes 8i to 8i + 7 return the sum of value i.
 __device__ float reduce_four(const float (&row_values)[4], int lane) {
-  const bool last_two = lane & 16, second = lane & 8;  // select the value whose sum this lane returns
+  const bool last_two = lane & 16, second = lane & 8;
   float even = last_two ? row_values[2] : row_values[0], odd = last_two ? row_values[3] : row_values[1];
   even += __shfl_xor_sync(~0u, last_two ? row_values[0] : row_values[2], 16);
   odd += __shfl_xor_sync(~0u, last_two ? row_values[1] : row_values[3], 16);
@@ -126,12 +122,12 @@ __device__ float reduce_four(const float (&row_values)[4], int lane) {
 
 #endif
 
-// Implements the Epilogue interface of gemm/sm90_mainloop.cuh. An epilogue warp reads the 16 rounded rows of its MMA
-// warp from shared memory, four rows at a time, with 8 neighbouring columns per lane.
+// The Epilogue of gemm/sm90_mainloop.cuh. An epilogue warp reads the 16 rounded rows of its MMA warp from shared
+// memory, four rows at a time, with 8 neighbouring columns per lane.
 //
-// Tiles are ordered column by column, so that the part of the weight for one column of tiles is read from memory once,
-// and x comes from the L2 cache. If kRedoOnly, only row blocks with rows to redo are computed, and the logits of these
-// rows are stored.
+// Tiles are ordered column by column, so that a column of tiles reads its part of the weight from memory once, and x
+// comes from the L2 cache. If kRedoOnly, only row blocks with rows to redo are computed, and these rows' logits are
+// stored.
 template <bool kRedoOnly>
 struct ExpEpilogue {
   using Arguments = ExpArguments;
@@ -148,16 +144,16 @@ struct ExpEpilogue {
 
   static __device__ void run(const Arguments& p, uint8_t* shared_bytes, const Barriers& barriers, int rank) {
     const int lane = threadIdx.x % 32;
-    // The index of this epilogue warp's MMA warp; the epilogue warps are warps 12 to 19.
+    // The epilogue warps are warps 12 to 19.
     const int pair = __shfl_sync(~0u, threadIdx.x / 32 - 12, 0);
     const uint32_t rounded = rounded_rows(shared_bytes, pair);
     unsigned phase = 0;
     for (int tile = blockIdx.x / kCluster; tile < tiles(p); tile += gridDim.x / kCluster) {
       const TilePosition at = tile_at(p, tile, rank);
       const int row = at.row + pair * kWarpRows, column = at.column + 8 * lane;
-      const int rows = min(p.rows - row, kWarpRows);  // number of this warp's rows in the matrix; 0 or negative if none
+      const int rows = min(p.rows - row, kWarpRows);  // 0 or negative beyond the matrix
       const bool stored = column < p.columns && p.store;
-      // Lane r holds the shift and the target of row r.
+      // Of row `lane`.
       const float shift = lane < rows ? p.state.shifts[row + lane] : INFINITY;
       const int target = lane < rows ? p.state.targets[row + lane] : kNone;
       bfloat16* out = p.out + static_cast<int64_t>(row) * p.columns + column;
@@ -190,8 +186,7 @@ struct ExpEpilogue {
   }
 
  private:
-  // Returns E = exp(logit - c) in the 8 columns from `column` on, where shift = c * log2(e), and sets `sum` to the sum
-  // of the returned values. Padded columns and the target's column are 0; the target's E is stored in *at_target.
+  // shift = c * log2(e). Padded columns and the target's column become 0; the target's E goes to *at_target.
   static __device__ Words exponentials(const Words& logits, float shift, int target, int column, int vocab_size,
                                        float* at_target, float& sum) {
     float e[8];
@@ -225,13 +220,13 @@ struct ExpEpilogue {
 
 // ---- after ----------------------------------------------------------------------------------------------------------
 
-constexpr int kAfterRows = 32, kAfterParts = 8;  // rows per thread block; threads per row
+constexpr int kAfterRows = 32, kAfterParts = 8;
 
-// Computes the loss of a row from E at the target and the sum of E over the other columns (`others`), stores -others as
-// the target's E, and returns the factor. If E is out of range, marks the row to be redone and returns 1.
+// Computes a row's loss from E at the target and the sum of E over the other columns (`others`), stores -others as the
+// target's E, and returns the factor. If E is out of range, marks the row to be redone and returns 1.
 //
-// The stored -others is rounded to bfloat16. The factor is corrected for this rounding, so that the target's gradient,
-// the largest of the row, is exact.
+// -others is rounded to bfloat16. The factor is corrected for this rounding, so that the target's gradient, the row's
+// largest, is exact.
 __device__ float finish_row(const ExpClassifier& p, const RowState& state, int64_t row, float others) {
   const int target = state.targets[row];
   if (target == kNone) {
@@ -253,8 +248,7 @@ __device__ float finish_row(const ExpClassifier& p, const RowState& state, int64
   return (p.dlosses ? *p.dlosses : 1.0f) / sum * (others > kMin ? others / widen(rounded) : 1.0f);
 }
 
-// Computes to = factor * from for one row. The threads of a warp call this function together. A factor of 0 gives 0
-// even for infinities and NaNs.
+// All threads of a warp call this function. A factor of 0 gives 0 even for infinities and NaNs.
 template <typename From>
 __device__ void scale_row(bfloat16* to, const From* from, int64_t width, float factor) {
   for (int64_t i = threadIdx.x * kPack<bfloat16>; i < width; i += kWarp * kPack<bfloat16>) {
@@ -266,8 +260,7 @@ __device__ void scale_row(bfloat16* to, const From* from, int64_t width, float f
   }
 }
 
-// Each thread block processes kAfterRows rows. Thread (row, part) adds the sums of every kAfterParts-th tile of its
-// row. Then each warp scales whole rows of x.
+// Thread (row, part) adds the sums of every kAfterParts-th tile of its row. Then each warp scales whole rows of x.
 __global__ void __launch_bounds__(kAfterRows* kAfterParts)
     exp_classifier_after_kernel(const ExpClassifier p, const RowState state, int tiles_across) {
   __shared__ float parts[kAfterParts][kAfterRows];
@@ -293,7 +286,6 @@ __global__ void __launch_bounds__(kAfterRows* kAfterParts)
 
 // ---- redo -----------------------------------------------------------------------------------------------------------
 
-// Replaces the logits of the marked rows by dlogits.
 __global__ void __launch_bounds__(kSimpleThreads)
     exp_classifier_redo_kernel(const FusedClassifierForward<bfloat16> p, const RowState state) {
   if (*state.redo_count == 0) return;
@@ -305,7 +297,6 @@ __global__ void __launch_bounds__(kSimpleThreads)
 
 constexpr int kScaleWarps = 8;
 
-// Each warp scales one row.
 __global__ void __launch_bounds__(kScaleWarps* kWarp)
     exp_classifier_scale_kernel(bfloat16* dx, const float* product, const float* factors, int64_t rows, int64_t width) {
   const int64_t row = int64_t(blockIdx.x) * kScaleWarps + threadIdx.y;
@@ -329,8 +320,8 @@ Operands<bfloat16> operands(const ExpClassifier& p) {
 }  // namespace
 
 bool exp_classifier_supports(const ExpClassifier& p) {
-  constexpr double kMinUtilization = 0.85;  // share of the SMs' time in which they compute elements inside the matrix
-  constexpr int64_t kMaxTerms = 4096;  // with more terms, the matmul takes so long that the saved pass is negligible
+  constexpr double kMinUtilization = 0.85;
+  constexpr int64_t kMaxTerms = 4096;  // more terms make the saved pass negligible
   const GemmBackend wanted = gemm_backend();
   if (wanted == GemmBackend::kCublas || !supports(operands(p))) return false;
   const int64_t tiles = tiles_down(p.rows) * tiles_across(p.width);

@@ -7,8 +7,7 @@
 // dsum, if present, is the gradient that reaches the sum x + residual by other paths. With dropout of x, or if X is
 // narrower than T, the first line gives dresidual, and dx = dropout(dresidual), rounded to X.
 //
-// The kernels read x and dout and write dx: 3 * N * C * sizeof(T) bytes. If present, dsum is read and dresidual is
-// written, too.
+// The kernels read x, dout and, if present, dsum, and write dx and, if present, dresidual.
 //
 // layernorm_backward_ring_kernel computes rows that fit into registers and shared memory, with one thread block per SM:
 //
@@ -18,9 +17,8 @@
 //     pass 2: compute and store dx; add dx to the thread's sum for dx_bias
 //   add the sums of the thread block's teams and write them to the workspace as one row
 //
-// All other rows are computed by layernorm_backward_simple_kernel (dx, one thread block per row) and
-// layernorm_backward_columns_kernel (rows of partial sums). In both cases partial_sums_kernel adds the rows of the
-// workspace.
+// layernorm_backward_simple_kernel (dx, one thread block per row) and layernorm_backward_columns_kernel (rows of
+// partial sums) compute all other rows. partial_sums_kernel then adds the rows of the workspace.
 #pragma once
 
 #include <cstdint>
@@ -37,8 +35,8 @@
 
 namespace gptkernels::cuda {
 
-// Returns a * b, rounded. This prevents the compiler from contracting the multiplication and the subtraction of avg(g)
-// into an FMA. If g = dout * weight is the same in all columns, the difference must be exactly 0.
+// The compiler must not contract the product and the subtraction of avg(g) into an FMA: if g is the same in all
+// columns, the difference must be exactly 0.
 __device__ inline float product(float a, float b) {
   return __fmul_rn(a, b);
 }
@@ -48,8 +46,8 @@ __device__ inline double product(double a, double b) {
 
 // ---- any row: one thread block per row reads x and dout from memory in both passes ----
 
-// The kernel sums g * c, where c = x - mean, rather than g * n. In a short row the rounding errors of n would not
-// cancel, and the gradient for a constant dout would not be 0.
+// Sums g * (x - mean) rather than g * n. In a short row the rounding errors of n would not cancel, and the gradient for
+// a constant dout would not be 0.
 template <typename T, int kVec, typename X>
 __global__ void __launch_bounds__(kSimpleThreads)
     layernorm_backward_simple_kernel(const LayernormBackward<T, X> p, const OptionalDropout<accumulate_t<T>> dropout) {
@@ -89,15 +87,13 @@ __global__ void __launch_bounds__(kSimpleThreads)
   }
 }
 
-// Returns the number of sums over the rows: 2 for dweight and dbias, or 3 with dx_bias. The ring kernels that write
-// dresidual are compiled for 3 sums only.
+// dweight, dbias and optionally dx_bias. Ring kernels that write dresidual are compiled for 3 sums only.
 template <typename T, typename X>
 __host__ __device__ int column_sums(const LayernormBackward<T, X>& p) {
   return p.dx_bias || p.dresidual || !std::is_same_v<T, X> ? 3 : 2;
 }
 
-// Returns an element of dx before its rounding to an X narrower than T. dx and dresidual must have been written
-// already.
+// dx before its rounding to an X narrower than T. dx and dresidual must have been written already.
 template <typename T, typename X>
 __device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p,
                                         const OptionalDropout<accumulate_t<T>>& dropout, int64_t element) {
@@ -110,10 +106,9 @@ __device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p,
   }
 }
 
-// Writes the partial sums (gridDim.y, column_sums, C). A thread processes one column of every gridDim.y-th row. The
-// thread adds kRun rows in kSums independent sums, whose loads are in flight together, before it adds these sums to the
-// column's totals, because the rounding errors of a single long sum of similar numbers would add up. dx must have been
-// written already.
+// Writes the partial sums (gridDim.y, column_sums, C), from a finished dx, with one column of every gridDim.y-th row
+// per thread. The loads of kSums independent sums are in flight together. Every kRun rows, these sums are added to the
+// totals: in one long sum of similar numbers the rounding errors would add up.
 template <typename T, typename X>
 __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> p,
                                                   const OptionalDropout<accumulate_t<T>> dropout) {
@@ -144,15 +139,12 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> 
 
 // ---- rows of whole packs that fit into registers and shared memory ----
 
-// One thread block per SM loops over the rows, blockDim.y rows at a time. A thread processes the same columns of every
-// row, so it keeps its part of dweight, dbias and dx_bias in registers. These sums fill the register file, so the next
-// rows wait in shared memory (RowRing). Within an iteration, threads synchronise only for the two sums of a row. At the
-// end each thread block adds the sums of its teams and writes one row of partial sums; partial_sums_kernel adds the
-// rows of all thread blocks in order.
+// A thread keeps its columns' part of dweight, dbias and dx_bias in registers. These sums fill the register file, so
+// the next rows wait in shared memory (RowRing).
 
-// Adds the sums of a thread block's teams (`thread_sums`, one per thread and column) and writes them as one row of the
-// workspace. The sums pass through shared memory, where they overwrite the ring. They are an array (blockDim.y,
-// kArrays, kItems, kVec / 4, blockDim.x) of float4, so that neighbouring threads use neighbouring banks.
+// The sums of the thread block's teams become one row of the workspace. They pass through shared memory, where they
+// overwrite the ring, as an array (blockDim.y, kArrays, kItems, kVec / 4, blockDim.x) of float4, in which neighbouring
+// threads use neighbouring banks.
 template <typename R, int kArrays>
 __device__ void write_block_sums(const auto& p, void* shared, const float (&thread_sums)[kArrays][R::kItems][R::kVec]) {
   constexpr int kSums = 4;                                // sums per part
@@ -187,8 +179,7 @@ __device__ void write_block_sums(const auto& p, void* shared, const float (&thre
   }
 }
 
-// kArrays is the number of sums over the rows: 2 for dweight and dbias, or 3 with dx_bias. Dropout is NoDropout,
-// DenseDropout or, if X is narrower than T, OptionalDropout. The kernel writes dresidual if Dropout is not NoDropout.
+// kArrays is column_sums(). Only DenseDropout and OptionalDropout (for an X narrower than T) write dresidual.
 template <typename R, int kArrays, typename X, typename Dropout>
 __global__ void __launch_bounds__(backward_max_threads<typename R::T, kArrays>(R::kItems))
     layernorm_backward_ring_kernel(const LayernormBackward<typename R::T, X> p, int stages, const Dropout dropout) {
@@ -222,8 +213,8 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kArrays>(R
     x.load(x_row, width);
     dout.load(dout_row, width);
     weight.stay_packed();
-    // Computes n for pack i and multiplies g, which is dout on entry, by the weight. Both passes call this lambda. The
-    // compiler keeps the first pass's results for the second pass unless stay_packed() prevents that.
+    // Computes n, and multiplies g, which is dout on entry, by the weight. The compiler keeps the first pass's results
+    // for the second unless stay_packed() prevents that.
     const auto weigh = [&](int i, float (&n)[kVec], float (&g)[kVec]) {
       float w[kVec];
       widen(n, x.packs[i]);
@@ -233,7 +224,7 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kArrays>(R
         g[k] = product(g[k], w[k]);
       }
     };
-    float sums[2] = {};  // the sums of g and of g * n
+    float sums[2] = {};
     dout.each(width, [&](int i, float (&d)[kVec]) {
       float n[kVec], g[kVec];
       for (int k = 0; k < kVec; ++k) g[k] = d[k];
@@ -274,8 +265,8 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kArrays>(R
     else
       write_dx(std::false_type());
   }
-  // Teams that have no row in the thread block's last iteration still pass its barrier. The kernel does not need this,
-  // but compute-sanitizer's racecheck compares threads by the number of barriers that they have passed.
+  // Teams without a row in the last iteration pass its barrier only for compute-sanitizer's racecheck, which compares
+  // threads by the number of barriers that they have passed.
   if constexpr (std::is_same_v<typename R::Team, BlockPart>)
     if (p.dx && row - threadIdx.y < p.rows) R::Team::barrier();
   if (p.workspace) write_block_sums<R>(p, shared, thread_sums);

@@ -1,9 +1,5 @@
-// Layernorm forward over the rows of an (N, C) matrix: out = (x - mean) * rstd * weight + bias. With a residual, x is
-// replaced by sum = dropout(x + x_bias) + residual, rounded to T, which is also written.
-//
-// The kernels read x and write out: 2 * N * C * sizeof(T) bytes, and 8 bytes of statistics per row. With a residual
-// they also read the residual and write the sum: 4 * N * C * sizeof(T) bytes. A separate addition would increase this
-// to 5 * N * C * sizeof(T) bytes. Dropout and x_bias, which has only C elements, add almost no memory traffic.
+// out = (x - mean) * rstd * weight + bias over the rows of an (N, C) matrix. With a residual, x is replaced by sum =
+// dropout(x + x_bias) + residual, rounded to T, which is also written.
 //
 // layernorm_forward_registers_kernel computes rows that fit into registers, with one team (a warp or a thread block)
 // per row:
@@ -13,8 +9,8 @@
 //   variance = sum((x - mean)^2) / C, corrected by the rounding error of the mean (moments.cuh)
 //   normalise, scale, shift, store
 //
-// layernorm_forward_simple_kernel computes all other rows. That kernel takes the same steps, but reads the row from
-// memory in each pass.
+// layernorm_forward_simple_kernel computes all other rows by the same steps, but reads the row from memory in each
+// pass.
 #pragma once
 
 #include <cstdint>
@@ -33,8 +29,7 @@ namespace gptkernels::cuda {
 
 // ---- used by both kernels ----
 
-// Loads kVec columns of weight and bias, or sets them to ones and zeros if they are absent. If kBoth, both are present,
-// and the checks are omitted.
+// Absent weights are ones, absent biases zeros.
 template <bool kBoth, int kVec, typename T, typename X>
 __device__ void load_affine(accumulate_t<T> (&weight)[kVec], accumulate_t<T> (&bias)[kVec],
                             const LayernormForward<T, X>& p, auto column) {
@@ -58,7 +53,7 @@ __global__ void __launch_bounds__(kSimpleThreads)
     LongSum<A> sum, rests, squares;
     for_each_pack<kVec>(p.width, [&](int64_t column) {
       load_wide<kVec>(x, p.x + row * p.width + column);
-      if (p.residual) {  // the later passes read the sum; a thread reads only what it wrote itself
+      if (p.residual) {
         if (p.x_bias) add_pack(x, load<kVec>(p.x_bias + column));
         draw.apply(x, row * p.width + column);
         add_pack(x, load<kVec>(p.residual + row * p.width + column));
@@ -92,23 +87,20 @@ __global__ void __launch_bounds__(kSimpleThreads)
 
 // ---- rows of whole packs that fit into registers ----
 
-// Stores one statistic of a row: 4 bytes of a 32-byte sector, whose other bytes belong to other rows and are written
-// within microseconds. The priority evict-last gives the L2 cache time to collect the whole sector before it is written
-// to memory (docs/layernorm.md gives the saving).
+// Stores 4 bytes of a 32-byte sector, whose other bytes other rows write within microseconds. With evict-last, the L2
+// cache collects the whole sector before writing it to memory (docs/layernorm.md has the saving).
 __device__ inline void store_statistic(float* p, float value) {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
   asm volatile("st.global.L2::cache_hint.f32 [%0], %1, %2;" ::"l"(p), "f"(value), "l"(policy) : "memory");
 }
 
-// Returns the moments of a row in registers. The variance is taken about the mean in a second pass over the registers,
-// which costs no memory traffic. `inverse` is 1 / C.
+// `inverse` is 1 / C.
 template <typename R>
 __device__ Moments<float> row_moments(R& row, int width, float inverse, double eps) {
-  // A float32 sum of 16-bit numbers of similar magnitude is exact, because the significands of the numbers have at
-  // least 13 bits less than the significand of a float32. If the magnitudes differ, the rounding errors of the sum are
-  // small compared with the largest numbers. The sum of x - mean is therefore computed as sum - C * mean. A second pass
-  // that sums x - mean would have rounding errors, and a row of equal numbers would not be normalised to 0.
+  // A float32 sum of 16-bit numbers of similar magnitude is exact, because their significands are at least 13 bits
+  // shorter; if magnitudes differ, its rounding errors are small compared with the largest numbers. The sum of x - mean
+  // is therefore sum - C * mean. Summing x - mean would round, and a row of equal numbers would not be normalised to 0.
   constexpr bool kExactSum = sizeof(typename R::T) == 2;
   float sum[1] = {};
   row.each(width, [&](int, const float (&x)[R::kVec]) {
@@ -117,7 +109,7 @@ __device__ Moments<float> row_moments(R& row, int width, float inverse, double e
   team_sums<typename R::Team>(sum, 0);
   if constexpr (kMayStayPacked<R>) row.stay_packed();
   const float mean = sum[0] * inverse;
-  float about_mean[kExactSum ? 1 : 2] = {};  // the sums of (x - mean)^2 and, for float32, of x - mean
+  float about_mean[kExactSum ? 1 : 2] = {};  // of (x - mean)^2 and, for float32, of x - mean
   row.each(width, [&](int, const float (&x)[R::kVec]) {
     for (int k = 0; k < R::kVec; ++k) {
       const float centred = x[k] - mean;
@@ -131,7 +123,6 @@ __device__ Moments<float> row_moments(R& row, int width, float inverse, double e
   return moments(mean, rests, about_mean[0], inverse, eps);
 }
 
-// Sets `packs` to dropout(x + x_bias) + residual of this team's row, rounded to T, and stores these values to p.sum.
 template <typename R, typename X, typename Draw>
 __device__ void add_residual(R& packs, const typename R::template With<X>& x_packs, const R& residual,
                              const LayernormForward<typename R::T, X>& p, int64_t row, const Draw& draw) {
@@ -147,8 +138,8 @@ __device__ void add_residual(R& packs, const typename R::template With<X>& x_pac
   });
 }
 
-// The functions below round explicitly (__fadd_rn, fmaf). Otherwise the compiler would decide in each kernel which
-// operations to fuse, and kernels that share these functions could give different bits.
+// Explicit rounding (__fadd_rn, fmaf) keeps the compiler from fusing different operations in different kernels, which
+// would then give different bits.
 
 template <typename T, typename X>
 __device__ void store_statistics(const LayernormForward<T, X>& p, int64_t row, const Moments<float>& m) {
@@ -156,17 +147,15 @@ __device__ void store_statistics(const LayernormForward<T, X>& p, int64_t row, c
   store_statistic(p.rstd + row, m.rstd);
 }
 
-// Normalises a pack in place. `offset` is -rest * rstd.
+// `offset` is -rest * rstd.
 template <int kVec>
 __device__ void normalize(float (&x)[kVec], const Moments<float>& m, float offset, const float (&weight)[kVec],
                           const float (&bias)[kVec]) {
   for (int k = 0; k < kVec; ++k) x[k] = fmaf(fmaf(x[k] - m.mean, m.rstd, offset), weight[k], bias[k]);
 }
 
-// Each team processes one row, without a loop over rows, because small thread blocks that start and end at different
-// times keep reads and writes evenly mixed. Weight and bias are loaded pack by pack when they are needed, mostly from
-// the L1 cache. If weight and bias were kept in registers, fewer rows would fit on an SM at once. Dropout is NoDropout,
-// DenseDropout or, if X is narrower than T, OptionalDropout.
+// No loop over rows: small thread blocks that start and end at different times keep reads and writes evenly mixed.
+// Weight and bias are loaded pack by pack, mostly from L1; in registers, they would leave space for fewer rows per SM.
 template <typename R, bool kResidual, typename X, typename Dropout>
 __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))
     layernorm_forward_registers_kernel(const LayernormForward<typename R::T, X> p, float inverse,
@@ -197,8 +186,8 @@ __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))
       store_row_pack<kVec>(out + R::column(i), x);
     });
   };
-  // Checking both pointers at every pack takes 10 % more instructions. Only rows with a residual move enough bytes to
-  // hide these instructions.
+  // Checking both pointers at every pack takes 10 % more instructions, which only rows with a residual hide behind
+  // their memory traffic.
   if (!kResidual && p.weight != nullptr && p.bias != nullptr)
     write(std::true_type{});
   else

@@ -5,12 +5,9 @@
 //   backward   layernorm_backward_ring_kernel               layernorm_backward_simple_kernel, *_columns_kernel
 //              then, for dweight, dbias and dx_bias, partial_sums_kernel
 //
-// The kernels are in forward.cuh and backward.cuh; read forward.cuh first. shape.cuh chooses the number of threads per
-// row and the template instance of a fast kernel. ring.cuh contains the backward's ring in shared memory.
-//
-// T is the dtype of the residual stream, and X is the dtype of x, out and their gradients. The fast kernels are
-// compiled without dropout (NoDropout) and with dropout (DenseDropout). If X is not T, one instance supports calls with
-// and without dropout (OptionalDropout).
+// T is the dtype of the residual stream, and X the dtype of x, out and their gradients. If X is T, the fast kernels
+// have instances without and with dropout (NoDropout, DenseDropout); otherwise one instance is for both
+// (OptionalDropout).
 #include <algorithm>
 #include <limits>
 #include <type_traits>
@@ -28,31 +25,27 @@ namespace {
 
 // ---- forward ----
 
-// Returns whether all rows are resident on the SMs at once, at one warp per row.
+// At one warp per row, all rows are resident on the SMs at once.
 bool few_rows(int64_t rows) {
   return rows < 64 * int64_t(multiprocessors());
 }
 
-// Returns the number of rows per thread block. If a warp processes a row, a thread block processes about 3 KB of rows
-// (one to four rows), because small thread blocks mix reads and writes best. If there are few rows, launching many
-// thread blocks would take longer than this mix saves, so a thread block processes 4 rows.
+// With one warp per row, a thread block has about 3 KB of rows, because small thread blocks mix reads and writes best.
+// With few rows, launching more thread blocks would cost more than this saves.
 unsigned forward_block_rows(int64_t rows, int threads, int64_t row_bytes) {
   if (threads > kWarp) return 1;
   return few_rows(rows) ? 4 : static_cast<unsigned>(std::clamp<int64_t>(3072 / row_bytes, 1, 4));
 }
 
-// Launches the registers kernel. Returns false, without a launch, if the rows do not fit into registers. A residual
-// does not change how a row is divided among threads (`row`), so layernorm(x + residual) has the same bits with and
-// without fusion.
+// Returns false if the rows do not fit into registers. A residual does not change how a row is divided among threads,
+// so layernorm(x + residual) has the same bits with and without fusion.
 template <bool kResidual, typename T, typename X, typename Dropout>
 bool launch_forward_registers(const LayernormForward<T, X>& p, const Dropout& dropout, Stream stream) {
-  // For many rows of 768 float32, two warps per row are faster than one warp per row, because two warps finish a row
-  // sooner.
+  // For many rows of 768 float32, two warps per row finish sooner than one.
   const int max_warp_items = sizeof(T) == 4 && !few_rows(p.rows) ? 5 : kMaxWarpItems;
   const int64_t packs = std::max<int64_t>(p.width / kPack<T>, 1);
   const RowShape row = row_shape<T, Block>(packs, max_warp_items, forward_max_threads<T>);
-  if (row.items == 0 || p.rows > std::numeric_limits<int>::max())
-    return false;  // the row or the grid would be too large
+  if (row.items == 0 || p.rows > std::numeric_limits<int>::max()) return false;
   const dim3 block(row.threads, forward_block_rows(p.rows, row.threads, (kResidual ? 2 : 1) * packs * 16));
   const unsigned grid = grid_size(ceil_div(p.rows, block.y));
   with_row<T, Block, kMaxWarpItems>(row, [&](auto type) {
@@ -62,8 +55,6 @@ bool launch_forward_registers(const LayernormForward<T, X>& p, const Dropout& dr
   return true;
 }
 
-// Launches the registers kernel with the template instance for the dropout and the residual of this call. There is a
-// residual if there is dropout, or if X is not T.
 template <typename T, typename X>
 bool launch_forward_fast(const LayernormForward<T, X>& p, const DropoutArguments& dropout, Stream stream) {
   if constexpr (!std::is_same_v<T, X>)
@@ -86,14 +77,12 @@ void launch_forward(const LayernormForward<T, X>& p, const DropoutArguments& dro
 
 // ---- backward ----
 
-// Launches the ring kernel. Returns the number of thread blocks, each of which writes a row of partial sums. Returns 0,
-// without a launch, if the rows do not fit.
+// Returns the number of rows of partial sums, one per thread block, or 0, without a launch, if the rows do not fit.
 template <int kArrays, typename T, typename X, typename Dropout>
 int64_t launch_backward_ring(const LayernormBackward<T, X>& p, const Dropout& dropout, Stream stream) {
-  // With 16-bit types, if one warp processes a row, a thread has at most 5 packs in two cases. The first case is a call
-  // with dsum, where the kernel loads a third array. Dividing a row among several warps then saves time, although these
-  // warps wait for each other at barriers, because an SM holds more warps and thus more loads in flight. The second
-  // case is a call with three sums over the rows, where 6 packs would exceed the registers.
+  // In 16 bits, one warp per row has at most 5 packs per thread in two cases. With dsum, a third array is loaded, and
+  // several warps per row, though they wait at barriers, let an SM hold more warps and thus more loads in flight. With
+  // three sums over the rows, 6 packs would exceed the registers.
   constexpr int kFewWarpItems = sizeof(T) == 2 ? 5 : kMaxWarpItems;
   constexpr int kWarpItems = kArrays == 3 ? kFewWarpItems : kMaxWarpItems;
   const auto max_threads = backward_max_threads<T, kArrays>;
@@ -115,8 +104,6 @@ int64_t launch_backward_ring(const LayernormBackward<T, X>& p, const Dropout& dr
   return blocks;
 }
 
-// Launches the ring kernel with the template instance for the dropout and the sums of this call. dresidual is given if
-// there is dropout, or if X is not T.
 template <typename T, typename X>
 int64_t launch_backward_fast(const LayernormBackward<T, X>& p, const DropoutArguments& dropout, Stream stream) {
   if constexpr (!std::is_same_v<T, X>)
@@ -129,12 +116,10 @@ int64_t launch_backward_fast(const LayernormBackward<T, X>& p, const DropoutArgu
     return launch_backward_ring<2>(p, NoDropout(), stream);
 }
 
-// Returns the number of rows of partial sums that layernorm_backward_columns_kernel writes.
 int64_t simple_partials(int64_t rows) {
   return std::clamp<int64_t>(rows / 16, 1, 64);
 }
 
-// Launches the kernels for dx and the partial sums. Returns the number of rows of partial sums.
 template <int kVec, typename T, typename X>
 int64_t launch_backward(const LayernormBackward<T, X>& p, const DropoutArguments& dropout, Stream stream) {
   if constexpr (kVec > 1 && sizeof(T) < 8)
@@ -164,9 +149,8 @@ Status layernorm_forward(const LayernormForward<T, X>& p, const DropoutArguments
   return cudaGetLastError();
 }
 
-// Returns the size of the workspace in bytes. The workspace holds rows of 3 * C partial sums: one row per thread block
-// of the ring kernel, which has at most one thread block per SM, or the rows that layernorm_backward_columns_kernel
-// writes.
+// Rows of 3 * C partial sums: one per thread block of the ring kernel, at most one per SM, or those of
+// layernorm_backward_columns_kernel.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
   const int64_t partials = std::max(std::clamp<int64_t>(rows, 1, multiprocessors()), simple_partials(rows));

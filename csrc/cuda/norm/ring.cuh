@@ -1,11 +1,7 @@
-// A ring buffer in shared memory through which rows pass to registers, for kernels whose thread blocks loop over many
-// rows.
-//
-// At 4.2 TB/s and 1 us of latency, each of the 132 SMs of an H200 needs 32 KB of loads in flight at all times.
-// Registers have no space for so much data in addition to the current row. Every thread therefore copies its packs of
-// the next rows to shared memory (by cp.async, which bypasses the registers), and reads each row from there when it
-// processes the row. A thread reads only what it has copied itself, so the ring needs no barrier. With 4 stages, while
-// row r is in use:
+// A ring buffer in shared memory for kernels whose thread blocks loop over rows. At 4.2 TB/s and 1 us of latency, each
+// of an H200's 132 SMs needs 32 KB of loads in flight, for which registers have no space beside the current row. Every
+// thread copies its packs of the next rows to shared memory by cp.async, and reads only what it has copied itself, so
+// the ring needs no barrier. With 4 stages, while row r is in use:
 //
 //     stage 0         stage 1         stage 2         stage 3
 //   +-------------+ +-------------+ +-------------+ +-------------+
@@ -13,9 +9,8 @@
 //   | in use      | | in flight   | | in flight   | | in flight   |
 //   +-------------+ +-------------+ +-------------+ +-------------+
 //
-// next() starts the copy of row r + 4 into stage 0, waits for row r + 1, and returns it. In a stage, a row consists of
-// the rows of x, dout and dsum, one after another. A stage holds one row for each of the blockDim.y teams of a thread
-// block.
+// next() starts the copy of row r + 4 into stage 0, waits for row r + 1, and returns it. A stage holds one row for each
+// of the blockDim.y teams of a thread block: its x, dout and dsum, one after another.
 #pragma once
 
 #include <cuda_pipeline_primitives.h>
@@ -27,29 +22,26 @@
 
 namespace gptkernels::cuda {
 
-// The launch shape of a ring kernel. A thread block processes blockDim.y rows at a time, with blockDim.x threads each,
-// and shared memory holds `stages` rows per team.
 struct RingShape {
   dim3 block;
   unsigned grid;
-  int stages;  // 0 if two stages of one row, or a team's sums, do not fit into shared memory
+  int stages;  // 0 if two stages of a row, or a team's sums, do not fit
   int64_t shared_bytes;
 };
 
-// Returns a shape with one thread block per SM. A thread block has as many teams as its threads and shared memory
-// allow, and then as many stages as fit and are needed for kBytesInFlight. `row_bytes` is the size of one row of x,
-// dout and dsum together, and `threads` is the number of threads per row. After the last row the same memory holds
+// One thread block per SM, with as many teams as threads and shared memory allow, and as many stages as fit and
+// kBytesInFlight needs. `row_bytes` is a row of x, dout and dsum together. After the last row, the same memory holds
 // `sums_bytes` per team.
 inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int64_t sums_bytes, int threads, int max_threads,
                             int64_t max_shared_bytes) {
   constexpr int kMaxStages = 4;
-  constexpr int64_t kBytesInFlight = 40 << 10;  // in addition to the current rows; more bytes would delay the first row
+  constexpr int64_t kBytesInFlight = 40 << 10;  // beside the current rows; more would delay the first row
   const int64_t fitting = max_shared_bytes / std::max(2 * row_bytes, sums_bytes);
   const int64_t most = threads == kWarp ? max_threads / kWarp : std::min(max_threads / threads, BlockPart::kMaxRows);
   const int64_t height = std::min({fitting, most, ceil_div(rows, multiprocessors())});
   if (height == 0) return {};
   const int64_t grid = std::min<int64_t>(ceil_div(rows, height), multiprocessors());
-  // The number of rows of a team. More stages than rows would stay empty.
+  // Rows per team; more stages would stay empty.
   const int64_t steps = std::max<int64_t>(ceil_div(rows, height * grid), 2);
   const int64_t wanted = std::max<int64_t>(1 + ceil_div(kBytesInFlight, height * row_bytes), 2);
   const int64_t stages = std::min({max_shared_bytes / (height * row_bytes), int64_t(kMaxStages), wanted, steps});
@@ -59,8 +51,7 @@ inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int64_t sums_bytes,
           .shared_bytes = height * std::max(stages * row_bytes, sums_bytes)};
 }
 
-// R is the Row that a team loads from the ring. Rows of x, dout and, if it is not null, dsum pass through the ring
-// together. dout has the dtype X, which may be narrower than T. Rows consist of whole 16-byte packs of every array.
+// R is the Row that a team loads from the ring. dsum may be null. Rows consist of whole 16-byte packs of every array.
 template <typename R, typename X>
 class RowRing {
   using T = typename R::T;
@@ -74,18 +65,17 @@ class RowRing {
         row_step_(step() * width),
         width_(width),
         stages_(stages) {
-    const int row_elements = ((dsum ? 2 : 1) * kWide + 1) * width;  // elements of x, dout and dsum for one row
+    const int row_elements = ((dsum ? 2 : 1) * kWide + 1) * width;
     stage_step_ = static_cast<int>(blockDim.y) * row_elements;
     read_ = write_ = begin_ = static_cast<X*>(shared) + threadIdx.y * row_elements;
 #pragma unroll 1
     for (int i = 0; i < stages - 1; ++i) copy();
   }
 
-  // Returns the distance between the rows of a team, which are Team::row(), Team::row() + step(), ...
   static __device__ int64_t step() { return int64_t(gridDim.x) * blockDim.y; }
 
-  // Returns the team's next row of x, from which dout() and dsum() find the rows of the other arrays. The call
-  // overwrites the row that the previous call returned.
+  // The team's next row of x, from which dout() and dsum() find the other arrays' rows. The call overwrites the
+  // previous row.
   __device__ const T* next() {
     copy();
     if (stages_ == 4)
@@ -105,16 +95,15 @@ class RowRing {
   }
 
  private:
-  // Positions in shared memory are counted in elements of X, the narrower dtype.
-  static constexpr int kWide = sizeof(T) / sizeof(X);  // elements of X per element of T
+  // Positions in shared memory are in elements of X, the narrower dtype.
+  static constexpr int kWide = sizeof(T) / sizeof(X);
 
-  // Returns the stage after `stage`.
   __device__ X* after(X* stage) const {
     stage += stage_step_;
     return stage == begin_ + stages_ * stage_step_ ? begin_ : stage;
   }
 
-  // Starts copying one more row. Beyond the last row, commits an empty group of copies, because next() counts groups.
+  // Beyond the last row, commits an empty group, because next() counts groups.
   __device__ void copy() {
     if (x_ < end_) {
       copy(write_, x_);
@@ -125,7 +114,6 @@ class RowRing {
     __pipeline_commit();
   }
 
-  // Copies this thread's packs of one array's row, and advances `from` to the team's next row.
   template <typename U>
   __device__ void copy(X* to, const U*& from) {
     for (int i = 0; i < R::kItems; ++i)

@@ -1,5 +1,3 @@
-// The shape of a row in layernorm's fast kernels: the number of threads that share the row, and the number of packs per
-// thread.
 #pragma once
 
 #include <algorithm>
@@ -13,33 +11,28 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kMinItems = 3;  // least packs per thread if several warps share a row; fewer packs are never cheaper
+constexpr int kMinItems = 3;  // for several warps per row; fewer are never cheaper
 constexpr int kMaxItems = 4;
-constexpr int kMaxWarpItems = 7;  // most packs per thread if one warp processes a row
+constexpr int kMaxWarpItems = 7;
 
-// True if a row has more than 40 elements per thread. The 16-bit packs of such a row stay packed from one pass to the
-// next, because the float32 values would need too many registers.
+// With more elements per thread, the float32 values of 16-bit packs would need too many registers between two passes.
 template <typename R>
 constexpr bool kMayStayPacked = R::kItems * R::kVec > 40;
 
-// Returns the largest number of threads of a thread block whose threads have `registers` registers each. Each of an
-// SM's four schedulers has a quarter of the SM's 65536 registers, so the number is a multiple of four warps.
+// Each of an SM's four schedulers has a quarter of the 65536 registers, so threads come in multiples of four warps.
 constexpr int max_threads(int registers) {
   constexpr int kStep = 4 * kWarp;
   return std::min(1024, 65536 / registers / kStep * kStep);
 }
 
-// Returns the largest number of threads of a thread block of a forward kernel with `items` packs per thread. A thread
-// needs registers for three arrays of packs in T, for one array of their elements in float32, and 48 further registers.
+// A thread needs registers for three arrays of packs in T, for one in float32, and 48 others.
 template <typename T>
 constexpr int forward_max_threads(int items) {
   return max_threads(48 + items * kPack<T> * (3 * sizeof(T) + 4) / 4);
 }
 
-// Returns the largest number of threads of a thread block of a backward kernel with `items` packs per thread. A thread
-// needs registers for the weight in T, for kArrays float32 sums over the rows, for the normalised values and gradients
-// that the first pass over a row keeps for the second pass (in float32, or in T if a thread has more than 40 elements),
-// and 48 further registers.
+// A thread needs registers for the weight in T, for kArrays float32 sums over the rows, for what the first pass keeps
+// for the second (in float32, or in T beyond 40 elements per thread), and 48 others.
 template <typename T, int kArrays>
 constexpr int backward_max_threads(int items) {
   const int kept = items * kPack<T> > 40 ? sizeof(T) : 4;
@@ -48,13 +41,12 @@ constexpr int backward_max_threads(int items) {
 
 struct RowShape {
   int threads;  // whole warps
-  int items;    // packs per thread; 0 if the row does not fit
-  bool full;    // the row fills all packs of all threads; if not, the last pack of some threads is out of bounds
+  int items;    // 0 if the row does not fit
+  bool full;    // the row fills all packs of all threads
 };
 
-// Returns the cheapest shape for a row of `packs` packs. A warp spends time on all its packs, even those beyond the
-// row's end, and on the row's sums, which cost as much as about 20 elements. If a thread block processes several rows
-// with several warps each (BlockPart), the cost of a row includes a share of the warps that the thread block cannot
+// The cheapest shape. A warp spends time on all its packs, even beyond the row's end, and on the row's sums, which cost
+// as much as about 20 elements. For BlockPart, a row's cost includes a share of the warps that the thread block cannot
 // use.
 template <typename T, typename Team, typename MaxThreads>
 RowShape row_shape(int64_t packs, int max_warp_items, const MaxThreads& max_threads) {
@@ -63,8 +55,7 @@ RowShape row_shape(int64_t packs, int max_warp_items, const MaxThreads& max_thre
   int64_t least = 0;
   for (int items = max_warp_items; items > 0; --items) {
     const int64_t threads = ceil_div(ceil_div(packs, items), kWarp) * kWarp;
-    if (threads * (items - 1) >= packs && items > 1)
-      continue;  // with one pack less per thread, these threads would still hold the row
+    if (threads * (items - 1) >= packs && items > 1) continue;  // so many threads hold the row with one pack less each
     const int64_t most = max_threads(items);
     if (threads > most || (threads > kWarp && (items < kMinItems || items > kMaxItems))) continue;
     const int64_t shared = std::is_same_v<Team, BlockPart> ? most / (most / threads) : threads;
@@ -74,18 +65,16 @@ RowShape row_shape(int64_t packs, int max_warp_items, const MaxThreads& max_thre
   return best;
 }
 
-// An instance of a kernel is compiled for rows of up to `items` packs per thread, of which the first `unguarded` packs
-// are within the row in every thread.
+// An instance is for rows of up to `items` packs per thread, of which the first `unguarded` packs are within the row in
+// every thread.
 struct RowInstance {
   int items;
   int unguarded;
 };
 
-// The instances for rows that a single warp processes. The first instance that supports a row is used. The instances
-// with items == unguarded are for GPT-2's widths: 768, 1024 and 1280 for 16-bit types, and 768 for float32. The last
-// 16-bit instance is for the width 1600. (In float32, several warps share a row of 1024 or more elements.)
-// docs/notes/layernorm.md gives the cost of an additional instance, and lists the widths that an additional instance
-// would make faster.
+// For rows of one warp; the first instance that supports a row is used. Those with items == unguarded are for GPT-2's
+// widths 768, 1024 and 1280 in 16 bits, and 768 in float32, and the last 16-bit instance is for 1600.
+// docs/notes/layernorm.md has the cost and the benefit of further instances.
 template <typename T>
 constexpr auto kWarpInstances = std::to_array<RowInstance>({{1, 0}, {2, 1}, {4, 2}, {6, 6}, {7, 4}});
 template <typename T>
@@ -93,14 +82,12 @@ template <typename T>
 constexpr auto kWarpInstances<T> =
     std::to_array<RowInstance>({{1, 0}, {2, 1}, {3, 3}, {4, 4}, {4, 2}, {5, 5}, {5, 4}, {7, 5}});
 
-// The instances for rows that several warps share.
 constexpr auto kTeamInstances = std::to_array<RowInstance>({{kMinItems, 2}, {kMaxItems, 3}});
 
-// Calls fn(std::type_identity<R>()), where R is the Row of the first instance that supports this shape. Instances of
+// Calls fn(std::type_identity<R>()), where R is the Row of the first instance that supports the shape. Instances of
 // more than kMax packs per thread are not compiled.
 template <typename T, typename Team, const auto& kInstances, int kMax, typename Fn>
 void with_instance(const RowShape& shape, const Fn& fn) {
-  // The number of packs that every thread can load without a bounds check.
   const int within = shape.full ? shape.items : shape.items - 1;
   bool found = false;
   const auto try_instance = [&](auto i) {
@@ -116,13 +103,12 @@ void with_instance(const RowShape& shape, const Fn& fn) {
   }(std::make_index_sequence<kInstances.size()>());
 }
 
-// Calls fn as with_instance() does, for a row that one warp processes.
 template <typename T, int kMaxWarpItems, typename Fn>
 void with_warp_row(const RowShape& shape, const Fn& fn) {
   with_instance<T, Warp, kWarpInstances<T>, kMaxWarpItems>(shape, fn);
 }
 
-// Calls fn as with_instance() does, for any row. R's team is Warp if one warp processes the row, else Team.
+// R's team is Warp if one warp processes the row, else Team.
 template <typename T, typename Team, int kMaxWarpItems, typename Fn>
 void with_row(const RowShape& shape, const Fn& fn) {
   if (shape.threads == kWarp)

@@ -1,11 +1,5 @@
-// AdamW on a list of tensors. The kernel reads the parameter, the master if there is one, the gradient and both
-// moments, and writes all of these except the gradient: 28 bytes per parameter in float32, or 30 bytes for a bfloat16
-// parameter with float32 master and moments. Elements are independent of each other, so the result does not depend on
-// how the tensors are divided into chunks.
-//
 // A thread loads two packs of every array, all in flight at once. Meanwhile one thread of the thread block computes the
-// factors, which takes about as long as the loads. Thread blocks are small, so the last ones of the grid end almost at
-// the same time.
+// factors, which takes about as long. Thread blocks are small, so the last ones of the grid end almost together.
 #include <algorithm>
 
 #include "../../adamw.h"
@@ -18,10 +12,10 @@ namespace gptkernels::cuda {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kPacks = 2;  // packs of each array per thread
+constexpr int kPacks = 2;
 
 enum Slot { kParam, kMaster, kGrad, kExpAvg, kExpAvgSq, kStep, kSlots };
-constexpr Slot kTensorIndex = kMaster;  // without masters, this slot holds the tensor's index in the lists
+constexpr Slot kTensorIndex = kMaster;  // the tensor's index, in place of a master
 
 using AdamwList = TensorList<kSlots, 160>;  // GPT-2 124M has 148 tensors
 
@@ -45,10 +39,9 @@ struct Exact {
   }
 };
 
-// Operations with an error of up to 2 ulp of float32, for parameters that are then rounded to 16 bits. The exact
-// operations have branches, which serialise a thread's elements. A kernel that moves only 14 bytes per parameter would
-// then be limited by these operations instead of memory. Every square root here is 0, infinite or between 1e-23 and
-// 1e20, where the approximate operations are valid.
+// Errors of up to 2 ulp of float32, for parameters that are then rounded to 16 bits. The exact operations have
+// branches, which serialise a thread's elements, and would limit a kernel that moves only 14 bytes per parameter. Every
+// square root here is 0, infinite or between 1e-23 and 1e20, where the approximate operations are valid.
 struct Approximate : Exact {
   static __device__ float quotient(float a, float b) { return __fdividef(a, b); }
   static __device__ float square_root(float x) {
@@ -60,14 +53,13 @@ struct Approximate : Exact {
 
 struct ToNearest {};
 
-// Rounds bfloat16 arrays stochastically; float32 arrays are stored as they are.
+// Applies to bfloat16 arrays only.
 struct Stochastically {
   uint64_t seed;
   uint32_t step;
   uint32_t tensor;
-  int64_t begin;  // index of the tensor's element to which the pointers point
+  int64_t begin;  // index in the tensor
 
-  // Rounds N neighbouring elements from element i of the chunk on.
   template <typename V, int N>
   __device__ void round(Packed<V, N>& to, const float (&values)[N], AdamwArray array, int i) const {
     if constexpr (std::is_same_v<V, bfloat16>) {
@@ -84,11 +76,11 @@ struct Stochastically {
   }
 };
 
-// The arrays of one tensor, from the chunk's first element on. Weight is float if there is a master, else T.
+// Pointers start at the chunk. Weight is float if there is a master, else T.
 template <typename T, typename Weight, typename Gradient, typename State>
 struct AdamwTensor {
   T* param;
-  Weight* weight;  // the array that is updated: the master, or the parameter itself
+  Weight* weight;  // the master, or the parameter itself
   const Gradient* grad;
   State* exp_avg;
   State* exp_avg_sq;
@@ -100,7 +92,7 @@ struct AdamwTensor {
         exp_avg(static_cast<State*>(pointers[kExpAvg]) + begin),
         exp_avg_sq(static_cast<State*>(pointers[kExpAvgSq]) + begin) {}
 
-  // Number of elements of a pack. A pack of the array with the widest dtype has 16 bytes.
+  // A pack of the array with the widest dtype has 16 bytes.
   static constexpr int pack = 16 / std::max({sizeof(T), sizeof(Weight), sizeof(Gradient), sizeof(State)});
   static constexpr int chunk = kThreads * kPacks * pack;
 
@@ -115,7 +107,6 @@ struct AdamwTensor {
   }
 };
 
-// N neighbouring elements of every array, in registers.
 template <int N, typename T, typename Weight, typename Gradient, typename State>
 struct AdamwPack {
   using A = accumulate_t<T>;
@@ -123,7 +114,7 @@ struct AdamwPack {
   using Arithmetic = std::conditional_t<sizeof(Weight) < sizeof(float), Approximate, Exact>;
   static constexpr bool kHasMaster = !std::is_same_v<T, Weight>;
 
-  Packed<T, N> param;  // loaded if there is a master
+  Packed<T, N> param;
   Packed<Weight, N> weight;
   Packed<Gradient, N> grad;
   Packed<State, N> exp_avg;

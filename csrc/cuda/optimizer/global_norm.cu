@@ -1,9 +1,3 @@
-// The Euclidean norm of all elements of many tensors, by two kernels:
-//
-//   global_norm_squares_chunks_kernel   each thread block sums the squares of a chunk of a tensor, in float64
-//   global_norm_sum_block_kernel        one thread block computes the square root of the sum of these sums
-//
-// Every element is read once. Equal inputs give equal bits.
 #include "../../global_norm.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/multi_tensor.cuh"
@@ -20,10 +14,10 @@ static_assert(sizeof(NormList) + sizeof(double*) <= kArgumentBytes);
 
 constexpr int kThreads = 512;
 constexpr int kChunk = 16384;
-constexpr int kPacksInFlight = 4;  // per thread; 128 KB per SM with 2048 threads
+constexpr int kPacksInFlight = 4;  // 128 KB per SM with 2048 threads
 
-// Returns the sum of the squares of a pack. float64 costs no time on SMs that convert 16 values and add 64 per clock
-// (H100, H200), because an SM reads only 8 bfloat16 per clock.
+// float64 costs no time on SMs that convert 16 values and add 64 per clock (H100, H200), because an SM reads only 8
+// bfloat16 per clock.
 template <int N, typename T>
 __device__ double squares(const Packed<T, N>& pack) {
   double sum = 0;

@@ -1,5 +1,4 @@
-// Memory accesses with an L2 eviction priority: evict-first for data that is accessed once (*_once), evict-last for
-// data that should stay in the L2 cache until it is accessed again (kept_*).
+// L2 eviction priorities: *_once accesses are evict-first, kept_* accesses evict-last.
 #pragma once
 
 #include <cstdint>
@@ -10,11 +9,10 @@ namespace gptkernels::cuda {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// Cache policies, as createpolicy.fractional returns them for L2::evict_first and L2::evict_last with a fraction of 1.
+// As createpolicy.fractional returns them for a fraction of 1.
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;
 constexpr uint64_t kEvictLast = 0x14F0000000000000;
 
-// Loads a box of a four-dimensional tensor with priority evict-first, and otherwise as tma_load() does (ptx/tma.cuh).
 __device__ inline void tma_load_once(uint32_t shared, const CUtensorMap& map, int column, int row, int head, int batch,
                                      uint32_t barrier) {
   asm volatile(
@@ -24,7 +22,6 @@ __device__ inline void tma_load_once(uint32_t shared, const CUtensorMap& map, in
       : "memory");
 }
 
-// Stores a box of a four-dimensional tensor with priority evict-first, and otherwise as tma_store() does.
 __device__ inline void tma_store_once(const CUtensorMap& map, uint32_t shared, int column, int row, int head,
                                       int batch) {
   asm volatile(
@@ -34,9 +31,8 @@ __device__ inline void tma_store_once(const CUtensorMap& map, uint32_t shared, i
       : "memory");
 }
 
-// Store, add or load four float32 in global memory (16-byte aligned) with priority evict-last. The accesses are
-// performed in the L2 cache and bypass L1, so a thread's store, addition and load of the same element take effect in
-// program order.
+// 16-byte aligned accesses that bypass L1, so a thread's store, addition and load of an element take effect in program
+// order.
 __device__ inline void kept_store(float* at, const float* x) {
   asm volatile("st.relaxed.gpu.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(at), "f"(x[0]),
                "f"(x[1]), "f"(x[2]), "f"(x[3]), "l"(kEvictLast)

@@ -1,5 +1,3 @@
-// Helpers for the kernels for sm_90a whose warpgroups have different roles: functions for mbarriers, which take the
-// address of the barrier in shared memory, rings of buffers, and stmatrix.
 #pragma once
 
 #include "cuda/common/launch.cuh"
@@ -10,9 +8,8 @@ namespace gptkernels::cuda {
 
 constexpr int kWarpgroup = 128;  // threads
 
-constexpr int kStubThreads = 32;  // launch bounds of a kernel's empty stub in code for architectures other than sm_90a
+constexpr int kStubThreads = 32;  // of the empty stub for architectures other than sm_90a
 
-// Returns whether the current device runs code of this kernel that was compiled for sm_90a, not a stub.
 template <auto kKernel>
 bool built_for_wgmma() {
   return once_a_device([](int) {
@@ -36,7 +33,6 @@ __device__ inline void barrier_arrive(uint32_t barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
 }
 
-// Arrives at a barrier in the threads whose `one` is true. The function has no branch.
 __device__ inline void barrier_arrive_if(bool one, uint32_t barrier) {
   random_delay();
   asm volatile(
@@ -46,9 +42,8 @@ __device__ inline void barrier_arrive_if(bool one, uint32_t barrier) {
       : "memory");
 }
 
-// Arrives at a barrier of any thread block of the cluster, in the threads whose `one` is true. The arrival has no
-// release at cluster scope. A release is not needed here, and would wait for all of the thread's stores: with a
-// release, matmuls took 1.5 times as long.
+// The barrier may be in any thread block of the cluster. A release at cluster scope is not needed, and would wait for
+// all of the thread's stores: with a release, matmuls took 1.5 times as long.
 __device__ inline void barrier_arrive_in_block(bool one, uint32_t barrier) {
   random_delay();
   asm volatile(
@@ -71,13 +66,11 @@ __device__ inline void barrier_wait(uint32_t barrier, unsigned parity) {
       : "memory");
 }
 
-// Waits for all threads of the warpgroup. `id` is the index of a named barrier, at least 1.
 __device__ inline void warpgroup_barrier(int id) {
   random_delay();
   asm volatile("bar.sync %0, 128;" ::"r"(id) : "memory");
 }
 
-// A position in a ring of kStages buffers.
 template <int kStages>
 struct RingPosition {
   int slot = 0;
@@ -90,14 +83,13 @@ struct RingPosition {
   }
 };
 
-// Stores four matrices of 8 rows of 16 bytes. Lanes 8 * i to 8 * i + 7 pass the addresses of matrix i's rows.
+// Lanes 8 * i to 8 * i + 7 pass the addresses of matrix i's rows of 16 bytes.
 __device__ inline void store_matrices(uint32_t shared, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c),
                "r"(d)
                : "memory");
 }
 
-// Stores four matrices of 8 x 8 elements of 16 bits, each transposed.
 __device__ inline void store_matrices_transposed(uint32_t shared, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b),
                "r"(c), "r"(d)

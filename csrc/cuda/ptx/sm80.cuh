@@ -1,10 +1,9 @@
-// Wrappers of the tensor core instructions of one warp (mma.sync, sm_80 and later) and of the instructions that copy
-// the operands to shared memory and registers (cp.async, ldmatrix). Rows in shared memory consist of 16-byte chunks;
-// addresses are 32-bit addresses of the shared window.
+// mma.sync of one warp, and the copies of its operands to shared memory and registers (cp.async, ldmatrix). Shared
+// memory addresses are 32-bit addresses of the shared window.
 //
-// One mma takes 32 bytes of each row along k: 16 elements of 16 bits, or 8 float32 as TF32. The bytes of a fragment are
-// divided among the lanes in the same way for 16-bit types and float32. In an accumulator tile (16 x 8), lane 4 * g + t
-// of a warp holds rows g and g + 8, columns 2 * t and 2 * t + 1.
+// One mma takes 32 bytes of each row along k: 16 elements of 16 bits, or 8 float32 as TF32. The lanes divide a
+// fragment's bytes in the same way for 16-bit types and float32. In an accumulator tile (16 x 8), lane 4 * g + t holds
+// rows g and g + 8, columns 2 * t and 2 * t + 1.
 #pragma once
 
 #include <cstdint>
@@ -14,35 +13,30 @@
 
 namespace gptkernels::cuda {
 
-// Returns the shared window address of a generic pointer to shared memory.
 __device__ inline uint32_t shared_window(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Starts copying 16 bytes from global to shared memory. Both addresses are multiples of 16. If `inside` is false,
-// writes zeros and does not read `from`.
+// If `inside` is false, writes zeros and does not read `from`.
 __device__ inline void copy_async_16(uint32_t to, const void* from, bool inside) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(inside ? 16 : 0) : "memory");
 #endif
 }
 
-// Starts copying 4 bytes from global to shared memory. Both addresses are multiples of 4. If `inside` is false, writes
-// zeros and does not read `from`.
 __device__ inline void copy_async_4(uint32_t to, const void* from, bool inside) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(inside ? 4 : 0) : "memory");
 #endif
 }
 
-// Ends a group, which consists of all copies that this thread has started since the previous group.
 __device__ inline void copy_async_commit() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.commit_group;" ::: "memory");
 #endif
 }
 
-// Waits until at most the latest kPending groups of this thread are still in flight.
+// Waits until at most this thread's latest kPending groups are in flight.
 template <int kPending>
 __device__ void copy_async_wait() {
 #if __CUDA_ARCH__ >= 800
@@ -50,14 +44,13 @@ __device__ void copy_async_wait() {
 #endif
 }
 
-// Waits for all copies of this thread.
 __device__ inline void copy_async_wait() {
 #if __CUDA_ARCH__ >= 800
   asm volatile("cp.async.wait_all;" ::: "memory");
 #endif
 }
 
-// Loads four matrices of 8 rows of 16 bytes. Lanes 8 * i to 8 * i + 7 pass the addresses of the rows of matrix i.
+// Lanes 8 * i to 8 * i + 7 pass the addresses of matrix i's rows of 16 bytes.
 __device__ inline void load_matrices(uint32_t (&a)[4], uint32_t shared) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -67,7 +60,6 @@ __device__ inline void load_matrices(uint32_t (&a)[4], uint32_t shared) {
 #endif
 }
 
-// Loads four matrices of 8 x 8 elements of 16 bits, and transposes each matrix.
 __device__ inline void load_matrices_transposed(uint32_t (&a)[4], uint32_t shared) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -83,7 +75,6 @@ __device__ inline uint32_t load_word(uint32_t shared) {
   return word;
 }
 
-// Loads 16 bytes from an address that is a multiple of 16.
 __device__ inline void load_words(uint32_t (&words)[4], uint32_t shared) {
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
@@ -91,7 +82,6 @@ __device__ inline void load_words(uint32_t (&words)[4], uint32_t shared) {
                : "memory");
 }
 
-// Rounds a float32 to the nearest TF32.
 __device__ inline uint32_t round_to_tf32(float x) {
   uint32_t rounded = 0;
 #if __CUDA_ARCH__ >= 800
@@ -100,17 +90,16 @@ __device__ inline uint32_t round_to_tf32(float x) {
   return rounded;
 }
 
-// Splits x into two TF32 operands, whose sum hi + lo differs from x by at most 2^-23 |x|. hi is x rounded to nearest;
-// lo is the remainder, whose last bits the tensor cores ignore. If x is NaN, hi and lo are NaN. If x is infinite, hi is
-// x and lo is NaN. (The rounding is a float32 addition, because rounding by integer arithmetic could turn a NaN into
-// 0.)
+// Splits x into two TF32 operands, whose sum hi + lo differs from x by at most 2^-23 |x|; the tensor cores ignore the
+// last bits of lo. For NaN, hi and lo are NaN; for an infinite x, hi is x and lo is NaN. hi is rounded to nearest by a
+// float32 addition, because integer arithmetic could turn a NaN into 0.
 __device__ inline void split_tf32(uint32_t x, uint32_t& hi, uint32_t& lo) {
   const float value = __uint_as_float(x), power_of_2 = __uint_as_float(x & 0xFF800000u);
   hi = __float_as_uint(fmaf(power_of_2, 0x1p-11f, value)) & 0xFFFFE000u;
   lo = __float_as_uint(value - __uint_as_float(hi));
 }
 
-// Computes d (16 x 8) += a (16 rows x 32 bytes of k) * b (32 bytes of k x 8 columns).
+// d (16 x 8) += a (16 rows x 32 bytes of k) * b (32 bytes of k x 8 columns).
 template <typename T>
 __device__ void mma(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
 #if __CUDA_ARCH__ >= 800

@@ -1,6 +1,3 @@
-// Wrappers of PTX instructions that sm_90 introduced: bulk asynchronous copies, barriers in shared memory that count
-// the bytes of such copies (mbarrier), and access to the shared memory of the other thread blocks of a cluster. Most
-// functions are named after their instructions.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +6,6 @@
 
 namespace gptkernels::cuda {
 
-// 1 in device code compiled for sm_90 or later, otherwise 0.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 #define GPTKERNELS_HOPPER 1
 #else
@@ -22,8 +18,7 @@ __device__ inline uint32_t shared_address(const void* shared) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(shared));
 }
 
-// Initialises a barrier with one expected arrival. A phase completes after this arrival and after the bytes that the
-// arrival has announced.
+// A phase completes after the one expected arrival and the bytes that this arrival has announced.
 __device__ inline void mbarrier_init(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
@@ -33,7 +28,6 @@ __device__ inline void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
 
-// Arrives at a barrier, and announces the number of bytes for which the phase must also wait.
 __device__ inline void mbarrier_expect(uint32_t barrier, unsigned bytes) {
   random_delay();
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
@@ -42,7 +36,7 @@ __device__ inline void mbarrier_expect(uint64_t* barrier, unsigned bytes) {
   mbarrier_expect(shared_address(barrier), bytes);
 }
 
-// Waits until the phase of this parity has completed; the phases' parities are 0, 1, 0, ...
+// The phases' parities are 0, 1, 0, ...
 __device__ inline void mbarrier_wait(uint64_t* barrier, unsigned parity) {
   random_delay();
   asm volatile(
@@ -56,8 +50,7 @@ __device__ inline void mbarrier_wait(uint64_t* barrier, unsigned parity) {
       : "memory");
 }
 
-// Copies from global to shared memory, asynchronously. Addresses and size are multiples of 16 bytes; the barrier counts
-// the bytes as they arrive.
+// Addresses and size are multiples of 16 bytes; the barrier counts the bytes as they arrive.
 __device__ inline void bulk_load(uint32_t shared, const void* global, unsigned bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(global), "r"(bytes), "r"(barrier)
@@ -76,7 +69,7 @@ __device__ inline unsigned cluster_blocks() {
   return blocks;
 }
 
-// The two halves of a barrier over all threads of the cluster. Independent work may be done between the two calls.
+// Independent work may be done between the two halves of a barrier over the cluster.
 __device__ inline void cluster_arrive() {
   random_delay();
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");
@@ -92,15 +85,14 @@ __device__ inline void cluster_barrier() {
   cluster_wait();
 }
 
-// Returns the address of the same variable in the shared memory of thread block `rank` of the cluster.
 __device__ inline uint32_t in_block(const void* shared, unsigned rank) {
   uint32_t address;
   asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(shared)), "r"(rank));
   return address;
 }
 
-// Writes a value of 4, 8 or 16 bytes to the same variable of thread block `rank`, asynchronously. The barrier at the
-// same address in that thread block counts the bytes as they arrive. The cluster must have at least two thread blocks.
+// Starts a store to the same variable of thread block `rank`, where the barrier at the same address counts the bytes as
+// they arrive. The cluster must have at least two thread blocks.
 template <typename V>
 __device__ void store_in_block(V* shared, const V& value, uint64_t* barrier, unsigned rank) {
   static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);

@@ -1,6 +1,6 @@
-// TMA (Tensor Memory Accelerator): one thread starts the copy of a box of a tensor between global and shared memory.
-// The hardware swizzles the box in shared memory. Elements of the box beyond the tensor's end are loaded as 0 and not
-// stored. The tensors here are (B, heads, T, HS), or matrices.
+// With TMA (Tensor Memory Accelerator), one thread starts the copy of a box of a tensor between global and shared
+// memory, where the hardware swizzles the box. Elements beyond the tensor's end are loaded as 0 and not stored. The
+// tensors here are (B, heads, T, HS), or matrices.
 #pragma once
 
 #include <cuda.h>
@@ -12,8 +12,8 @@
 
 namespace gptkernels::cuda {
 
-// Returns cuTensorMapEncodeTiled, or null if the driver does not provide this function. The CUDA runtime looks the
-// function up, so that no driver library has to be linked.
+// Null if the driver does not have the function. The CUDA runtime looks it up, so that no driver library has to be
+// linked.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   static const auto encode = [] {
     void* function = nullptr;
@@ -26,8 +26,8 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encode;
 }
 
-// Returns whether TMA supports this tensor of T: the address is a multiple of 16 bytes, and so is the stride of every
-// dimension whose size is more than 1. Strides are in elements.
+// The address must be a multiple of 16 bytes, and so must the stride of every dimension whose size is more than 1.
+// Strides are in elements.
 template <typename T>
 bool tma_supports(const void* data, int64_t row_stride, int64_t tokens, int64_t head_stride, int64_t heads,
                   int64_t batch_stride, int64_t batches) {
@@ -40,8 +40,8 @@ bool tma_supports(const void* data, int64_t row_stride, int64_t tokens, int64_t 
          aligned(batch_stride, batches);
 }
 
-// Returns the map of a (B, heads, T, HS) tensor with the given strides, in elements. A box is 64 columns of `rows`
-// tokens of one head: a panel (wgmma.cuh), swizzled by 128 bytes.
+// Strides are in elements. A box is 64 columns of `rows` tokens of one head: a panel (wgmma.cuh), swizzled by 128
+// bytes.
 template <typename T>
 CUtensorMap panel_map(const void* data, int64_t head_size, int64_t row_stride, int64_t tokens, int64_t head_stride,
                       int64_t heads, int64_t batch_stride, int64_t batches, int rows) {
@@ -62,8 +62,7 @@ CUtensorMap panel_map(const void* data, int64_t head_size, int64_t row_stride, i
   return map;
 }
 
-// Returns the map of a row-major (rows, columns) matrix with a row stride of `ld` elements. A box is `box_rows` rows of
-// 64 columns (a panel, swizzled by 128 bytes) or of 32 columns (swizzled by 64 bytes).
+// A box is `box_rows` rows of 64 columns (a panel, swizzled by 128 bytes) or of 32 columns (swizzled by 64 bytes).
 template <typename T>
 CUtensorMap matrix_map(const void* data, int64_t rows, int64_t columns, int64_t ld, int box_rows, int box_columns) {
   const cuuint64_t sizes[2] = {static_cast<cuuint64_t>(columns), static_cast<cuuint64_t>(rows)};
@@ -81,13 +80,10 @@ CUtensorMap matrix_map(const void* data, int64_t rows, int64_t columns, int64_t 
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// Prefetches the tensor map (not the data).
 __device__ inline void tma_prefetch(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Starts loading the box at (column, row, head, batch) into shared memory. The mbarrier counts the bytes as they
-// arrive.
 __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int column, int row, int head, int batch,
                                 uint32_t barrier) {
   asm volatile(
@@ -97,7 +93,6 @@ __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int col
       : "memory");
 }
 
-// Starts loading the box at (c0, ..., c4) of a tensor of five dimensions.
 __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int c0, int c1, int c2, int c3, int c4,
                                 uint32_t barrier) {
   asm volatile(
@@ -107,14 +102,12 @@ __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int c0,
       : "memory");
 }
 
-// Starts storing the box at (column, row, head, batch) from shared memory.
 __device__ inline void tma_store(const CUtensorMap& map, uint32_t shared, int column, int row, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(&map),
                "r"(shared), "r"(column), "r"(row), "r"(head), "r"(batch)
                : "memory");
 }
 
-// Starts loading the box of a matrix at (column, row).
 __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int column, int row, uint32_t barrier) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
@@ -123,8 +116,8 @@ __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int col
       : "memory");
 }
 
-// Starts loading the box into every thread block of the cluster whose bit is set in `blocks`, at the same shared memory
-// address. In each of these thread blocks the mbarrier at the address `barrier` counts the bytes that arrive there.
+// Loads the box into every thread block of the cluster whose bit is set in `blocks`, at the same shared memory address.
+// The mbarrier at the same address in each of them counts its bytes.
 __device__ inline void tma_load_multicast(uint32_t shared, const CUtensorMap& map, int column, int row,
                                           uint32_t barrier, uint16_t blocks) {
   asm volatile(
@@ -134,32 +127,27 @@ __device__ inline void tma_load_multicast(uint32_t shared, const CUtensorMap& ma
       : "memory");
 }
 
-// Starts storing the box of a matrix at (column, row).
 __device__ inline void tma_store(const CUtensorMap& map, uint32_t shared, int column, int row) {
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" ::"l"(&map), "r"(shared),
                "r"(column), "r"(row)
                : "memory");
 }
 
-// Ends a group, which consists of all stores that this thread has started since the previous group.
 __device__ inline void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Waits until this thread's stores, except the stores of the latest kPending groups, have read the shared memory. The
-// shared memory may then be overwritten.
+// Afterwards the shared memory of this thread's stores, except the latest kPending groups, may be overwritten.
 template <int kPending = 0>
 __device__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
 }
 
-// Waits until all stores of this thread are complete.
 __device__ inline void tma_store_wait() {
   asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }
 
-// Orders this thread's ordinary stores to shared memory before reads of shared memory by TMA and wgmma (the async
-// proxy).
+// Orders this thread's ordinary stores to shared memory before reads by TMA and wgmma (the async proxy).
 __device__ inline void fence_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }

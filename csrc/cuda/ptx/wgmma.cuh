@@ -1,5 +1,5 @@
-// Wrappers of wgmma, the tensor core instructions of a warpgroup (four warps) on sm_90a: D (64 x N) += A (64 x 16) * B
-// (16 x N). B is read from shared memory, A from shared memory or registers. A, B, D and N are PTX's names.
+// wgmma multiplies matrices with a warpgroup (four warps) on sm_90a: D (64 x N) += A (64 x 16) * B (16 x N). B is read
+// from shared memory, A from shared memory or registers.
 //
 // Accumulators: a warp holds 16 of the 64 rows. Of every 8 columns 8t..8t+7, lane l holds columns 8t + 2(l%4) and 8t +
 // 2(l%4) + 1: row l/4 in d[4t] and d[4t+1], row l/4 + 8 in d[4t+2] and d[4t+3]. If A is in registers, a thread holds
@@ -31,24 +31,21 @@ constexpr int kPanelRowBytes = 128;
 
 #if GPTKERNELS_WGMMA
 
-// Orders this thread's register accesses before the wgmmas that follow.
 __device__ inline void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
 
-// Ends a group, which consists of all wgmmas that this warpgroup has started since the previous group.
 __device__ inline void wgmma_commit() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most the latest kPending groups are unfinished.
 template <int kPending>
 __device__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// Keeps the compiler from moving accesses to these registers past this point. A wgmma accesses its registers
-// asynchronously, which the compiler does not know.
+// The compiler does not know that a wgmma accesses its registers asynchronously, and must not move accesses to them
+// past this point.
 template <typename R, int N>
 __device__ void pin_registers(R (&registers)[N]) {
 #pragma unroll
@@ -61,8 +58,8 @@ __device__ void pin_registers(R (&registers)[N]) {
   }
 }
 
-// Returns the wgmma descriptor of a panel. The descriptor's lowest bits are the address in units of 16 bytes, so a step
-// through the panel is an addition to the descriptor. The layout depends on kRowsAreK (see wgmma()):
+// The wgmma descriptor of a panel. Its lowest bits are the address in units of 16 bytes, so a step through the panel is
+// an addition to the descriptor. The layout depends on kRowsAreK (see wgmma()):
 //
 //   false ("K-major")    rows are m or n, columns are k; the next 16 columns are at + kStepK
 //   true ("MN-major")    rows are k, columns are m or n; the next 16 rows are at + kStepRows,
@@ -75,7 +72,6 @@ __device__ inline uint64_t panel_descriptor(uint32_t shared, uint32_t panel_byte
 constexpr int kStepK = 32 >> 4;
 constexpr int kStepRows = 16 * kPanelRowBytes >> 4;
 
-// Returns the offset, in bytes, of 16-byte chunk `chunk` of row `row` in a panel.
 __device__ inline uint32_t panel_offset(int row, int chunk) {
   return row * kPanelRowBytes + ((chunk ^ (row % 8)) << 4);
 }
@@ -107,7 +103,7 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
   "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
   "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
 
-// Computes D (64 x 64) += A * B, or D = A * B if `accumulate` is 0, with A and B in shared memory.
+// D (64 x N) += A * B, or D = A * B if `accumulate` is 0, with A in shared memory (SS) or in registers (RS).
 #define GPTKERNELS_WGMMA_SS_64(TYPE, d, a, b, accumulate, transpose_b)                        \
   asm volatile(                                                                               \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                            \
@@ -117,7 +113,6 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b)                                     \
       : "memory")
 
-// Computes D (64 x 64) += A * B, or D = A * B if `accumulate` is 0, with A in registers.
 #define GPTKERNELS_WGMMA_RS_64(TYPE, d, a, b, accumulate, transpose_b)                                \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                    \
@@ -127,7 +122,6 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]), "l"(b), "r"(accumulate), "n"(transpose_b) \
       : "memory")
 
-// Computes D (64 x 128) += A * B, or D = A * B if `accumulate` is 0, with A and B in shared memory.
 #define GPTKERNELS_WGMMA_SS_128(TYPE, d, a, b, accumulate, transpose_b)                         \
   asm volatile(                                                                                 \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                              \
@@ -137,7 +131,6 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "l"(a), "l"(b), "r"(accumulate), "n"(transpose_b)                                       \
       : "memory")
 
-// Computes D (64 x 128) += A * B, or D = A * B if `accumulate` is 0, with A in registers.
 #define GPTKERNELS_WGMMA_RS_128(TYPE, d, a, b, accumulate, transpose_b)                               \
   asm volatile(                                                                                       \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                    \
@@ -147,8 +140,8 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
       : "r"((a)[0]), "r"((a)[1]), "r"((a)[2]), "r"((a)[3]), "l"(b), "r"(accumulate), "n"(transpose_b) \
       : "memory")
 
-// Computes D (64 x 2n) = A * B, or D += A * B if `accumulate` is not 0, over 16 values of k. A and B are descriptors.
-// k is the column index in A's panels. kRowsAreK says whether k is the row index in B's panels (panel_descriptor()).
+// D (64 x 2n) = A * B, or D += A * B if `accumulate` is not 0, over 16 values of k. k is the column index in A's
+// panels, and the row index in B's panels if kRowsAreK.
 template <typename T, bool kRowsAreK, int n>
 __device__ void wgmma(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
   static_assert(n == 32 || n == 64);
@@ -164,7 +157,6 @@ __device__ void wgmma(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
   }
 }
 
-// Computes D (64 x 2n) = A * B, or D += A * B if `accumulate` is not 0, with A in registers: four words per thread.
 template <typename T, bool kRowsAreK, int n>
 __device__ void wgmma(float (&d)[n], const uint32_t* a, uint64_t b, int accumulate) {
   static_assert(n == 32 || n == 64);
@@ -196,9 +188,9 @@ __device__ void wgmma(float (&d)[n], const uint32_t* a, uint64_t b, int accumula
       : "l"(a), "l"(b), "r"(accumulate)                                                                             \
       : "memory")
 
-// Computes D (64 x 2n) = A * B, or D += A * B if `accumulate` is not 0, over 32 values of k in 8 bits. A is e4m3 if
-// kE4M3, else e5m2; B is e4m3. The tensor cores' sums have 14 bits of significand. The descriptors are the same as for
-// 16-bit panels whose rows are m or n. The next 32 values of k are at + kStepK.
+// Like wgmma(), over 32 values of k in 8 bits. A is e4m3 if kE4M3, else e5m2; B is e4m3. The tensor cores' sums have 14
+// bits of significand. Descriptors are those of 16-bit panels whose rows are m or n; the next 32 values of k are at +
+// kStepK.
 template <bool kE4M3, int n>
 __device__ void wgmma_fp8(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
   static_assert(n == 32 || n == 64);
@@ -213,7 +205,6 @@ __device__ void wgmma_fp8(float (&d)[n], uint64_t a, uint64_t b, int accumulate)
   }
 }
 
-// Rounds two accumulators to T and packs them into one register of an A operand.
 template <typename T>
 __device__ uint32_t pack_pair(float low, float high) {
   uint32_t word;
@@ -225,7 +216,7 @@ __device__ uint32_t pack_pair(float low, float high) {
   return word;
 }
 
-// Rounds and packs two accumulators as pack_pair() does, with negative values replaced by 0.
+// Negative values become 0.
 template <typename T>
 __device__ uint32_t pack_positive(float low, float high) {
   uint32_t word;
@@ -237,7 +228,6 @@ __device__ uint32_t pack_positive(float low, float high) {
   return word;
 }
 
-// Converts a register of two T to float32.
 template <typename T>
 __device__ float2 unpack_pair(uint32_t word) {
   if constexpr (std::is_same_v<T, bfloat16>) {
@@ -247,15 +237,14 @@ __device__ float2 unpack_pair(uint32_t word) {
   }
 }
 
-// Converts the accumulators of a 64 x 2n tile to n/8 A operands of 64 x 16.
 template <typename T, int n>
 __device__ void accumulators_to_a(uint32_t (&a)[n / 2], const float (&d)[n]) {
 #pragma unroll
   for (int i = 0; i < n / 2; ++i) a[i] = pack_pair<T>(d[2 * i], d[2 * i + 1]);
 }
 
-// Change the number of registers of a thread (setmaxnreg). Warpgroups that need fewer registers release them to the
-// other warpgroups. Each warpgroup calls one of these functions once, at the start of its branch of the kernel.
+// Warpgroups that need fewer registers release them to the others. Each warpgroup calls one of these functions once, at
+// the start of its branch of the kernel.
 template <int kRegisters>
 __device__ void alloc_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

@@ -1,5 +1,4 @@
-// Softmax's backward over the rows of a matrix: dx = scale * out * (dout - sum(dout * out)). The kernels read dout and
-// out and write dx. One team (teams.cuh) processes a row.
+// dx = scale * out * (dout - sum(dout * out)), with one team (teams.cuh) per row.
 #pragma once
 
 #include "cuda/common/packed.cuh"
@@ -38,7 +37,6 @@ __global__ void __launch_bounds__(kSimpleThreads) softmax_backward_simple_kernel
 
 // ---- rows that fit into registers and shared memory ----
 
-// The Op for launch_rows() (row_part_launch.cuh): loads dout and out, sums their products, then stores dx.
 template <typename T_, bool kCausal>
 struct SoftmaxBackwardRow {
   using T = T_;

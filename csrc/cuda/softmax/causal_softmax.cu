@@ -1,9 +1,5 @@
-// Softmax under the causal mask over the rows of (T, T) matrices, by the kernels of softmax.cuh. out is 0 above the
-// diagonal.
-//
-// The forward and the backward write whole rows, but read no pack above the diagonal, so they read half of each input
-// on average. In the pack that contains the diagonal, the elements above the diagonal are replaced before they are
-// used.
+// Whole rows are written, but no pack above the diagonal is read: half of each input on average. In the diagonal's
+// pack, the elements above the diagonal are replaced before they are used.
 #include "../../causal_softmax.h"
 #include "softmax.cuh"
 

@@ -1,5 +1,4 @@
-// Softmax over the rows of a matrix: out = exp(scale * x - max) / sum(exp(scale * x - max)). The kernels read x and
-// write out. One team (teams.cuh) processes a row.
+// out = exp(scale * x - max) / sum(exp(scale * x - max)), with one team (teams.cuh) per row.
 #pragma once
 
 #include <type_traits>
@@ -43,14 +42,12 @@ __global__ void __launch_bounds__(kSimpleThreads) softmax_forward_simple_kernel(
 
 // ---- rows that fit into registers and shared memory ----
 
-// Divides by the sum of the exponentials.
 template <typename T>
 class Quotient {
  public:
   __device__ explicit Quotient(float total) : total_(total), reciprocal_(1 / total) {}
 
-  // Multiplies by the reciprocal, which is rounded once more than a division is. For float32, a Newton step corrects
-  // the additional rounding error.
+  // The reciprocal is rounded once more than a division; for float32, a Newton step corrects this rounding error.
   __device__ float operator()(float e) const {
     const float q = e * reciprocal_;
     return sizeof(T) == 2 ? q : fmaf(fmaf(-q, total_, e), reciprocal_, q);
@@ -61,12 +58,10 @@ class Quotient {
   float reciprocal_;
 };
 
-// The Op for launch_rows() (row_part_launch.cuh):
-//
-//   load x; find the maximum of the warp's part of the row
-//   compute the exponentials relative to the warp's maximum, and their sum
-//   combine maximum and sum over the team's warps
-//   store the exponentials, rescaled to the team's maximum and divided by the team's sum
+// load x; find the maximum of the warp's part of the row
+// compute the exponentials relative to the warp's maximum, and their sum
+// combine maximum and sum over the team's warps
+// store the exponentials, rescaled to the team's maximum and divided by the team's sum
 //
 // The maximum is taken over x, not over scale * x, so the scale must be positive.
 template <typename T_, bool kCausal>
@@ -75,8 +70,8 @@ struct SoftmaxForwardRow {
   using Arguments = SoftmaxRows<T>;
   static constexpr RowShapes kShapes = {.overflow_in_block = !kCausal, .wide_head_tail = kCausal};
 
-  // With 1024 threads and two thread blocks per SM, a thread has 32 registers; the variants that need more registers
-  // have fewer threads.
+  // With 1024 threads and two thread blocks per SM, a thread has 32 registers; variants that need more have fewer
+  // threads.
   template <bool kHasHeadTail, bool kOverflow>
   static constexpr int kThreads = kCausal && kOverflow                                        ? 512
                                   : kCausal || (kOverflow && (kHasHeadTail || sizeof(T) > 2)) ? 768
@@ -84,8 +79,8 @@ struct SoftmaxForwardRow {
 
   template <typename Team, int kItems, bool kHasHeadTail, bool kOverflow>
   static __device__ void run(const Arguments& p, uint4* slots, int) {
-    // Keep the exponentials in registers if there is room. Otherwise the last pass computes them again from x, whose
-    // 16-bit packs take half as many registers as the exponentials.
+    // Without room in registers, the last pass computes the exponentials again from x, whose 16-bit packs take half as
+    // many registers.
     constexpr bool kKept = sizeof(T) == 4 || kItems <= 2;
     typename Team::template Combine<MaxSum<T>> combine;
     const int columns = unmasked_columns<kCausal>(static_cast<unsigned>(Team::row()), static_cast<unsigned>(p.width));
@@ -114,9 +109,8 @@ struct SoftmaxForwardRow {
     const MaxSum<T> all = own.reduce_over_team(combine, exponential);
 
     const Quotient<T> quotient(static_cast<float>(all.total));
-    // The factor that rescales this warp's exponentials to the team's maximum.
     const float factor = Team::kOneWarp ? 1.f : exponential(own.max - all.max);
-    // Without kept exponentials, the division is folded into the exponent: e^y / total = 2^(y * log2(e) - log2(total)).
+    // Folds the division into the exponent: e^y / total = 2^(y * log2(e) - log2(total)).
     const float log_total = __log2f(all.total);
     at.store(p.out, [&](auto place) {
       if constexpr (kKept && !std::is_same_v<decltype(place), InShared>) {

@@ -1,4 +1,3 @@
-// Instantiates softmax over the last dimension; softmax.cuh describes the kernels.
 #include "../../softmax.h"
 #include "softmax.cuh"
 

@@ -1,10 +1,6 @@
-// Softmax over the rows of a matrix and its backward, for whole rows or for rows under the causal mask. This file
-// chooses the kernels.
-//
-// Every input is read once and the output is written once, so with enough loads in flight the kernels run at memory
-// bandwidth. The kernels keep a row in registers and shared memory between the row's load and store
-// (common/row_part_launch.cuh). The fallback is a simple kernel with one thread block per row, which reads the row from
-// memory in both passes. The fallback is used for
+// Chooses the kernels of softmax and its backward. A row stays in registers and shared memory between its load and its
+// store (common/row_part_launch.cuh). A simple kernel with one thread block per row, which reads the row from memory in
+// both passes, is used for
 //
 //   float64
 //   arrays with different offsets from a multiple of 16 bytes

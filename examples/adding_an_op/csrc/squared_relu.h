@@ -1,4 +1,4 @@
-// Squared ReLU, max(x, 0)^2, over dense data of any shape. An output may overwrite an input.
+// max(x, 0)^2 over dense data of any shape. An output may overwrite an input.
 #pragma once
 
 #include "device.h"

@@ -1,4 +1,4 @@
-// The schemas of the op. In the source tree these are two lines of ops/library.cpp.
+// In the source tree, these are two lines of ops/library.cpp.
 
 #include <torch/csrc/stable/library.h>
 

@@ -1,7 +1,7 @@
 """Compares squared_relu with its formula in float64 and in torch.
 
-In the source tree this file would be tests/ops/test_squared_relu.py, without the lines that load the libraries and
-import the rules. The following command needs tests/ in PYTHONPATH, and the built libraries in LIBRARY.
+The following command needs tests/ in PYTHONPATH, and the built libraries in LIBRARY. In the source tree
+(tests/ops/test_squared_relu.py), the lines that load the libraries and import the rules are not needed.
 
 python -m pytest examples/adding_an_op/tests --device cpu
 """

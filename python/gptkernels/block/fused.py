@@ -1,7 +1,4 @@
-"""Describes a transformer block of ``GPT2`` or of a swapped model, and computes it as one node of autograd's graph.
-
-Shapes: B batch, T tokens, C channels.
-"""
+"""A transformer block of ``GPT2`` or of a swapped model, computed as one node of autograd's graph."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -28,23 +25,19 @@ class Pending(NamedTuple):
 
 
 def finished(pending: Pending) -> Tensor:
-    """Return what the pending addition adds to the residual stream, dropout(values + bias)."""
     values, bias, dropout = pending
     return apply_dropout(values if bias is None else values + bias.to(values.dtype), dropout)
 
 
 def add(stream: Tensor, pending: Pending | None) -> Tensor:
-    """Return the residual stream after the pending addition, if there is one."""
     return stream if pending is None else stream + finished(pending)
 
 
 def apply_dropout(x: Tensor, dropout: Dropout) -> Tensor:
-    """Return dropout(x), which is x itself if p is 0."""
     return x if dropout.p == 0 else ops.dropout(x, *dropout)  # type: ignore[no-any-return]
 
 
 def draw(p: float, like: Tensor) -> Dropout:
-    """Draw a dropout's seed and offset from torch's generator for the device of ``like``. If p is 0, draw nothing."""
     return Dropout(p, *functional._dropout_numbers(p, like)) if p else NONE
 
 
@@ -58,10 +51,6 @@ class FusedBlock(NamedTuple):
     matrices: Matrices | None = None  # in the matmuls' dtype, if they are already cast
 
     def supports(self, stream: Tensor, pending: Pending | None) -> bool:
-        """Return whether ``pending`` has the dtypes that the node requires.
-
-        The values must have the matmuls' dtype, and the bias the stream's dtype.
-        """
         if pending is None:
             return True
         return pending.values.dtype == self.plan.low and (pending.bias is None or pending.bias.dtype == stream.dtype)
@@ -69,15 +58,10 @@ class FusedBlock(NamedTuple):
     def run(
         self, stream: Tensor, pending: Pending | None, draw: Callable[[float], Dropout]
     ) -> tuple[Tensor, Pending, Tensor]:
-        """Compute the transformer block without its last residual addition.
+        """Compute the block without its last residual addition.
 
-        Args:
-            stream: (B, T, C), the residual stream.
-            pending: the pending addition to the stream, or None.
-            draw: returns a dropout with the given probability, and with a new seed and offset.
-
-        Returns:
-            residual_2 (B, T, C); the addition that is now pending; and qkv (B, T, 3C), or None with float8 matmuls.
+        Return residual_2 (B, T, C), the addition that is now pending, and qkv (B, T, 3C), which is None with float8
+        matmuls.
         """
         plan, parameters, mlp_proj_bias, (attention_p, attn_proj_p, mlp_proj_p), matrices = self
         values, bias, dropout = (None, None, NONE) if pending is None else pending
@@ -92,10 +76,7 @@ class FusedBlock(NamedTuple):
 
 
 def cast_all(blocks: Sequence[FusedBlock | None], stream: Tensor) -> Sequence[FusedBlock | None]:
-    """Return the blocks with their matrices in the matmuls' dtype, which one launch has cast.
-
-    Nothing is cast if the stream has the matmuls' dtype, or under ``torch.compile``.
-    """
+    """Cast the blocks' matrices to the matmuls' dtype in one launch."""
     given = [block for block in blocks if block is not None]
     if not given or given[0].plan.low == stream.dtype or type(stream) is not Tensor or torch.compiler.is_compiling():
         return blocks
@@ -106,7 +87,6 @@ def cast_all(blocks: Sequence[FusedBlock | None], stream: Tensor) -> Sequence[Fu
 def parameters_of(
     ln_1: Any, c_attn: Any, attn_proj: Any, ln_2: Any, c_fc: Any, mlp_proj: Any
 ) -> tuple[BlockParameters, Tensor | None]:
-    """Return the parameters of a transformer block with these modules, and the bias of ``mlp_proj``."""
     mlp_proj_weight, mlp_proj_bias = _weight_and_bias(mlp_proj)
     parameters = BlockParameters(
         *_weight_and_bias(ln_1), *_weight_and_bias(c_attn), *_weight_and_bias(attn_proj),
@@ -116,7 +96,7 @@ def parameters_of(
 
 
 def _weight_and_bias(module: Any) -> tuple[Any, Any]:
-    """Return a module's weight and bias. Reading its dictionary is faster than ``torch.nn.Module.__getattr__``."""
+    """The module's dictionary is read because ``torch.nn.Module.__getattr__`` is slower."""
     parameters = module.__dict__["_parameters"]
     if "weight" in parameters and "bias" in parameters:
         return parameters["weight"], parameters["bias"]

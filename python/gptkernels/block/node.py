@@ -1,16 +1,11 @@
 """A transformer block as one node of autograd's graph, for training.
 
-For a small batch, calls of a block's operators one by one take more host time than device time, because each call
-passes autocast's and autograd's rules. The node calls one operator, ``layer`` or ``fp8_layer``, below both rules. The
-node casts as autocast would: matmuls have autocast's dtype, norms and the residual stream are float32. One launch casts
-the parameters of one block or of all blocks, and one launch casts a block's gradients.
+For a small batch, a block's single operators take more host time than device time, because each call passes autocast's
+and autograd's rules. The node calls one operator, ``layer`` or ``fp8_layer``, below both, and casts as autocast would:
+matmuls have autocast's dtype, norms and the residual stream are float32.
 
-``torch.compile`` records the operators that the node's forward and backward call (``compiled_layer``). Under
-``torch.func``, with tangents and under a dispatch mode, the caller does not use the node, but computes the block by
-single operators. The node's backward runs the block again by single operators for a second derivative, and if qkv or
-residual_1 has an incoming gradient. With float8 matmuls there is no second derivative.
-
-Shapes: B batch, T tokens, C channels, F the MLP's hidden width.
+For a second derivative, and if qkv or residual_1 has an incoming gradient, the node's backward runs the block again by
+single operators. With float8 matmuls there is no second derivative.
 """
 
 from collections.abc import Sequence
@@ -41,10 +36,7 @@ NONE = Dropout()
 
 
 class FP8Histories(NamedTuple):
-    """The amax histories of four linear layers' inputs and output gradients.
-
-    Their order is c_attn, attention's c_proj, c_fc and the MLP's c_proj.
-    """
+    """The amax histories of c_attn, attention's c_proj, c_fc and the MLP's c_proj, in this order."""
 
     inputs: Sequence[Tensor]
     douts: Sequence[Tensor]
@@ -56,12 +48,12 @@ class Plan(NamedTuple):
     epsilons: tuple[float, float]
     heads: int
     scale: float | None
-    tanh: bool  # GELU by its tanh approximation
+    tanh: bool
     transposed: bool  # the matrices are (in, out)
-    low: torch.dtype  # the dtype of matmuls
+    low: torch.dtype
     adds_past: bool = True  # without values: the first norm's backward adds the gradient of the residual connection
-    recompute_gelu: bool = False  # the backward computes the GELU's output again
-    histories: FP8Histories | None = None  # not None if matmuls are in float8
+    recompute_gelu: bool = False
+    histories: FP8Histories | None = None
 
 
 _PARAMETERS, _SAVED = len(BlockParameters._fields), len(LayerSaved._fields)
@@ -70,15 +62,12 @@ _PARAMETERS, _SAVED = len(BlockParameters._fields), len(LayerSaved._fields)
 class Dtypes(NamedTuple):
     """The two dtypes of a forward pass."""
 
-    low: torch.dtype  # for matmuls
-    wide: torch.dtype  # for the residual stream, the norms and the parameters
+    low: torch.dtype
+    wide: torch.dtype
 
 
 def dtypes_of(stream: Tensor, compiled: bool = False) -> Dtypes | None:
-    """Return the dtypes of this forward pass, or None if its transformer blocks cannot be computed as nodes.
-
-    ``compiled`` says whether the caller supports tracing by ``torch.compile``.
-    """
+    """Return None if the transformer blocks of this forward pass cannot be nodes."""
     if not torch.is_grad_enabled() or is_exporting():
         return None
     if torch.compiler.is_compiling():
@@ -104,24 +93,11 @@ class _Layer(torch.autograd.Function):
         bias: Tensor | None,
         *parameters: Any,
     ):
-        """Compute the transformer block's outputs, and residual_1, the residual stream after the first addition.
+        """Compute residual_2 and the values to be added to it, (B, T, C), qkv (B, T, 3C) and residual_1.
 
-        The backward reads residual_1 and not the inputs. It is an output of the node, so that a second derivative can
-        pass through it to the inputs.
-
-        Args:
-            ctx: the context of autograd.
-            plan: how the block is computed.
-            dropouts: the dropouts of the values, of attention's probabilities, and of attention's output.
-            matrices: the matrices in the dtype of matmuls; None if they are to be cast here.
-            stream: (B, T, C).
-            values: (B, T, C) in the dtype of matmuls, which are added to the stream; or None.
-            bias: (C), which is added to the values; or None.
-            parameters: the fields of ``BlockParameters``.
-
-        Returns:
-            residual_2 (B, T, C); the values to be added to residual_2 (B, T, C); qkv (B, T, 3C), which is None with
-            float8 matmuls; residual_1 (B, T, C), which is None without values or with float8 matmuls.
+        qkv is None with float8 matmuls. residual_1, which the backward reads instead of the inputs, is an output of the
+        node, so that a second derivative can pass through it to the inputs; it is None without values or with float8
+        matmuls.
         """
         ctx.plan, ctx.dropouts, ctx.has_values = plan, dropouts, values is not None
         ctx.set_materialize_grads(False)
@@ -155,16 +131,12 @@ class _Layer(torch.autograd.Function):
         return None, None, None, *[gradient if need else None for gradient, need in wanted]
 
 
-# The C++ part of Function.apply. Its Python part supports torch.func, under which the node is not used (``dtypes_of``).
+# Function.apply's C++ part. Its Python part supports torch.func, under which the node is not used (``dtypes_of``).
 apply_layer = super(torch.autograd.Function, _Layer).apply  # type: ignore[misc]
 
 
 def compiled_layer(plan: Plan, dropouts: Sequence[Dropout], *tensors: Any) -> tuple[Tensor, ...]:
-    """Compute the transformer block's outputs.
-
-    Dynamo does not trace into this function, but puts a call of it into its graph (``allow_in_graph``). AOTAutograd
-    then records the operators that the function calls.
-    """
+    """Dynamo puts a call of this function into its graph (``allow_in_graph``); AOTAutograd records its operators."""
     if _forward.active():  # under a transform of torch.func
         stream, values, bias, *parameters = tensors
         return _compute(plan, dropouts, stream, values, bias, BlockParameters._make(parameters))
@@ -179,7 +151,6 @@ def _run(
     bias: Tensor | None,
     parameters: Sequence[Any],
 ) -> tuple[Any, ...]:
-    """Compute the outputs of ``_Layer``; save the parameters, ``LayerSaved``, and cast or transposed weights."""
     plan, dropouts = ctx.plan, ctx.dropouts
     used: Sequence[Any] = parameters
     weights: Sequence[Tensor] = ()
@@ -201,7 +172,6 @@ def _run(
 def _run_fp8(
     ctx: Any, stream: Tensor, values: Tensor | None, bias: Tensor | None, parameters: Sequence[Any]
 ) -> tuple[Any, ...]:
-    """Compute the outputs of ``_Layer``; save the norms' weights, residual_1, residual_2, and ``FP8LayerSaved``."""
     plan, dropouts = ctx.plan, ctx.dropouts
     out, residual_1, residual_2, *saved = ops.fp8_layer.default(
         stream, values, bias, *parameters, *plan.histories, plan.heads, plan.scale, *plan.epsilons,
@@ -214,7 +184,6 @@ def _run_fp8(
 
 
 def _gradients(ctx: Any, needs: Sequence[bool], adds_past: bool, dresidual_2: Any, dout: Tensor) -> Sequence[Any]:
-    """Return the outputs of ``layer_backward``, with the matrices' gradients in the parameters' layout and dtype."""
     plan, dropouts = ctx.plan, ctx.dropouts
     (
         norm_1_weight, _, qkv_weight, _, attn_proj_weight, _, norm_2_weight, _, fc_weight, _, mlp_proj_weight, *kept
@@ -251,10 +220,7 @@ def _compute(
     bias: Tensor | None,
     parameters: BlockParameters,
 ) -> tuple[Tensor, ...]:
-    """Compute the transformer block's outputs by single operators, through which autograd can differentiate.
-
-    ``_Layer.forward`` describes the arguments.
-    """
+    """Compute the outputs of ``_Layer`` by single operators, through which autograd can differentiate."""
     with without_autocast(stream.device.type):
         low = plan.low
         matrices = Matrices._make([t if t is None else t.to(low) for t in parameters.matrices()])
@@ -282,7 +248,6 @@ def _compute(
 
 
 def _differentiably(ctx: Any, grads: Sequence[Any], dresidual_1: Tensor | None) -> tuple[Any, ...]:
-    """Compute the gradients by the autograd of single operators, so that they can be differentiated again."""
     plan, dropouts, tensors = ctx.plan, ctx.dropouts, ctx.saved_tensors
     parameters, kept = tensors[:_PARAMETERS], LayerSaved._make(tensors[_PARAMETERS : _PARAMETERS + _SAVED])
     need_stream, need_values, need_bias, *needs = ctx.needs_input_grad[3:]
@@ -305,7 +270,6 @@ def _differentiably(ctx: Any, grads: Sequence[Any], dresidual_1: Tensor | None) 
 def _with_matrices(
     parameters: BlockParameters, matrices: Matrices | None, plan: Plan, stream: Tensor
 ) -> BlockParameters:
-    """Return the parameters with their matrices in the dtype of matmuls (``plan.low``) and with shape (out, in)."""
     if matrices is None:
         if stream.dtype == plan.low:
             matrices = parameters.matrices()
@@ -317,12 +281,10 @@ def _with_matrices(
 
 
 def _as_linear(matrices: Matrices) -> Matrices:
-    """Return transposed views of the weights, and the unchanged biases."""
     return Matrices._make([t.t() if t is not None and t.dim() == 2 else t for t in matrices])
 
 
 def _cast(matrices: Matrices, dtype: torch.dtype) -> Matrices:
-    """Cast the tensors in one launch."""
     given = [t for t in matrices if t is not None]
     made = [torch.empty_like(t, dtype=dtype) for t in given]
     if made:
@@ -334,7 +296,7 @@ def _cast(matrices: Matrices, dtype: torch.dtype) -> Matrices:
 def cast_layers(layers: Sequence[BlockParameters], dtype: torch.dtype) -> list[Matrices]:
     """Cast the matrices of several layers in one launch.
 
-    The results of a layer are parts of one allocation, because all of them are freed in the layer's backward.
+    A layer's results share one allocation, because all of them are freed in the layer's backward.
     """
     matrices = [parameters.matrices() for parameters in layers]
     given = [[t for t in some if t is not None] for some in matrices]
@@ -348,7 +310,6 @@ def cast_layers(layers: Sequence[BlockParameters], dtype: torch.dtype) -> list[M
 
 
 def _as_parameters(gradients: BlockParameters, dtype: torch.dtype, plan: Plan) -> BlockParameters:
-    """Return the gradients, with the gradients of the matrices converted to the parameters' layout and dtype."""
     matrices = gradients.matrices()
     if plan.transposed:
         matrices = _as_linear(matrices)

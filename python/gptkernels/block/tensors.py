@@ -1,6 +1,4 @@
-"""Names for a transformer block's parameters, and for the tensors that its operators save for the backward.
-
-The names have the same order as in the schemas in ``ops/library.cpp``; ``tests/ops/test_layer.py`` compares both.
+"""Names for a transformer block's parameters, and for the tensors that its operators save, in the order of the schemas.
 
 Shapes: B batch, T tokens, C channels, F the MLP's hidden width, NH heads, N = B*T rows; weights are (out, in).
 """
@@ -31,9 +29,8 @@ class Matrices(NamedTuple):
 
 
 class BlockParameters(NamedTuple):
-    """The parameters of a transformer block, or their gradients, or for each parameter whether its gradient is needed.
-
-    The bias of ``mlp_proj`` is missing: it is added after the block, with the last addition to the residual stream.
+    """A transformer block's parameters, gradients or flags, without ``mlp_proj``'s bias, which is added after the
+    block.
     """
 
     norm_1_weight: Any  # (C) or None
@@ -52,12 +49,10 @@ class BlockParameters(NamedTuple):
         return Weights(self.qkv_weight, self.attn_proj_weight, self.fc_weight, self.mlp_proj_weight)
 
     def matrices(self) -> Matrices:
-        """Return the parameters that the matmuls read."""
         _, _, qkv_weight, qkv_bias, attn_proj_weight, _, _, _, fc_weight, fc_bias, mlp_proj_weight = self
         return Matrices(qkv_weight, qkv_bias, attn_proj_weight, fc_weight, fc_bias, mlp_proj_weight)
 
     def with_matrices(self, matrices: Matrices) -> "BlockParameters":
-        """Return a copy of these parameters in which ``matrices`` replaces the parameters that the matmuls read."""
         norm_1_weight, norm_1_bias, _, _, _, attn_proj_bias, norm_2_weight, norm_2_bias, _, _, _ = self
         qkv_weight, qkv_bias, attn_proj_weight, fc_weight, fc_bias, mlp_proj_weight = matrices
         return BlockParameters(
@@ -69,7 +64,7 @@ class BlockParameters(NamedTuple):
 class LayerSaved(NamedTuple):
     """The tensors that ``layer`` returns for ``layer_backward``."""
 
-    residual_1: Tensor  # (B, T, C), the stream after the first addition; the layer's input if nothing is added
+    residual_1: Tensor  # (B, T, C), the stream after the first addition
     mean_1: Tensor  # (B, T)
     rstd_1: Tensor  # (B, T)
     norm_1: Tensor  # (B, T, C)
@@ -81,14 +76,13 @@ class LayerSaved(NamedTuple):
     rstd_2: Tensor  # (B, T)
     norm_2: Tensor  # (B, T, C)
     pre_gelu: Tensor  # (B, T, F)
-    post_gelu: Tensor  # (B, T, F), without elements if the backward is to compute it again
+    post_gelu: Tensor  # (B, T, F), or no elements
 
 
 class FP8LayerSaved(NamedTuple):
     """The tensors that ``fp8_layer`` returns for ``fp8_layer_backward`` after ``residual_1`` and ``residual_2``.
 
-    A field whose name ends in ``_t`` is a transposed float8 operand (columns, rows rounded up to a multiple of 16). The
-    next field is the operand's scale.
+    A field ending in ``_t`` is a transposed float8 operand, with rows rounded up to a multiple of 16.
     """
 
     mean_1: Tensor  # (B, T)

@@ -7,9 +7,7 @@
 | llm.c | `.bin` | versions 1 and 3 (float32), 5 (bfloat16) | versions 3 and 5 |
 | this package | `.safetensors` | models and training states | models |
 
-Parameters keep their bits and dtype, unless another dtype is requested. If the target format cannot represent the
-weights exactly, the conversion raises a ValueError. If the target format cannot store something else, such as the
-optimizer's state, a note says so.
+Weights that the target cannot represent exactly raise a ValueError. Notes tell what else the target cannot store.
 """
 
 from gptkernels.convert.conversion import Converted, convert

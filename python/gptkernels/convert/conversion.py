@@ -23,8 +23,7 @@ class Converted(NamedTuple):
     """The result of `convert`.
 
     Attributes:
-        source: the format that was read.
-        target: the format that was written.
+        source, target: the formats that were read and written.
         config: the model's sizes.
         dtype: the smallest dtype that represents every written parameter exactly.
         notes: sentences about what the target does not store, and about differences in use.
@@ -55,21 +54,18 @@ def convert(
             model or a training state), or the folder of a run or of nanoGPT.
         target: a `.bin` in llm.c's format, a `.pt` in nanoGPT's, a `.safetensors` in this package's, or, without a
             suffix, a Hugging Face folder.
-        dtype: the dtype of the written parameters: "float32", "bfloat16", "float16" or "float64". For a run with
-            bfloat16 parameters, "float32" writes the optimizer's float32 copies of them. None keeps the dtypes; for a
-            `.bin`, which has one dtype, None chooses the smaller of float32 and bfloat16 that represents all parameters
-            exactly.
-        vocab_size: keep only this many rows of the embedding. Use it if the other rows are padding, which the source
-            does not distinguish from tokens.
+        dtype: "float32", "bfloat16", "float16" or "float64". For a run with bfloat16 parameters, "float32" writes the
+            optimizer's float32 copies. None keeps the dtypes; for a `.bin`, which has one dtype, None chooses float32
+            or bfloat16, the smaller one that is exact.
+        vocab_size: keep this many rows of the embedding, if the others are padding that the source does not mark.
         padded_vocab_size: Vp of a `.bin`; None rounds V up to a multiple of 128.
         activation: the model's GELU, "gelu_tanh" or "gelu"; None is the source's.
         bias: add biases of 0 to a model without biases, which does not change its results.
         overwrite: replace existing files at `target`, but never the files of the source.
 
     Raises:
-        ValueError: if the format of the source is unknown, the source is damaged or describes a model that this GPT-2
-            cannot represent, the target cannot represent the model, exists or is the source, or an option is out of
-            its range.
+        ValueError: if the source is of an unknown format, damaged, or not a GPT-2 that this package and the target can
+            represent; the target exists or is the source; or an option is out of its range.
         OSError: if a file cannot be read or written.
     """
     if dtype is not None and dtype not in DTYPES:
@@ -145,10 +141,6 @@ def _check_holds(form: Form, target: str | os.PathLike[str], model: Model) -> No
 
 
 def _exact_dtype(form: Form, target: str | os.PathLike[str], model: Model) -> torch.dtype | None:
-    """Return the dtype of a `.bin` that represents all parameters exactly.
-
-    Return None for the other formats, in which each parameter keeps its dtype.
-    """
     if form is not Form.LLMC or model.dtype in _LLMC_DTYPES:
         return model.dtype if form is Form.LLMC else None
     if model.dtype == torch.float16:

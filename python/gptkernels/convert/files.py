@@ -45,7 +45,6 @@ def load(path: str | os.PathLike[str]) -> tuple[dict[str, Any], StateDict]:
 
 
 def read(form: Form, path: Path, *, with_progress: bool = False) -> Model:
-    """Read the model at a path that `find` returned, and with `with_progress` also the progress of a training run."""
     if form is Form.HUGGING_FACE:
         return read_huggingface(path)
     if form is Form.NANOGPT:
@@ -69,7 +68,7 @@ def _with_progress(model: Model, path: Path) -> Model:
     if type(step) is not int or step < 0 or not has_moments(saved.optimizer, model):
         notes = ("the state of its optimizer is not AdamW's for this model: it is left out",)
         return dataclasses.replace(model, notes=notes)
-    if not saved.optimizer["state"]:  # no step was made
+    if not saved.optimizer["state"]:
         return model
     return dataclasses.replace(model, progress=Progress(step, saved.optimizer))
 
@@ -80,7 +79,6 @@ def _dropout(config: dict[str, Any]) -> float:
 
 
 def write(form: Form, path: Path, model: Model, padded_vocab_size: int | None = None) -> None:
-    """Write a model atomically. `padded_vocab_size` is Vp in llm.c's format; None rounds V up to a multiple of 128."""
     if form is Form.HUGGING_FACE:
         write_huggingface(path, model)
     elif form is Form.NANOGPT:
@@ -90,6 +88,5 @@ def write(form: Form, path: Path, model: Model, padded_vocab_size: int | None = 
 
 
 def of_state_dict(state: Mapping[str, Tensor], config: Mapping[str, Any], where: str) -> Model:
-    """Make a model from the state dict and the configuration of a `GPT2`; errors begin with `where`."""
     sizes = check_model_config(config, where)
     return Model(sizes, check_parameters(state, sizes, where), (), config["dropout"])

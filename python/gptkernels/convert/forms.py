@@ -1,4 +1,4 @@
-"""The formats in which a GPT-2 is stored, and functions that recognise them."""
+"""The formats in which a GPT-2 is stored."""
 
 import enum
 import os
@@ -27,10 +27,9 @@ _BY_SUFFIX = {".bin": Form.LLMC, ".pt": Form.NANOGPT, ".safetensors": Form.OWN}
 
 
 def find(path: str | os.PathLike[str]) -> tuple[Form, Path]:
-    """Recognise the format at a path; for the folder of a run or of nanoGPT, return the file to read in it.
+    """Recognise the format at a path; for a folder of a run or of nanoGPT, return the file in it.
 
-    Raises:
-        ValueError: if the path has none of the formats.
+    A path with none of the formats raises a ValueError.
     """
     path = Path(path)
     if path.is_dir():
@@ -72,7 +71,7 @@ def _find_in(folder: Path) -> tuple[Form, Path]:
 
 
 def _refuse_headerless(path: Path, beginning: bytes) -> None:
-    """Raise an error if a file has numbers but no header, because such a file does not give the shapes of the model."""
+    """Numbers without a header do not give the shapes of the model."""
     magic = int.from_bytes(beginning[:4], "little", signed=True)
     if len(beginning) >= 4 and magic != MODEL_MAGIC and describe_magic(magic) == str(magic):
         raise ValueError(
@@ -82,7 +81,6 @@ def _refuse_headerless(path: Path, beginning: bytes) -> None:
 
 
 def form_to_write(path: str | os.PathLike[str]) -> Form:
-    """Return the format to write: Hugging Face's for a folder or a path without suffix, otherwise by the suffix."""
     suffix = Path(path).suffix
     if suffix in _BY_SUFFIX and not Path(path).is_dir():
         _refuse_part(Path(path))

@@ -12,7 +12,6 @@ _PICKLES = [CONFIG, PICKLE, PICKLE + INDEX, "pytorch_model-*-of-*.bin"]
 
 
 def local_folder(name: str | os.PathLike[str]) -> Path:
-    """Return the folder of this name. If there is none, download the model from the hub and return its folder."""
     folder = Path(name)
     if os.fspath(name) and folder.is_dir():
         return folder

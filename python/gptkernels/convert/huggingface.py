@@ -47,15 +47,10 @@ _GPT2_VOCABULARY = 50257
 
 
 def is_huggingface(folder: Path) -> bool:
-    """Return whether a folder has Hugging Face's configuration file."""
     return (folder / CONFIG).is_file()
 
 
 def read_huggingface(folder: Path) -> Model:
-    """Read the model in a folder.
-
-    A ValueError names the file or the folder, and the entry or tensor that is wrong or not supported.
-    """
     path = folder / CONFIG
     theirs = _read_json(path)
     config = _config(theirs, path)
@@ -89,7 +84,6 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 
 def _config(theirs: Mapping[str, Any], path: Path) -> dict[str, Any]:
-    """Convert Hugging Face's configuration to this package's; a ValueError names an entry that is not supported."""
     for name, wanted in _FIXED.items():
         value = theirs.get(name, wanted)
         if type(value) not in (bool, int, float, str) or value != wanted:
@@ -119,7 +113,6 @@ def _shown(value: Any) -> str:
 
 
 def _read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], list[Path]]:
-    """Read the weights: safetensors or pickles, in one file or several. Return the tensors by name, and the files."""
     for name in (WEIGHTS, WEIGHTS + INDEX, PICKLE, PICKLE + INDEX):
         path = folder / name
         if not path.exists():
@@ -139,7 +132,6 @@ def _read_weights(folder: Path) -> tuple[dict[str, torch.Tensor], list[Path]]:
 
 
 def _shards(index: Path) -> dict[str, set[str]]:
-    """Return, for each file that an index lists, the names of its tensors."""
     places = _read_json(index).get("weight_map")
     if not isinstance(places, dict) or not places:
         raise ValueError(f"{index}: weight_map is missing: it says in which file each tensor is")
@@ -171,8 +163,8 @@ def _read_state_dict(path: Path) -> dict[str, torch.Tensor]:
 def write_huggingface(folder: Path, model: Model) -> None:
     """Write `config.json` and `model.safetensors`, each atomically, and replace existing ones.
 
-    Hugging Face's GPT-2 always has biases. If the model has none, biases of 0 are written, and `read_huggingface`
-    removes them because of `"bias": false` in `config.json`.
+    Hugging Face's GPT-2 always has biases: for a model without biases, biases of 0 are written, which
+    `read_huggingface` removes because of `"bias": false`.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder} is a file, must be a folder")
@@ -185,7 +177,6 @@ def write_huggingface(folder: Path, model: Model) -> None:
 
 @contextmanager
 def _removed_if_empty(folder: Path) -> Iterator[None]:
-    """Return a context that, after an error, removes the folder if it did not exist before and is empty."""
     existed = folder.exists()
     try:
         yield
@@ -210,6 +201,6 @@ def _their_config(model: Model) -> dict[str, Any]:
         "initializer_range": 0.02,
         "n_ctx": config["block_size"],
         "n_inner": None,
-        "torch_dtype": str(model.dtype).removeprefix("torch."),  # all releases of transformers read this name
+        "torch_dtype": str(model.dtype).removeprefix("torch."),
         "use_cache": True,
     }

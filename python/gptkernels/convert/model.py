@@ -15,13 +15,7 @@ WTE = "transformer.wte.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """The progress of a training run.
-
-    Attributes:
-        step: the number of updates.
-        optimizer: AdamW's state dict. Its parameters are, as in nanoGPT, first the matrices and then the vectors.
-        best_val_loss: the lowest validation loss, or None.
-    """
+    """The progress of a training run. The optimizer's state dict has matrices before vectors, as nanoGPT's."""
 
     step: int
     optimizer: dict[str, Any]
@@ -36,8 +30,6 @@ class Model:
         config: block_size, vocab_size, n_layer, n_head, n_embd, bias, and activation unless it is "gelu_tanh".
         state: the parameters of `gptkernels.checkpoint.parameter_shapes`, with V rows in `wte` and without `lm_head`.
         files: the files from which the model was read.
-        dropout: the dropout; 0.0 if the format does not store it.
-        progress: the progress of the training run, if the format stores it.
         notes: sentences about what was not read.
     """
 
@@ -50,12 +42,10 @@ class Model:
 
     @property
     def activation(self) -> str:
-        """Return the GELU: "gelu_tanh" or "gelu"."""
         return self.config.get("activation", "gelu_tanh")
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the smallest dtype that represents every parameter exactly."""
         return common_dtype(self.state.values())
 
 
@@ -67,12 +57,6 @@ def common_dtype(tensors: Iterable[torch.Tensor]) -> torch.dtype:
 def checked_model(
     state: Mapping[str, torch.Tensor], config: Mapping[str, Any], where: str, files: tuple[Path, ...], **more: Any
 ) -> Model:
-    """Make a model, after checking its parameters against the configuration and the size of the files.
-
-    Raises:
-        ValueError: if an entry of the configuration or a parameter is missing, unknown or wrong; the message begins
-            with `where`.
-    """
     for name, tensor in state.items():
         if not is_dense(tensor):
             raise ValueError(f"{where}: {name[:80]!r} is no dense tensor")
@@ -85,7 +69,6 @@ def checked_model(
 
 
 def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
-    """Return whether a value from a file is a tensor with all its elements in memory."""
     return (
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout == torch.strided
@@ -95,7 +78,6 @@ def is_dense(value: Any) -> TypeGuard[torch.Tensor]:
 
 
 def with_zero_biases(state: StateDict) -> StateDict:
-    """Add biases of 0 to the parameters of a model without biases, which does not change its results."""
     tensors = dict(state)
     for name, weight in state.items():
         if ".c_" in name or ".ln_" in name:

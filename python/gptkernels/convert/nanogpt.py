@@ -15,9 +15,8 @@ from gptkernels.convert.pickles import read_pickle, write_pickle
 COMPILED = "_orig_mod."
 """The prefix of every name in a model compiled by torch.compile."""
 _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
-_NO_LOSS = 1e9  # the initial value of nanoGPT's train.py
-# The options of a group of torch.optim.AdamW, with nanoGPT's values. (The constructor of torch.optim.AdamW would import
-# torch._dynamo, which takes seconds.)
+_NO_LOSS = 1e9
+# nanoGPT's options of torch.optim.AdamW, whose constructor would import torch._dynamo, which takes seconds.
 _ADAMW = {
     "lr": 6e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False,
     "foreach": None, "capturable": False, "differentiable": False, "fused": None, "decoupled_weight_decay": True,
@@ -26,10 +25,7 @@ _HEAD = "lm_head.weight"
 
 
 def read_nanogpt(path: Path) -> Model:
-    """Read the model of a checkpoint and the progress of its run.
-
-    The model has the exact GELU, unless `config` has the entry `activation` that `write_nanogpt` writes.
-    """
+    """The model has the exact GELU, unless `config` has the entry `activation` that `write_nanogpt` writes."""
     checkpoint = read_pickle(path)
     entries = {}
     for name in ("model", "model_args"):
@@ -43,7 +39,7 @@ def read_nanogpt(path: Path) -> Model:
     arguments, where = entries["model_args"], str(path)
     if unknown := arguments.keys() - {*_SIZES, "dropout"}:
         raise ValueError(f"{path}: model_args: {min(unknown)[:80]!r} is unknown: no GPT-2 here has it")
-    config = {"bias": True, **arguments, "activation": "gelu"}  # older checkpoints have no bias entry
+    config = {"bias": True, **arguments, "activation": "gelu"}
     own = checkpoint.get("config")
     if isinstance(own, dict) and isinstance(own.get("activation"), str):
         config["activation"] = own["activation"][:80]
@@ -63,19 +59,18 @@ def _dropout(arguments: Mapping[str, Any], where: str) -> float:
 
 
 def _progress(checkpoint: Mapping[str, Any], model: Model) -> dict[str, Any]:
-    """Return the fields of a Model that describe the run: `progress`, or a note that the optimizer is left out."""
     if "optimizer" not in checkpoint:
         return {}
     step, optimizer = checkpoint.get("iter_num"), checkpoint["optimizer"]
     if type(step) is not int or step < 0 or not isinstance(optimizer, dict) or not has_moments(optimizer, model):
         return {"notes": ("the state of its optimizer is not AdamW's for this model: it is left out",)}
-    if not optimizer["state"]:  # no step was made
+    if not optimizer["state"]:
         return {}
     return {"progress": Progress(step, optimizer, _finite(checkpoint.get("best_val_loss")))}
 
 
 def _finite(loss: Any) -> float | None:
-    """Return a loss as a float; None for nanoGPT's initial value, and for a value that is not a finite number."""
+    """Return None for nanoGPT's initial value, and for a value that is not a finite number."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         loss = loss.item()
     known = type(loss) in (int, float) and math.isfinite(loss) and loss < _NO_LOSS
@@ -85,7 +80,7 @@ def _finite(loss: Any) -> float | None:
 def has_moments(optimizer: Any, model: Model) -> bool:
     """Return whether `optimizer` is a state dict of AdamW for a group of the model's matrices and a group of vectors.
 
-    Its state may be empty. The moments of `wte` may have more rows than the model's `wte`.
+    The moments of `wte` may have more rows than the model's `wte`.
     """
     if not isinstance(optimizer, dict):
         return False
@@ -125,7 +120,6 @@ def _has_moments(state: Any, shape: torch.Size, more_rows: bool) -> bool:
 
 
 def float32_copies(model: Model) -> dict[str, torch.Tensor]:
-    """Return the optimizer's float32 copies of a run's bfloat16 parameters."""
     if model.progress is None:
         return {}
     states = model.progress.optimizer["state"]
@@ -140,7 +134,6 @@ def float32_copies(model: Model) -> dict[str, torch.Tensor]:
 
 
 def _module_order(config: Mapping[str, Any]) -> list[str]:
-    """Return the parameters' names in the order of `GPT.named_parameters`: layer by layer."""
     names = [*parameter_shapes(config)]
     layers = [name for name in names if name.startswith("transformer.h.")]
     rank = {name: i for i, name in enumerate(names)}
@@ -150,13 +143,11 @@ def _module_order(config: Mapping[str, Any]) -> list[str]:
 
 
 def _optimizer_order(model: Model) -> list[str]:
-    """Return the names in the order of nanoGPT's `configure_optimizers`: matrices, then vectors."""
     names = _module_order(model.config)
     return sorted(names, key=lambda name: model.state[name].dim() < 2)
 
 
 def write_nanogpt(path: Path, model: Model) -> None:
-    """Write a checkpoint that nanoGPT can resume and sample from; without progress, the optimizer has no moments."""
     state = {name: model.state[name] for name in _module_order(model.config)}
     progress = model.progress
     write_pickle(
@@ -173,7 +164,6 @@ def write_nanogpt(path: Path, model: Model) -> None:
 
 
 def _torch_optimizer(model: Model) -> dict[str, Any]:
-    """Make the state dict of a torch.optim.AdamW with nanoGPT's two groups."""
     names = _optimizer_order(model)
     matrices = sum(model.state[name].dim() >= 2 for name in names)
     groups = [

@@ -19,17 +19,11 @@ _LEGACY = b"\x80\x02"  # torch's format before 1.6
 
 
 def is_pickle(beginning: bytes) -> bool:
-    """Return whether torch.save may have written a file that begins with these bytes."""
     return beginning.startswith((_ZIP, _LEGACY))
 
 
 def read_pickle(path: Path) -> Any:
-    """Read a file written by torch.save. Tensors are on the CPU and memory-mapped if the format allows it.
-
-    Raises:
-        ValueError: if the file is damaged or compressed, or reading it would run code or take more memory than the
-            file's size.
-    """
+    """A ValueError says that the file is damaged or compressed, or that reading it would run code."""
     with open_regular(path) as file:
         is_zip = file.read(4) == _ZIP
         if is_zip:
@@ -40,11 +34,10 @@ def read_pickle(path: Path) -> Any:
 
 
 def _check_zip(path: Path) -> None:
-    """Raise an error if reading the file would take more memory than the file's size."""
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
-    except Exception as error:  # damaged entries can raise any exception
+    except Exception as error:
         raise ValueError(f"{path}: truncated or damaged: {_first_line(error)}") from error
     size = os.path.getsize(path)
     if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or (
@@ -54,11 +47,8 @@ def _check_zip(path: Path) -> None:
 
 
 def _check_legacy(path: Path) -> None:
-    """Raise an error if reading a file of the older format would take more memory than the file's size.
-
-    The file is first read with fake tensors, because torch's reader allocates a tensor's memory before it reads it.
-    """
-    from torch._subclasses import FakeTensorMode  # here, because the import takes a second
+    """Read the older format with fake tensors first, because torch's reader allocates memory before it reads."""
+    from torch._subclasses import FakeTensorMode  # the import takes a second
 
     with FakeTensorMode():
         content = _load(path, mmap=False)
@@ -72,7 +62,6 @@ def _check_legacy(path: Path) -> None:
 
 
 def _tensors(content: Any) -> Iterator[torch.Tensor]:
-    """Yield the tensors in nested containers, visiting each container once."""
     seen: dict[int, Any] = {}
     left = [content]
     while left:
@@ -91,7 +80,7 @@ def _load(path: Path, mmap: bool) -> Any:
             return torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
     except OSError:
         raise
-    except Exception as error:  # a wrong opcode can raise any exception
+    except Exception as error:
         reason = error.__context__ if isinstance(error.__context__, pickle.UnpicklingError) else error
         if found := re.search(r"GLOBAL ([\w.]+)", str(reason)):
             raise ValueError(
@@ -105,7 +94,6 @@ def _first_line(error: BaseException) -> str:
 
 
 def write_pickle(path: Path, content: Any) -> None:
-    """Write a file by torch.save, atomically."""
     with replace_file(path) as temporary, open(temporary, "wb") as file:
         try:
             torch.save(content, file)

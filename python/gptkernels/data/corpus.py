@@ -1,4 +1,4 @@
-"""Select text files, find the sources of Python's standard library, and read files in pieces."""
+"""Selects text files, finds the sources of Python's standard library, and reads files in pieces."""
 
 import codecs
 import os
@@ -15,7 +15,7 @@ CHUNK_BYTES = 1 << 20
 LINE_BYTES = 1 << 16
 """The largest distance at which the end of a line is searched."""
 
-# Folders of the standard library that contain tests, tables and installed packages.
+# folders of tests, tables and installed packages
 _NOT_LIBRARY = {
     *("test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"),
     *("encodings", "pydoc_data"),
@@ -24,7 +24,7 @@ _NOT_LIBRARY = {
 
 @dataclass(frozen=True)
 class Document:
-    """A text, which is the bytes start..stop-1 of a file."""
+    """The bytes start..stop-1 of a file, as a text."""
 
     path: Path
     start: int
@@ -41,8 +41,8 @@ class Document:
     def text(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[str]:
         """Yield the text in pieces, decoded as UTF-8 with "surrogateescape".
 
-        A piece ends before whitespace, where GPT-2's words end too, so that encoding the pieces one by one gives the
-        same tokens as encoding the whole text. A text without whitespace is cut after `chunk_bytes` bytes.
+        A piece ends before whitespace, where GPT-2's words end too, so that encoding the pieces gives the same tokens
+        as encoding the whole text. A text without whitespace is cut after `chunk_bytes` bytes.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         rest = ""
@@ -56,7 +56,6 @@ class Document:
             yield rest
 
     def chunks(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[bytes]:
-        """Yield the bytes in chunks of at most `chunk_bytes`."""
         left = self.size
         with open_regular(self.path) as file:
             file.seek(self.start)
@@ -65,25 +64,22 @@ class Document:
                 left -= len(chunk)
 
     def line_end(self, position: int) -> int:
-        """Return the position after the newline of the line that contains byte `position`, or `stop`."""
         with open_regular(self.path) as file:
             file.seek(position)
             return min(self.stop, position + len(file.readline(LINE_BYTES)))
 
     def character_start(self, position: int) -> int:
-        """Return the start of the UTF-8 character that contains byte `position`, or `position` if it is not UTF-8."""
         first = max(self.start, position - 4)
         with open_regular(self.path) as file:
             file.seek(first)
             data = file.read(min(self.stop, position + 1) - first)
         for back in range(1, len(data) if position < self.stop else 0):
-            if data[-back] & 0xC0 != 0x80:  # this is no continuation byte
+            if data[-back] & 0xC0 != 0x80:
                 return position + 1 - back if data[-back] >= 0xC0 else position
         return position
 
 
 def _last_break(text: str) -> int:
-    """Return the start of the last run of whitespace, or the length of a text without whitespace."""
     for i in range(len(text) - 1, 0, -1):
         if text[i] in " \t\r\n" and not text[i - 1].isspace():
             return i
@@ -95,14 +91,9 @@ def find_documents(
 ) -> list[Document]:
     """Return the named files, and the files in the named folders, as documents.
 
-    A file that has several names or links is used once, and empty files are skipped. The files of a folder are in a
-    fixed random order (by a hash of their names), so that the last files are a representative sample. In folders, these
-    are skipped: hidden files, binary files, anything but regular files, dangling links, linked folders, tokenizer files
-    that `prepare` wrote, and files of `outputs`.
-
-    Args:
-        paths: files and folders, or a single one.
-        outputs: the files that will be written.
+    A file with several names is used once. A folder's files are in a fixed random order (by a hash of their names), so
+    that the last files are a representative sample. Empty, hidden and binary files, linked folders, tokenizer files
+    that `prepare` wrote, and `outputs` are skipped.
 
     Raises:
         ValueError: if a path does not exist, is neither a regular file nor a folder, or is one of `outputs`, or if
@@ -134,22 +125,16 @@ def find_documents(
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    """Return the file's device and inode, which are the same for all its names."""
     status = path.stat()
     return status.st_dev, status.st_ino
 
 
 def _is_prepared_tokenizer(file: Path) -> bool:
-    """Return whether `prepare` wrote this file: it is a PREFIX_tokenizer.json, and PREFIX_train.bin exists."""
     prefix = file.name.removesuffix("_tokenizer.json")
     return prefix != file.name and file.with_name(f"{prefix}_train.bin").exists()
 
 
 def _walk(root: Path, skip: Container[str] = ()) -> list[Path]:
-    """Return the regular files below a folder, ordered by a hash of their names.
-
-    Hidden files, hidden folders and folders whose names are in `skip` are left out.
-    """
     files = []
     for folder, folders, names in os.walk(root, onerror=_raise):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in skip]
@@ -158,7 +143,7 @@ def _walk(root: Path, skip: Container[str] = ()) -> list[Path]:
 
 
 def _raise(error: OSError) -> NoReturn:
-    """Raise the error of os.walk, which would otherwise skip a folder that it cannot read."""
+    """os.walk would otherwise skip a folder that it cannot read."""
     raise error
 
 
@@ -167,18 +152,15 @@ def _name_hash(file: Path, root: Path) -> bytes:
 
 
 def _is_text(file: Path) -> bool:
-    """Return whether the first 8192 bytes of a file contain no NUL."""
     with open_regular(file) as opened:
         return b"\0" not in opened.read(8192)
 
 
 def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Document], list[Document]]:
-    """Split documents into training text and validation text.
+    """Split documents into training text and validation text, about the last `val_fraction` of the bytes.
 
-    The validation text is about the last `val_fraction` of the bytes. If possible, it begins at the start of a line.
-
-    Raises:
-        ValueError: if val_fraction is not between 0 and 1, or there are too few bytes for both parts.
+    If possible, the validation text begins at the start of a line. A ValueError says that val_fraction is not between 0
+    and 1, or that there are too few bytes for both parts.
     """
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction is {val_fraction}, must lie between 0 and 1, both excluded")
@@ -203,12 +185,8 @@ def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Docu
 def standard_library(max_bytes: int = 16 << 20, val_fraction: float = 0.05) -> tuple[list[Document], list[Document]]:
     """Split the sources of the running Python's standard library into training and validation documents.
 
-    Tests, tables and installed packages are not used. The order and the split depend on a hash of the files' names, so
-    that they are the same on every machine. `max_bytes` is the largest total size, and `val_fraction` the approximate
-    fraction of files for validation.
-
-    Raises:
-        ValueError: if the sources are not installed.
+    The order and the split depend on a hash of the files' names, so that they are the same on every machine.
+    `max_bytes` is the largest total size.
     """
     root = Path(sysconfig.get_path("stdlib"))
     train: list[Document] = []

@@ -1,8 +1,4 @@
-"""Reads batches of tokens and targets from token files.
-
-The order depends only on the seed, the options and the number of tokens, so a position and these values are enough to
-resume.
-"""
+"""Reads batches of tokens and targets from token files, in an order that a seed and a position define."""
 
 import functools
 import math
@@ -24,17 +20,12 @@ MAX_SORTED = 1024
 class DataLoader:
     """Batches of a token file: `next_batch() -> (tokens, targets)`, both (B, T) int64 on the CPU.
 
-    The file is cut into windows of T tokens and the token after them; targets are the tokens shifted by one. The
-    sequence of windows is endless. Each epoch contains every window exactly once, in an order that depends on (seed,
-    epoch), or in the file's order if `shuffle` is off. A batch may contain the end of one epoch and the start of the
-    next, so that every window is used. With several ranks, rank 0 gets the first B windows, rank 1 the next B, and so
-    on. Together they get the windows that one rank with a batch of `world_size * B` gets.
+    The file is cut into windows of T tokens and the token after them; targets are the tokens shifted by one. Each epoch
+    contains every window once, in an order that depends on (seed, epoch), or in the file's order without `shuffle`.
+    Rank 0 gets the first B windows, rank 1 the next B, and so on, as from one batch of `world_size * B`.
 
-    With `random_offsets` a window starts at a random token, which depends on (seed, the window's index in the sequence)
-    only. Then some tokens occur more often than others, as in nanoGPT.
-
-    Only the windows of a batch are read. No permutation is stored, because `permute` computes the place of each window.
-    Loading a file of any size therefore starts and resumes immediately.
+    With `random_offsets` a window starts at a random token, which depends only on (seed, the window's index); then some
+    tokens occur more often than others, as in nanoGPT.
 
     Args:
         data: a token file or its path, or several files as one.
@@ -42,9 +33,8 @@ class DataLoader:
         sequence_length: T.
         vocab_size: every returned token is checked to be in 0..vocab_size-1.
         seed: the seed of the order.
-        shuffle: whether to shuffle; off for validation, so that `reset()` gives the same batches again.
-        rank: the index of this loader, below `world_size`.
-        world_size: the number of loaders that share the file.
+        shuffle: off for validation, so that `reset()` gives the same batches again.
+        rank, world_size: the index of this loader, and the number of loaders that share the file.
         random_offsets: draw windows at random offsets instead of each window once in an epoch.
         pin_memory: return batches in page-locked memory, for `.to(device, non_blocking=True)`.
 
@@ -103,7 +93,7 @@ class DataLoader:
 
     @property
     def num_windows(self) -> int:
-        """The number of windows of the file; up to T - 1 tokens at the end are in no window."""
+        """The number of windows; up to T - 1 tokens at the file's end are in no window."""
         return (len(self.data) - 1) // self.sequence_length
 
     @property
@@ -140,7 +130,6 @@ class DataLoader:
         return batch[0], batch[1]
 
     def _starts(self, first: int, last: int) -> NDArray[np.int64]:
-        """Return the offsets, in tokens, of the windows first..last-1 of the endless sequence."""
         if not self.random_offsets:
             return self._windows(first, last) * self.sequence_length
         key = np.random.SeedSequence((self.seed, len(self.data))).generate_state(1, np.uint64)
@@ -148,7 +137,6 @@ class DataLoader:
         return (draws % np.uint64(len(self.data) - self.sequence_length)).astype(np.int64)
 
     def _windows(self, start: int, stop: int) -> NDArray[np.int64]:
-        """Return, for the places start..stop-1 of the endless sequence, the index of the window in the file."""
         epochs, indices = np.divmod(np.arange(start, stop), self.num_windows)
         if not self.shuffle:
             return indices
@@ -158,10 +146,7 @@ class DataLoader:
         return np.concatenate(orders)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position in the sequence of windows, and the options that define the sequence, as plain values.
-
-        The state is the same on every rank.
-        """
+        """Return the position, and the options that define the sequence of windows, equal on every rank."""
         return {
             "position": self.position,
             "seed": self.seed,
@@ -179,7 +164,7 @@ class DataLoader:
         """
         if not isinstance(state, Mapping):
             raise ValueError(f"data loader state: it is a {type(state).__name__}, must be a mapping")
-        state = {"random_offsets": False, **state}  # earlier versions did not save it
+        state = {"random_offsets": False, **state}
         missing = self.state_dict().keys() - state.keys()
         if missing:
             raise ValueError(f"data loader state: {', '.join(sorted(missing))} missing")
@@ -199,12 +184,9 @@ class DataLoader:
 def permute(indices: NDArray[np.int64], n: int, key: tuple[int, ...]) -> NDArray[np.int64]:
     """Map `indices`, each in 0..n-1, by a pseudo-random permutation of 0..n-1 that `key` selects.
 
-    If n is at most `MAX_SORTED`, random numbers are sorted. The method for larger n is not used for small n, because it
-    yields only some of the possible permutations.
-
-    For larger n, the numbers 0..n-1 are arranged in a nearly square table with at least n cells. Each of four rounds
-    shifts each row by a hash of the column, and each column by a hash of the row. The few results from n on are mapped
-    again until they are below n ("cycle walking"), so that the map is a permutation.
+    For small n, random numbers are sorted, because the other method yields only some permutations. For larger n, the
+    numbers are arranged in a nearly square table. Each of four rounds shifts each row by a hash of the column, and each
+    column by a hash of the row. Results from n on are mapped again until they are below n ("cycle walking").
     """
     if n <= MAX_SORTED:
         return _sorted_order(n, key)[indices]
@@ -229,7 +211,7 @@ def _sorted_order(n: int, key: tuple[int, ...]) -> NDArray[np.int64]:
 
 
 def _hash(values: NDArray[Any]) -> NDArray[np.uint64]:
-    """Compute the hash function splitmix64."""
+    """The hash function is splitmix64."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

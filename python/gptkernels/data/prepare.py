@@ -39,12 +39,10 @@ def prepare(
 ) -> dict[str, Any]:
     """Convert text to `PREFIX_train.bin`, `PREFIX_val.bin` and `PREFIX_tokenizer.bin` (or `.json`).
 
-    The end-of-text token precedes every document, if the tokenizer has one. The last `val_fraction` of the text is for
-    validation. The text is streamed, so that it may be larger than memory. Any bytes are allowed. The byte tokenizer
-    keeps bytes that are not UTF-8; for other tokenizers they become U+FFFD. The byte tokenizer's end-of-text token is
-    the byte NUL; for text with NUL bytes it has no end-of-text token.
-
-    Existing files are replaced when all new files are complete. They must be files that `prepare` wrote.
+    The end-of-text token, if there is one, precedes every document. The text is streamed, so that it may be larger than
+    memory. Bytes that are not UTF-8 are kept by the byte tokenizer, whose end-of-text token is NUL (none for text with
+    NUL bytes), and become U+FFFD for other tokenizers. Files that `prepare` wrote are replaced when all new files are
+    complete.
 
     Args:
         files: text files and folders of text files, or a single one.
@@ -52,17 +50,17 @@ def prepare(
         tokenizer: "bytes", "gpt2", "bpe" (trained here on the training text), "char" (the characters of the text),
             or an argument of `load_tokenizer`.
         vocab_size: for "bpe" only: the largest number of tokens; None is 4096.
-        val_fraction: between 0 and 1, both excluded.
+        val_fraction: the last part of the text, for validation; between 0 and 1, both excluded.
         progress: called after every piece of text.
 
     Returns:
-        A summary: the paths `train`, `val` and `tokenizer`, the numbers `train_tokens`, `val_tokens` and
-        `vocab_size`, and `eot`, the end-of-text token or None.
+        The paths `train`, `val` and `tokenizer`, the numbers `train_tokens`, `val_tokens` and `vocab_size`, and `eot`,
+            the
+        end-of-text token or None.
 
     Raises:
-        ValueError: if a file is missing, there is no text or too little to split, the tokenizer is not available or
-            lacks a character, its vocabulary exceeds the 65536 tokens of the format, or an output exists that `prepare`
-            did not write.
+        ValueError: if a file is missing, there is too little text, the tokenizer is not available, lacks a character or
+            has more than 65536 tokens, or an output exists that `prepare` did not write.
         OSError: if a file cannot be read or written.
     """
     if not os.fspath(tokenizer):
@@ -99,14 +97,12 @@ def _tokenizer_files(prefix: str | os.PathLike[str]) -> list[Path]:
 
 
 def _output_files(prefix: str | os.PathLike[str]) -> list[Path]:
-    """Return all files that `prepare` may write or remove."""
     if not os.fspath(prefix):
         raise ValueError("the output prefix is empty")
     return [Path(f"{prefix}_train.bin"), Path(f"{prefix}_val.bin"), *_tokenizer_files(prefix)]
 
 
 def _check_replaceable(path: Path) -> None:
-    """Raise a ValueError if `path` exists and is not a file that `prepare` wrote."""
     if not path.exists():
         return
     with open_regular(path) as file:
@@ -128,7 +124,6 @@ def _is_tokenizer_json(file: BinaryIO) -> bool:
 
 
 def _check_writable(prefix: str | os.PathLike[str]) -> None:
-    """Raise an OSError if no file can be created in the folder; this is called before the text is read."""
     folder = Path(f"{prefix}_train.bin").parent
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=folder):
@@ -143,7 +138,6 @@ def _make_tokenizer(
     prefix: str | os.PathLike[str],
     progress: Progress,
 ) -> Tokenizer:
-    """Train the tokenizer `name` on the text, or load it."""
     if name != "bpe" and vocab_size is not None:
         raise ValueError(f"vocab_size is for tokenizer 'bpe'; {str(name)!r} has its own")
     both = [*train, *val]
@@ -165,7 +159,6 @@ def _make_tokenizer(
 
 
 def _texts(documents: Sequence[Document], what: str, progress: Progress) -> Iterator[str]:
-    """Yield the text of all documents in pieces."""
     done, total = 0, sum(document.size for document in documents)
     for document in documents:
         for text in document.text():
@@ -186,7 +179,6 @@ def _write(
     tokenizer: Tokenizer,
     progress: Progress = _silent,
 ) -> dict[str, Any]:
-    """Write the token files and the tokenizer. They get their final names when all of them are written."""
     summary: dict[str, Any] = {"vocab_size": tokenizer.vocab_size, "eot": tokenizer.eot}
     with ExitStack() as renamed_at_the_end:
         for name, documents in (("train", train), ("val", val)):

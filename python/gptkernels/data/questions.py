@@ -1,8 +1,7 @@
 """Reads multiple-choice questions in llm.c's format, such as `hellaswag_val.bin` of llm.c's dev/data/hellaswag.py.
 
-The format is defined by `write_evalfile` in llm.c's dev/data/data_common.py and `EvalLoader` in llm.c's
-llmc/dataloader.h. A file has a header of 256 int32 (magic 20240522, version 1, the number of questions, the number of
-bytes of the longest question), and then each question in uint16:
+A file (`write_evalfile` in llm.c's dev/data/data_common.py) has a header of 256 int32 (magic 20240522, version 1, the
+number of questions, the bytes of the longest question), and then each question in uint16:
 
     65535, the question's number of bytes, its index, the index of the right ending, the number of endings,
     the context's length and tokens, and for each ending its length and tokens
@@ -43,8 +42,7 @@ def read_questions(path: str | os.PathLike[str], vocab_size: int) -> list[Questi
     """Read a file of questions.
 
     Raises:
-        ValueError: if the file is damaged or of another format, or a token is outside 0..vocab_size-1; the message
-            names the file and the question.
+        ValueError: if the file is damaged or of another format, or a token is outside 0..vocab_size-1.
         OSError: if the file cannot be read.
     """
     path = Path(path)

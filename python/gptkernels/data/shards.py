@@ -18,17 +18,8 @@ _WILDCARDS = frozenset("*?[")
 class TokenFiles:
     """The tokens of several files, concatenated and memory-mapped; it is sliced like a `TokenFile`.
 
-    A slice may begin in one file and end in another.
-
-    Args:
-        paths: the files, in this order.
-
-    Attributes:
-        files: a `TokenFile` for each path.
-        path: the name of all files together in messages.
-
-    Raises:
-        ValueError: if there is no path, or a file is damaged or of another format; the message names the file.
+    ``files`` has a `TokenFile` for each path. A ValueError says that there is no path, or that a file is damaged or of
+    another format.
     """
 
     def __init__(self, paths: Sequence[str | os.PathLike[str]]) -> None:
@@ -76,10 +67,9 @@ def is_pattern(name: str) -> bool:
 
 
 def find_files(pattern: str) -> list[Path]:
-    """Return the files that match a pattern, sorted. If the pattern is the name of an existing file, return this file.
+    """Return the files that match a pattern, sorted, or the existing file of this name.
 
-    Raises:
-        ValueError: if there is no such file.
+    A ValueError says that there is none.
     """
     if os.path.exists(pattern):
         return [Path(pattern)]

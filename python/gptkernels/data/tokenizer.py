@@ -31,9 +31,8 @@ MAX_TRAINING_WORD = 256
 class Tokenizer(ABC):
     """Converts text to tokens and back.
 
-    Args:
-        vocabulary: the bytes of every token.
-        eot: the token before every document, at which generation also ends; None if there is none.
+    ``vocabulary`` has the bytes of every token. ``eot`` is the token before every document, at which generation also
+    ends, or None.
     """
 
     def __init__(self, vocabulary: Sequence[bytes], eot: int | None) -> None:
@@ -76,7 +75,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def _missing(self) -> list[int]:
-        """The bytes that are not tokens. They can be encoded only as a part of longer tokens."""
+        """Bytes that are not tokens can be encoded only as a part of longer tokens."""
         single = {token for rank, token in enumerate(self.vocabulary) if rank != self.eot}
         return [byte for byte in range(256) if bytes([byte]) not in single]
 
@@ -99,10 +98,8 @@ def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
 class ByteTokenizer(Tokenizer):
     """A tokenizer for which every byte of the UTF-8 text is a token.
 
-    Bytes that Python decoded with "surrogateescape" are encoded as the original bytes.
-
-    Args:
-        eot: the end-of-text token: 0 for text without NUL bytes, None for text with NUL bytes.
+    Bytes that Python decoded with "surrogateescape" are encoded as the original bytes. ``eot`` is 0 for text without
+    NUL bytes, and None for text with NUL bytes.
     """
 
     def __init__(self, eot: int | None = 0) -> None:
@@ -116,12 +113,8 @@ class ByteTokenizer(Tokenizer):
 class CharTokenizer(Tokenizer):
     """A tokenizer for which every character is a token; only characters of its vocabulary can be encoded.
 
-    Args:
-        vocabulary: the UTF-8 encoding of one character for every token other than `eot`.
-        eot: the end-of-text token, or None.
-
-    Raises:
-        ValueError: if a token is not one character, or occurs twice.
+    ``vocabulary`` has the UTF-8 encoding of one character for every token other than `eot`. A ValueError says that a
+    token is not one character, or occurs twice.
     """
 
     def __init__(self, vocabulary: Sequence[bytes], eot: int | None = None) -> None:
@@ -152,18 +145,16 @@ class CharTokenizer(Tokenizer):
 
 
 class LLMCTokenizer(Tokenizer):
-    """A tokenizer with the vocabulary of an llm.c tokenizer file.
+    """A tokenizer with the vocabulary of an llm.c tokenizer file, which is made for decoding.
 
-    Such a file is made for decoding. If its tokens are in the order in which they were merged, as in GPT-2's file, they
-    define a byte-pair encoding, which `encode` computes with tiktoken.
+    If the file has the tokens in the order of their merges, as GPT-2's file has, they define a byte-pair encoding,
+    which `encode` computes with tiktoken.
     """
 
     def encode(self, text: str) -> list[int]:
         """Encode a text.
 
-        Raises:
-            ValueError: if tiktoken is not installed, the vocabulary contains a token twice, or it has no token for a
-                byte of the text.
+        A ValueError says that tiktoken is missing, a token occurs twice, or a byte of the text has no token.
         """
         tokens = self._encoding.encode_ordinary(_replace_surrogates(text))
         if self._missing and tokens and max(tokens) >= self.vocab_size:
@@ -233,12 +224,8 @@ class BPETokenizer(Tokenizer):
 def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
     """Train a byte-level byte-pair encoding, with text split into words as in GPT-2; end-of-text is token 0.
 
-    Args:
-        texts: pieces of text, read once, one at a time.
-        vocab_size: the largest number of tokens; there are fewer if the text has no more pairs to merge.
-
-    Raises:
-        ValueError: vocab_size is too small for the 256 bytes and end-of-text, or `tokenizers` is missing.
+    `texts` is read once, one piece at a time. There are fewer than `vocab_size` tokens if the text has no more pairs to
+    merge. A ValueError says that vocab_size is below 257 (bytes and end-of-text), or that `tokenizers` is missing.
     """
     if vocab_size < 257:
         raise ValueError(f"vocab_size is {vocab_size}, must be at least 257: bytes and end-of-text")
@@ -264,8 +251,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
 
     Args:
         source: "bytes"; "gpt2" (tiktoken's); an llm.c tokenizer (`.bin`), also one of bytes or characters; a
-            `tokenizer.json`; a `vocab.json` in the same folder as `merges.txt`; or a folder that contains a
-            `tokenizer.json`, or a `vocab.json` and `merges.txt`.
+            `tokenizer.json`; a `vocab.json` beside a `merges.txt`; or a folder of these files.
 
     Raises:
         ValueError: if there is no such name or file, or the file is damaged; the message says what is wrong.
@@ -285,7 +271,6 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
 
 
 def _encoder_of(tokenizer: LLMCTokenizer) -> Tokenizer:
-    """Choose the tokenizer's class by the vocabulary, because the file does not say of which kind it is."""
     if tokenizer.vocabulary == ByteTokenizer().vocabulary and tokenizer.eot in (0, None):
         return ByteTokenizer(tokenizer.eot)
     try:
@@ -329,7 +314,6 @@ def _byte_level(model: tokenizers.models.BPE) -> tokenizers.Tokenizer:
 
 
 def _vocabulary(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
-    """Return the bytes of every token. Byte-level tokens are spelled in GPT-2's alphabet, added tokens in UTF-8."""
     spelled = {token: text for text, token in tokenizer.get_vocab(with_added_tokens=True).items()}
     if sorted(spelled) != list(range(len(spelled))):
         raise ValueError(f"vocab: the {len(spelled)} tokens are not numbered 0..{len(spelled) - 1}")
@@ -348,10 +332,7 @@ def _vocabulary(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return the byte of each letter of GPT-2's alphabet.
-
-    The letter of a printable byte is its Latin-1 character. The letters of the other bytes are U+0100, U+0101, ...
-    """
+    """A printable byte is its Latin-1 character; the other bytes are U+0100, U+0101, ..."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}
@@ -362,7 +343,6 @@ def _no_token_for(byte: int) -> ValueError:
 
 
 def _replace_surrogates(text: str) -> str:
-    """Replace bytes that were decoded with "surrogateescape" by U+FFFD, which can be encoded as UTF-8."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
 
 
@@ -379,7 +359,6 @@ def write_llmc_tokenizer(path: str | os.PathLike[str], tokenizer: Tokenizer) -> 
 
 
 def read_llmc_tokenizer(path: str | os.PathLike[str]) -> LLMCTokenizer:
-    """Read an llm.c tokenizer file; a ValueError names the file and the field that is wrong."""
     with open_regular(path) as file:
         size = file_size(file)
         _, version, vocab_size, eot, *_ = read_header(file, path, TOKENIZER_MAGIC, (1, 2))

@@ -33,10 +33,9 @@ _NANOGPT = ". In place of nanoGPT's .bin files, 'gptkernels prepare TEXT -o PREF
 class TokenFile:
     """The tokens of a file, memory-mapped; `file[start:stop]` is a new int64 array.
 
-    A file with a header must have exactly the size that the header says. A file without a header is read as the older
-    int32 format if its size is a multiple of 4 and its first 256 values are all 0..65535; text, models, and nanoGPT's
-    raw uint16 files do not satisfy this. Tokens are not checked against a vocabulary here, because that would read the
-    whole file. `DataLoader` checks the tokens that it returns.
+    A file without a header is read as the older int32 format if its size is a multiple of 4 and its first 256 values
+    are all 0..65535, which text, models, and nanoGPT's raw uint16 files do not satisfy. `DataLoader` checks tokens
+    against the vocabulary, because a check here would read the whole file.
 
     Attributes:
         path: the path of the file.
@@ -74,7 +73,6 @@ class TokenFile:
 
 
 def _layout(file: BinaryIO, path: Path) -> tuple[int, np.dtype, int]:
-    """Return the offset of the tokens in bytes, their dtype, and their number."""
     size = file_size(file)
     if size == 0:
         raise ValueError(f"{path}: the file is empty")
@@ -130,7 +128,6 @@ def write_tokens(path: str | os.PathLike[str], chunks: Iterable[ArrayLike], voca
 def fill_token_file(
     temporary: str | os.PathLike[str], chunks: Iterable[ArrayLike], vocab_size: int, path: str | os.PathLike[str]
 ) -> int:
-    """Write tokens to the file `temporary`; messages name `path`, to which it will be renamed."""
     if not 1 <= vocab_size <= MAX_VOCAB_SIZE:
         raise ValueError(f"vocab_size is {vocab_size}: token files hold 16-bit tokens, 1..{MAX_VOCAB_SIZE}")
     count = 0
@@ -155,7 +152,6 @@ def fill_token_file(
 
 
 def check_vocabulary(tokens: NDArray[np.integer], vocab_size: int, path: str | os.PathLike[str], position: int) -> None:
-    """Raise a ValueError for the first token outside 0..vocab_size-1; `position` is the position of tokens[0]."""
     if (first := find_outside(tokens, vocab_size)) is not None:
         raise ValueError(
             f"{path}: token {tokens[first]} at position {position + first} is outside the vocabulary of {vocab_size}"
@@ -163,7 +159,6 @@ def check_vocabulary(tokens: NDArray[np.integer], vocab_size: int, path: str | o
 
 
 def find_outside(tokens: NDArray[np.integer], vocab_size: int) -> int | None:
-    """Return the index of the first token outside 0..vocab_size-1, or None."""
     if tokens.size and (tokens.min() < 0 or tokens.max() >= vocab_size):
         return int(((tokens < 0) | (tokens >= vocab_size)).argmax())
     return None

@@ -1,4 +1,4 @@
-"""Functions that open only regular files. A FIFO or a socket could block for ever, and a device has no end."""
+"""Opens only regular files: a FIFO or a socket could block for ever, and a device has no end."""
 
 import os
 import stat
@@ -16,7 +16,6 @@ _KINDS = {
 
 
 def check_regular(path: str | os.PathLike[str]) -> None:
-    """Raise a ValueError unless `path` is a regular file or a link to one; an OSError if it does not exist."""
     mode = os.stat(path).st_mode
     if not stat.S_ISREG(mode):
         kind = _KINDS.get(stat.S_IFMT(mode), "no file")
@@ -25,7 +24,7 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def open_regular(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """Open a regular file for reading. If reading fails in the context, the OSError names the file."""
+    """If reading fails in the context, the OSError names the file."""
     check_regular(path)
     try:
         with open(path, "rb") as file:
@@ -39,8 +38,7 @@ def open_regular(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
 
 
 def is_regular(path: str | os.PathLike[str]) -> bool:
-    """Return whether `path` is a regular file, or a link to one."""
     try:
         return stat.S_ISREG(os.stat(path).st_mode)
-    except OSError:  # a dangling link, a loop of links, or a file that was removed meanwhile
+    except OSError:
         return False

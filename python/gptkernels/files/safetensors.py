@@ -1,11 +1,9 @@
 """Reads and writes safetensors files with checksums, and writes files without checksums for other programs.
 
-In addition to the caller's entries, the metadata contains the file's kind and version, the CRC-32 of every tensor
-("checksums", over its dtype, shape and bytes), and the CRC-32 of all other entries ("checksum"). The checksums detect
-damage, not forgery.
+The metadata contains the CRC-32 of every tensor, and of all other entries, which detect damage, not forgery.
 
-The safetensors library reads the files, but this module writes them. The library would write a temporary file that only
-its owner can read and whose name cannot be recognised after a kill, and would not report a full disk by an OSError.
+The safetensors library only reads the files. Its temporary files are readable only by the owner and have names that
+cannot be recognised after a kill, and it reports a full disk by no OSError.
 """
 
 import json
@@ -33,17 +31,6 @@ _DTYPES = {
 def write_safetensors(
     path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor], kind: str, fields: Mapping[str, str]
 ) -> None:
-    """Write a file with checksums, atomically. One tensor at a time is copied to the CPU.
-
-    Args:
-        path: the file.
-        tensors: the tensors, on any device and of any layout.
-        kind: the kind of content, which `open_safetensors` checks.
-        fields: more entries of the metadata.
-
-    Raises:
-        ValueError: if the format does not support a tensor's dtype.
-    """
     ordered = _ordered(path, tensors)
     metadata = {"format": "pt", "kind": f"gptkernels.{kind}", "version": FORMAT_VERSION, **fields}
     checksums = dict.fromkeys(ordered, "0" * 8)
@@ -54,11 +41,10 @@ def write_safetensors(
             checksums[name] = _tensor_checksum(tensor, data)
             file.write(data)
         file.seek(0)
-        file.write(_checksummed_header(ordered, metadata, checksums))  # has the same size
+        file.write(_checksummed_header(ordered, metadata, checksums))
 
 
 def write_plain_safetensors(temporary: Path, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors to `temporary` without checksums, as the safetensors library does; messages name `path`."""
     ordered = _ordered(path, tensors)
     with open(temporary, "wb") as file:
         file.write(_header(ordered, {"format": "pt"}))
@@ -67,7 +53,7 @@ def write_plain_safetensors(temporary: Path, path: Path, tensors: Mapping[str, t
 
 
 def _ordered(path: str | os.PathLike[str], tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Sort the tensors by descending element size, so that each tensor is aligned."""
+    """Sort by descending element size, so that each tensor is aligned."""
     for name, tensor in tensors.items():
         if tensor.dtype not in _DTYPES:
             raise ValueError(f"{path}: {name} has dtype {tensor.dtype}, which cannot be saved")
@@ -98,7 +84,6 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
 
 
 def _tensor_checksum(tensor: torch.Tensor, data: memoryview) -> str:
-    """Return the CRC-32 of a tensor's dtype, shape and bytes as 8 hexadecimal digits."""
     kind = f"{_DTYPES.get(tensor.dtype)} {list(tensor.shape)}"
     return f"{zlib.crc32(data, zlib.crc32(kind.encode())):08x}"
 
@@ -125,7 +110,6 @@ class CheckedFile:
         return list(self._checksums)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """Read a tensor to the CPU; raise a DamagedError if its checksum is not the one in the metadata."""
         wanted = self._checksums[name]
         tensor = self._file.get_tensor(name)
         if (found := _tensor_checksum(tensor, _bytes(tensor))) != wanted:
@@ -134,7 +118,6 @@ class CheckedFile:
 
 
 def _parse_checksums(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return the checksums by the tensors' names; empty if the entry is missing or invalid."""
     try:
         checksums = json.loads(metadata["checksums"])
     except (KeyError, ValueError, RecursionError):
@@ -144,7 +127,6 @@ def _parse_checksums(metadata: Mapping[str, str]) -> dict[str, str]:
 
 @contextmanager
 def open_safetensors(path: Path, *kinds: str) -> Iterator[CheckedFile]:
-    """Open a file of one of these kinds; a ValueError says that it is damaged, or of another kind or version."""
     try:
         with open_regular(path), safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
@@ -155,7 +137,6 @@ def open_safetensors(path: Path, *kinds: str) -> Iterator[CheckedFile]:
 
 
 def is_own_safetensors(path: Path) -> bool:
-    """Return whether the metadata says that `write_safetensors` wrote this file."""
     try:
         with safe_open(path, "pt") as file:
             return (file.metadata() or {}).get("kind", "").startswith("gptkernels.")

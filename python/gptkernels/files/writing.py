@@ -27,7 +27,6 @@ _KINDS = {
 
 
 def check_replaceable(path: str | os.PathLike[str]) -> None:
-    """Raise a ValueError if there is anything but a regular file at `path`, such as a link or a device."""
     if os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         kind = "a symbolic link" if os.path.islink(path) else "not a regular file"
         raise ValueError(f"{path}: {kind}, which is not replaced: name another file")
@@ -37,9 +36,8 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
 def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Write a file atomically: yield a temporary path, which is renamed to `path` when the file is on the disk.
 
-    The temporary file is in the same folder (created if missing), so that the renaming is atomic. If the body raises,
-    the temporary file is removed, and `path` is unchanged. If the process is killed, `path` is unchanged, and a hidden
-    file `.NAME.PID.tmp` remains, which `remove_unfinished` removes later. The message of an OSError names `path`.
+    If the body raises, `path` is unchanged. A killed process also leaves a hidden file `.NAME.PID.tmp` for
+    `remove_unfinished`. The message of an OSError names `path`.
     """
     path = Path(path)
     check_replaceable(path)
@@ -61,10 +59,6 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
 
 
 def remove_unfinished(folder: Path, names: Iterable[str]) -> None:
-    """Remove the temporary files that killed processes have left for the files `names` of a folder.
-
-    No other process may be writing in the folder.
-    """
     for name in names:
         for temporary in folder.glob(f".{name}.*.tmp"):
             temporary.unlink(missing_ok=True)
@@ -83,12 +77,10 @@ def file_size(file: BinaryIO) -> int:
 
 
 def describe_magic(magic: int) -> str:
-    """Describe a magic number for a message, such as `20240326, which is a model of llm.c`."""
     return f"{magic}, which is {_KINDS[magic]} of llm.c" if magic in _KINDS else str(magic)
 
 
 def read_header(file: BinaryIO, path: str | os.PathLike[str], magic: int, versions: Sequence[int]) -> list[int]:
-    """Read the 256 int32 of an llm.c header; raise a ValueError that names the file and the wrong field."""
     raw = file.read(HEADER_BYTES)
     if len(raw) < HEADER_BYTES:
         raise ValueError(f"{path}: header is truncated: {len(raw)} bytes of {HEADER_BYTES}")
@@ -102,7 +94,6 @@ def read_header(file: BinaryIO, path: str | os.PathLike[str], magic: int, versio
 
 
 def make_header(*fields: int) -> NDArray[np.int32]:
-    """Make a header of 256 int32: the given fields, then zeros."""
     header = np.zeros(256, "<i4")
     header[: len(fields)] = fields
     return header

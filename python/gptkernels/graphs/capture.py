@@ -18,8 +18,7 @@ __all__ = ["GraphedStep", "StepNumbers", "StepResult", "graphed_step"]
 
 _log = logging.getLogger("gptkernels.graphs")
 
-# Eager steps before a capture. The first initialises kernels, libraries and the optimizer's state; the second is
-# checked for operations that synchronise with the device.
+# Eager steps before a capture: the first initialises kernels and state, the second is checked for synchronisation.
 _WARM_UP = 2
 
 Batch = Sequence[Tensor]
@@ -35,11 +34,9 @@ class StepNumbers(NamedTuple):
 class StepResult:
     """The results of a step, on the device. The device also copies them to the host, for :meth:`read`.
 
-    Attributes:
-        loss: 0-dim float32 (float64 for float64), on the parameters' device: the mean of the micro-batches' losses
-            before the update.
-        grad_norm: 0-dim, with the same dtype and device: the norm of all gradients before clipping. None if the
-            optimizer's ``max_grad_norm`` is None.
+    ``loss`` is 0-dim float32 (float64 for float64): the mean of the micro-batches' losses before the update.
+    ``grad_norm``, likewise, is the norm of all gradients before clipping, or None if the optimizer's ``max_grad_norm``
+    is None.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -84,28 +81,26 @@ def graphed_step(
             ...
             print(result.read())  # better one step later
 
-    A call with several batches accumulates their gradients: ``step(batch, batch, batch)`` is one update with the mean
-    of the three losses. The results, including dropout's masks, are bitwise identical to the eager step's results.
+    ``step(batch, batch, batch)`` is one update with the mean of the three losses. The results, including dropout's
+    masks, are bitwise those of the eager step.
 
     Two steps run eagerly before the first capture, and again for each new shape of a batch. Python code in ``loss`` and
-    in hooks of the model runs only in these steps and the capture: a replay repeats what they launched on the device.
+    in hooks of the model runs only in these steps and the capture.
 
     Learning rates may change at every step. The step is captured again if one of these changes: the shapes or the
     number of batches, an option of a param group, ``requires_grad`` of a parameter, autocast, or the memory of a
-    parameter or of the optimizer's state, as after ``load_state_dict``. The step cannot detect that ``loss`` computes
-    something else, for example after ``model.train()`` or ``model.eval()``: then call :meth:`GraphedStep.reset`.
+    parameter or of the optimizer's state. After other changes of what ``loss`` computes, such as ``model.eval()``, call
+    :meth:`GraphedStep.reset`.
 
-    In these cases the step runs eagerly, and the log of ``gptkernels.graphs`` says why: the parameters are on the CPU;
-    ``optimizer`` is not :class:`gptkernels.optim.AdamW`, or has step hooks; the parameters are not plain tensors on one
-    CUDA device; there are several processes and no ``before_update``; the loss or a hook synchronises with the device,
-    or cannot be captured.
+    The step runs eagerly, and the log of ``gptkernels.graphs`` says why, if the parameters are not plain tensors on one
+    CUDA device; ``optimizer`` is not :class:`gptkernels.optim.AdamW`, or has step hooks; there are several processes
+    and no ``before_update``; or the loss or a hook synchronises with the device, or cannot be captured.
 
     Args:
-        loss: ``loss(*batch)`` returns a 0-dim tensor. It may enter ``torch.autocast``; the step may also be called
-            inside autocast.
+        loss: ``loss(*batch)`` returns a 0-dim tensor; it, or its caller, may enter ``torch.autocast``.
         optimizer: the optimizer of the trained parameters. Their gradients are None before and after each step.
-        before_update: called between the last backward and the update, outside the graphs, with the gradients in
-            ``.grad``. It may change the gradients in place, for example average them over processes.
+        before_update: called between the last backward and the update, outside the graphs. It may change the gradients
+            in ``.grad`` in place, for example average them over processes.
         capture: False for a step that always runs eagerly.
 
     Raises:
@@ -118,9 +113,7 @@ def graphed_step(
 class GraphedStep:
     """The training step that :func:`graphed_step` returns.
 
-    Attributes:
-        eager_because: the reason why steps are not captured; None if they are.
-        captures: the number of captures so far.
+    ``eager_because`` is the reason why steps are not captured, or None. ``captures`` counts the captures so far.
     """
 
     def __init__(
@@ -152,13 +145,9 @@ class GraphedStep:
         self._pool: Any = None
 
     def __call__(self, *batches: Batch) -> StepResult:
-        """Launch one update of the parameters.
+        """Launch one update of the parameters; return the loss and the gradients' norm without waiting for them.
 
-        Args:
-            batches: the micro-batches, each a sequence of tensors on the host or on the parameters' device.
-
-        Returns:
-            The loss and the gradients' norm, without waiting for them.
+        Each micro-batch is a sequence of tensors on the host or on the parameters' device.
         """
         signatures = _signatures(batches)
         if self.eager_because is None and self._may_replay(signatures):
@@ -169,7 +158,6 @@ class GraphedStep:
         return StepResult(self._run_eagerly(batches))
 
     def _may_replay(self, signatures: tuple[Signature, ...]) -> bool:
-        """Return whether enough steps with these shapes and settings have run eagerly."""
         setting = _setting(self._optimizer)
         if setting != self._setting or self._state is not self._optimizer.state:
             self.reset()
@@ -183,10 +171,7 @@ class GraphedStep:
     # ---- eager -------------------------------------------------------------------------------------------------------
 
     def _run_eagerly(self, batches: Sequence[Batch]) -> Tensor:
-        """Run a step eagerly.
-
-        If the host waits for the device in the last step before a capture, no step is captured.
-        """
+        """If the host waits for the device in the last step before a capture, no step is captured."""
         signatures = _signatures(batches)
         count = self._eager_steps[signatures] = self._eager_steps.get(signatures, 0) + 1
         watch = self.eager_because is None and count == _WARM_UP
@@ -203,12 +188,8 @@ class GraphedStep:
         return numbers
 
     def _micro_step(self, batch: Batch, count: int, total: Tensor | None = None) -> Tensor:
-        """Run forward and backward of a batch, with the loss divided by ``count``.
-
-        Return the loss, or ``total`` after the loss was added to it.
-        """
         if total is None:
-            self._drop_gradients()  # so that the backward writes gradients instead of adding to them
+            self._drop_gradients()
         torch.clear_autocast_cache()  # drops casts from before the parameters' update, or from outside the graph
         loss = self._loss(*batch)
         if count > 1:
@@ -220,7 +201,6 @@ class GraphedStep:
         return loss if total is None else total.add_(loss)
 
     def _update(self, total: Tensor) -> Tensor:
-        """Run the optimizer's step; return the loss, and the norm if there is one, as one tensor."""
         self._optimizer.step()
         self._drop_gradients()
         norm = getattr(self._optimizer, "grad_norm", None)
@@ -254,11 +234,10 @@ class GraphedStep:
         return result
 
     def _capture(self, signatures: tuple[Signature, ...]) -> "_Program":
-        """Capture a step.
+        """A step with one batch is one graph, unless ``before_update`` is given.
 
-        A step with one batch is one graph, unless ``before_update`` is given. Otherwise there is a graph for the first
-        batch, one for each shape of the other batches, and one for the update. The graphs share the memory of
-        intermediate results, because they never run at the same time.
+        Otherwise there is a graph for the first batch, one for each shape of the other batches, and one for the update.
+        The graphs share the memory of intermediate results, because they never run at the same time.
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -293,7 +272,7 @@ class GraphedStep:
         return program
 
     def _graph(self, function: Callable[..., Any], *args: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """Capture what a function launches. Return the graph and the function's result, which replays overwrite."""
+        """Return the graph and the function's result, which replays overwrite."""
         graph = torch.cuda.CUDAGraph()
         # Another thread may make calls that are not allowed in a capture, for example to pin a data loader's memory.
         capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
@@ -301,12 +280,11 @@ class GraphedStep:
             result = function(*args)
         # Torch writes the generator's seed and offset to the device when a capture begins, on the capture's CUDA
         # stream, and when a replay begins, on the replay's CUDA stream. So a replay must wait for the capture's stream.
-        assert capture.capture_stream is not None  # for mypy: torch annotates it as optional
+        assert capture.capture_stream is not None
         torch.cuda.current_stream(self._device).wait_stream(capture.capture_stream)
         return graph, result
 
     def _captured_update(self, total: Tensor) -> Tensor:
-        """Run the update with learning rates that are read on the device."""
         groups = self._optimizer.param_groups
         given = [group["lr"] for group in groups]
         try:
@@ -326,8 +304,8 @@ class _Program:
     """The graphs of a step for batches of certain shapes.
 
     ``micro_steps`` has one graph for each batch; batches after the first that have equal shapes share a graph.
-    ``update`` is None if the only micro-step includes the update. ``numbers`` is the argument of StepResult.
-    ``gradients`` has the tensors that the micro-steps write and the update reads, one for each parameter.
+    ``update`` is None if the only micro-step includes the update. ``gradients`` has the tensors that the micro-steps
+    write and the update reads.
     """
 
     micro_steps: list[torch.cuda.CUDAGraph]
@@ -336,12 +314,10 @@ class _Program:
     gradients: list[Tensor | None]
 
     def show_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Set the parameters' ``grad`` to the tensors that the replayed graphs have written."""
         for parameter, gradient in zip(_parameters(optimizer), self.gradients, strict=True):
             parameter.grad = gradient
 
     def check_gradients(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise an error if a later micro-step replaced a gradient of the first micro-step instead of adding to it."""
         for parameter, gradient in zip(_parameters(optimizer), self.gradients, strict=True):
             if parameter.grad is not gradient:
                 raise RuntimeError("a gradient was replaced, not added to")
@@ -356,7 +332,6 @@ class _Rate:
         self.on_device = torch.zeros((), dtype=torch.float64, device=device)
 
     def follow(self) -> None:
-        """Copy the group's current learning rate to the device, if it has changed."""
         rate = self._group["lr"]
         if isinstance(rate, Tensor) and not rate.is_cpu:
             self._value = None
@@ -367,13 +342,7 @@ class _Rate:
 
 
 class _Watch:
-    """A context that records where the host waits for the device.
-
-    Torch reports such an operation by a warning. At the end of the context, all other warnings are issued again.
-
-    Attributes:
-        place: file and line of the last such operation, or None.
-    """
+    """A context that records in ``place`` where the host waits for the device, of which torch warns."""
 
     place: str | None = None
 
@@ -400,7 +369,6 @@ _ON_CPU = "the parameters are on the CPU"
 
 
 def _why_not(loss: Callable[..., Tensor], optimizer: torch.optim.Optimizer, exchanges_gradients: bool) -> str | None:
-    """Return the reason why the step cannot be captured; None if no reason is known before the step runs."""
     parameters = _parameters(optimizer)
     if all(parameter.is_cpu for parameter in parameters):
         return _ON_CPU
@@ -434,7 +402,6 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def _setting(optimizer: torch.optim.Optimizer) -> object:
-    """Return all settings that a captured graph depends on, except the batches' shapes."""
     groups = [
         [(p.data_ptr(), p.requires_grad) for p in group["params"]]
         + [value for name, value in group.items() if name not in ("params", "lr", "initial_lr")]
@@ -453,7 +420,7 @@ def _setting(optimizer: torch.optim.Optimizer) -> object:
 
 
 def _reset_when_loaded(step: GraphedStep, optimizer: torch.optim.Optimizer) -> None:
-    """Reset the step after ``load_state_dict``, because its graphs use the optimizer's former state."""
+    """After ``load_state_dict`` the graphs would use the optimizer's former state."""
     reference = weakref.ref(step)
 
     def reset(_: object) -> None:
@@ -464,13 +431,13 @@ def _reset_when_loaded(step: GraphedStep, optimizer: torch.optim.Optimizer) -> N
 
 
 def _end_capture_of_random_numbers(device: torch.device) -> None:
-    """Replace the state of torch's generator, which after a failed capture would still record draws for the graph."""
+    """After a failed capture the state of torch's generator would still record draws for the graph, and is replaced."""
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
 
 
 def _first_line(error: BaseException) -> str:
-    """Return the first line of the original error, because errors at the end of the capture only follow from it."""
+    """Return the original error's first line, because errors at the end of the capture only follow from it."""
     while error.__context__ is not None:
         error = error.__context__
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -16,13 +16,9 @@ def signature(batch: Sequence[Tensor]) -> Signature:
 class Staging:
     """Static tensors on a CUDA device, with buffers for copies into them.
 
-    A batch on the host is copied to pinned memory. From there it is copied, on a separate CUDA stream, to one of two
-    buffers on the device, while the device still computes the previous step. Only the copy from the buffer into the
-    static tensors waits for the previous step. The caller can reuse the batch's memory immediately.
-
-    Args:
-        kind: the shapes and dtypes of all batches.
-        device: the device of the static tensors.
+    A batch on the host is copied to pinned memory, and from there, on a separate CUDA stream, to one of two buffers on
+    the device, while the device computes the previous step. Only the copy from the buffer into the static tensors waits
+    for the previous step.
     """
 
     def __init__(self, kind: Signature, device: torch.device) -> None:
@@ -39,7 +35,6 @@ class Staging:
             self._buffers[-1].free.record()
 
     def _on_device(self, batch: Sequence[Tensor]) -> list[Tensor]:
-        """Copy the batch to a buffer on the device; the current CUDA stream waits for the copy."""
         if not self._buffers:
             self._buffers = [_Buffer(self.static) for _ in range(2)]
         buffer = self._buffers.pop(0)
@@ -57,10 +52,7 @@ class Staging:
 
 
 class _Buffer:
-    """Memory for a batch, pinned on the host and on the device, and two events.
-
-    ``filled`` is recorded after the copy to the device, and ``free`` after the last use of the memory on the device.
-    """
+    """Pinned memory and device memory for a batch; ``free`` is recorded after the last use on the device."""
 
     def __init__(self, like: Sequence[Tensor]) -> None:
         self.pinned = [torch.empty(t.shape, dtype=t.dtype, device="cpu", pin_memory=True) for t in like]

@@ -25,19 +25,14 @@ class GPT2Config:
         vocab_size: V.
         padded_vocab_size: Vp, the number of rows of the embedding. None rounds V up to a multiple of 128, because
             matmuls with aligned sizes are faster.
-        n_layer: L.
-        n_head: NH, which divides n_embd.
-        n_embd: C.
+        n_layer, n_head, n_embd: L; NH, which divides n_embd; C.
         bias: whether linear layers and norms have a bias.
-        dropout: the probability with which, in training, elements are dropped where nanoGPT drops them: in attention's
-            probabilities, in what a layer adds to the residual stream, and in the sum of the embeddings.
-        activation: the GELU of the feed-forward layers: "gelu_tanh" as in GPT-2 and llm.c, or "gelu", the exact one, as
-            in nanoGPT.
-        fp8: in training, compute the matmuls of the layers' four linear layers in float8 (``gptkernels.nn.Linear``),
-            but not the LM head's matmuls. n_embd must then be a multiple of 16.
-        fp8_head: in training, compute the LM head's gradients by float8 matmuls if the model returns no logits
-            (``gptkernels.functional.fp8_linear_cross_entropy``). n_embd and padded_vocab_size must then be multiples
-            of 16.
+        dropout: in training, the probability of dropout in attention's probabilities, in what a layer adds to the
+            residual stream, and in the sum of the embeddings.
+        activation: the GELU: "gelu_tanh" as in GPT-2 and llm.c, or "gelu", the exact one, as in nanoGPT.
+        fp8: train with float8 matmuls in the layers (``gptkernels.nn.Linear``); n_embd must be a multiple of 16.
+        fp8_head: in training without logits, compute the LM head's gradients by float8 matmuls
+            (``gptkernels.functional.fp8_linear_cross_entropy``); n_embd and padded_vocab_size must be multiples of 16.
         fp8_logits: in training with fp8_head, also compute the logits by a float8 matmul.
 
     Raises:
@@ -90,14 +85,9 @@ class GPT2Config:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "GPT2Config":
-        """Return the configuration of one of OpenAI's four models.
+        """Return the configuration of "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl", with the fields ``changes``.
 
-        Args:
-            name: "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl".
-            changes: fields that differ from the preset.
-
-        Raises:
-            ValueError: if there is no preset of that name.
+        Another name raises a ValueError.
         """
         if name not in PRESETS:
             raise ValueError(f"GPT2Config: no preset {name!r}; there are {', '.join(PRESETS)}")

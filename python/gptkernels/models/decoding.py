@@ -1,9 +1,8 @@
 """Text generation, one token at a time: the implementation of ``GPT2.stream``, with CUDA graphs on CUDA.
 
-A buffer (B, columns) on the device contains the tokens, and a tensor (B) the length of each sequence. Prompts of
-different lengths are padded on the right, and a sequence's new tokens overwrite its padding. ``ops.decode`` reads the
-newest token and ``ops.sample_`` appends the next token, so that a decoding step reads nothing from the host. The host
-launches several steps before it reads their tokens.
+A buffer (B, columns) on the device contains the tokens, padded on the right; new tokens overwrite a sequence's padding.
+``ops.decode`` and ``ops.sample_`` read and append tokens on the device, so that the host launches several steps before
+it reads their tokens.
 """
 
 import collections
@@ -54,17 +53,12 @@ class Draw(NamedTuple):
         return noise.exponential_(generator=self.generator)
 
     def __call__(self, logits: Tensor, noise: Tensor | None, sequences: Tensor, lengths: Tensor) -> None:
-        """Append a token to each sequence, drawn from the logits (B, V) of its newest token and :meth:`noise`."""
+        """Append a token to each sequence, drawn from the logits (B, V)."""
         ops.sample_.default(logits, noise, sequences, lengths, self.temperature or 1.0, self.top_k, self.top_p)
 
 
 class TokenStream(Iterator[Tensor]):
-    """An iterator over the tokens of each step, (B,) on the prompt's device; :meth:`on_host` gives them on the host.
-
-    Args:
-        steps: the tokens of each step, on the host.
-        like: the prompt, whose dtype and device the tokens get.
-    """
+    """An iterator over the tokens of each step, (B,) on the prompt's device; :meth:`on_host` gives them on the host."""
 
     def __init__(self, steps: Iterator[Tensor], like: Tensor) -> None:
         self.steps = steps
@@ -74,7 +68,7 @@ class TokenStream(Iterator[Tensor]):
         return next(self.steps).to(self._like, non_blocking=True)
 
     def close(self) -> None:
-        """End the generation, and set the random generator to its state after the last step that was read."""
+        """Set the random generator to its state after the last step that was read."""
         self.steps.close()  # type: ignore[attr-defined]
 
     def on_host(self) -> Iterator[list[int]]:
@@ -86,19 +80,12 @@ class TokenStream(Iterator[Tensor]):
 def steps(model: "GPT2", prompt: Tensor, lengths: list[int], count: int, draw: Draw) -> Iterator[Tensor]:
     """Generate the tokens of ``count`` steps, int64 (B,) on the host.
 
-    Args:
-        model: the model.
-        prompt: (B, T), T at most ``block_size``; rows are padded on the right by any tokens.
-        lengths: the number of tokens of each row without its padding; the largest is T.
-        count: the number of steps.
-        draw: how a token is drawn.
-
-    Raises:
-        FloatingPointError: if the logits of a step are NaN or infinite.
+    The rows of ``prompt`` (B, T) are padded on the right by any tokens; ``lengths`` counts each row without its
+    padding. A FloatingPointError says that a step's logits are NaN or infinite.
     """
     kept = _Kept.take(model, prompt, count)
     state = _State(model, prompt, lengths, kept.buffers, draw)
-    length = prompt.shape[1]  # of the longest sequence
+    length = prompt.shape[1]
     last = length + count
     weights = None
     try:
@@ -130,15 +117,12 @@ def _not_finite() -> FloatingPointError:
 
 
 class _Buffers(NamedTuple):
-    """The tensors on the device in which a generation keeps its state."""
-
     sequences: Tensor  # (B, columns), int64
     lengths: Tensor  # (B,), int64
     keys_values: Tensor  # (L, 2, B, NH, capacity, HS)
 
     @classmethod
     def new(cls, model: "GPT2", prompt: Tensor, columns: int) -> "_Buffers":
-        """Allocate buffers for sequences of ``columns`` tokens."""
         config, parameter = model.config, model.lm_head.weight
         B, C, capacity = prompt.shape[0], config.n_embd, min(config.block_size, columns)
         return cls(
@@ -153,8 +137,6 @@ class _Buffers(NamedTuple):
 
 
 class _State:
-    """A generation in progress: its sequences, and the keys and values of their tokens."""
-
     def __init__(self, model: "GPT2", prompt: Tensor, lengths: list[int], buffers: _Buffers, draw: Draw) -> None:
         T = prompt.shape[1]
         self.model = model
@@ -169,26 +151,18 @@ class _State:
         self.caches = [nn.KeyValueCache(capacity, memory) for memory in self.keys_values]
 
     def new_tokens(self, begin: int, size: int) -> Tensor:
-        """Return the tokens (B, size) that the steps from ``begin`` to ``begin + size - 1`` have appended."""
         if self.same_length:
             return self.sequences[:, self.prompt + begin : self.prompt + begin + size]
         return self.sequences.gather(1, self._prompts + torch.arange(begin, begin + size, device=self.lengths.device))
 
     def step(self, length: int, weights: "_Weights | None") -> None:
-        """Append a token to each sequence.
-
-        Args:
-            length: the length of the longest sequence.
-            weights: the arguments with which one operator computes the model; None if its modules must be called.
-        """
         logits = self.logits(length, weights)
         noise = self.draw.noise(logits.shape[0], logits.shape[1], logits.device)
         self.draw(logits, noise, self.sequences, self.lengths)
 
     def logits(self, length: int, weights: "_Weights | None") -> Tensor:
-        """Compute the logits (B, V) after the newest token of each sequence."""
         if length > self.model.config.block_size:
-            # The oldest token is dropped, which changes the position of every other token.
+            # Dropping the oldest token changes the position of every other token.
             padded = self._of_windows(length)
         elif weights is not None:
             padded = weights.decode(self.sequences, self.lengths, self.keys_values)
@@ -208,7 +182,6 @@ class _State:
         return self._call(self.sequences.gather(1, window), self.lengths - first, None)
 
     def _call(self, tokens: Tensor, lengths: Tensor, caches: list[nn.KeyValueCache] | None) -> Tensor:
-        """Compute logits (B, Vp) after the first ``lengths`` (B,) of these tokens (B, T)."""
         hidden = self.model.transformer(tokens) if caches is None else self.model.transformer(tokens, caches)
         newest = hidden[torch.arange(len(lengths), device=lengths.device), lengths - 1]
         padded: Tensor = self.model.lm_head(newest)
@@ -219,8 +192,6 @@ class _State:
 
 
 class _Weights(NamedTuple):
-    """The arguments of ``ops.decode`` that come from the model."""
-
     wte: Tensor
     wpe: Tensor
     layers: list[Tensor]
@@ -241,7 +212,6 @@ class _Weights(NamedTuple):
 
     @classmethod
     def of(cls, model: "GPT2", prompt: Tensor) -> "_Weights | None":
-        """Read a model's parameters; return None if its modules must be called."""
         if prompt.shape[0] > MOST_SEQUENCES or autocast_dtype(prompt.device.type):
             return None
         config, transformer = model.config, model.transformer
@@ -275,7 +245,6 @@ class _Weights(NamedTuple):
 
 
 def _parameters(block: Any) -> list[Tensor]:
-    """Return a layer's parameters in the order of ``ops.decode``, without biases that are None."""
     attention, mlp = block.attn, block.mlp
     modules = block.ln_1, attention.c_attn, attention.c_proj, block.ln_2, mlp.c_fc, mlp.c_proj
     parameters, mlp_proj_bias = parameters_of(*modules)
@@ -317,8 +286,6 @@ def _is_plain(model: "GPT2") -> bool:
 
 
 class _Chunk(NamedTuple):
-    """Tokens (B, n) that are being copied to pinned memory, and an event after the copy."""
-
     tokens: Tensor
     arrived: torch.cuda.Event
 
@@ -326,8 +293,8 @@ class _Chunk(NamedTuple):
 class _Graphs:
     """Two CUDA graphs: of one decoding step, and of ``STEPS`` decoding steps.
 
-    The graphs use a separate random generator, which gets the state of the caller's generator at each launch.
-    Therefore the same graphs can be used with any generator.
+    The graphs use a separate random generator, which gets the state of the caller's generator at each launch, so that
+    one capture works for any generator.
     """
 
     FEWEST = 4
@@ -346,18 +313,14 @@ class _Graphs:
 
     @staticmethod
     def key_of(weights: _Weights, draw: Draw) -> tuple[Any, ...]:
-        """Return everything that a captured step depends on, except the buffers."""
         wte, wpe, layers, norm_weight, norm_bias, head, *options = weights
         tensors = [t for t in (wte, wpe, *layers, norm_weight, norm_bias, head) if t is not None]
         return *options, draw[:3], *((t.data_ptr(), t.dtype, t.shape) for t in tensors)
 
     def run(self, state: _State, weights: _Weights, length: int, count: int) -> Iterator[Tensor]:
-        """Generate the tokens of ``count`` steps, (B,) on the host.
+        """The host launches a second graph before it reads the tokens of the first one.
 
-        Before the first of these steps the longest sequence has ``length`` tokens.
-
-        The host launches a second graph before it reads the tokens of the first one. If the caller stops early, the
-        random generator is set back to its state after the last step that was read.
+        If the caller stops early, the random generator is set back to its state after the last step that was read.
         """
         generator = state.draw.generator or torch.cuda.default_generators[state.sequences.device.index]
         start = generator.get_offset() if self._offset else 0
@@ -392,7 +355,7 @@ class _Graphs:
             generator.set_offset(generator.get_offset() + size * self._offset)
 
     def _fetch(self, state: _State, begin: int, size: int) -> _Chunk:
-        """Copy tokens on a separate stream, so that the next launch does not wait for the copy."""
+        """A separate stream lets the next launch start before the copy ends."""
         self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
             from_device = state.new_tokens(begin, size)
@@ -407,7 +370,6 @@ class _Graphs:
         return self._draw.noise(sequences.shape[0], self._vocabulary, sequences.device)
 
     def _offset_per_step(self) -> int:
-        """Return by how much a step advances the offset of a CUDA generator."""
         if self._draw.generator is None:
             return 0
         before = self._draw.generator.get_offset()
@@ -445,21 +407,18 @@ class _Graphs:
 
 
 class _Kept:
-    """Buffers, and graphs captured with these buffers, which the next generation with the same model can reuse."""
+    """Buffers, and graphs captured with them, which the next generation with the same model can reuse."""
 
     _of_models: ClassVar["weakref.WeakKeyDictionary[GPT2, _Kept]"] = weakref.WeakKeyDictionary()
 
     def __init__(self, key: tuple[Any, ...] | None, buffers: _Buffers) -> None:
-        self.key = key  # None if these buffers are not reused
+        self.key = key
         self.buffers = buffers
         self.graphs: _Graphs | None = None
 
     @classmethod
     def take(cls, model: "GPT2", prompt: Tensor, count: int) -> "_Kept":
-        """Take the buffers of the last generation if they fit, otherwise make new ones.
-
-        Another generation cannot take the same buffers until ``put_back`` is called.
-        """
+        """Until ``put_back`` is called, another generation cannot take the same buffers."""
         block_size, columns = model.config.block_size, prompt.shape[1] + count
         kept = cls._of_models.pop(model, None)
         if not prompt.is_cuda or prompt.shape[0] > MOST_SEQUENCES or columns > block_size + 1:
@@ -476,11 +435,9 @@ class _Kept:
         return cls(key, _Buffers.new(model, prompt, block_size + 1))
 
     def graphs_of(self, weights: _Weights, draw: Draw) -> _Graphs | None:
-        """Return the graphs if they were captured with these weights and options, otherwise None."""
         found = self.graphs
         return found if found is not None and found.key == _Graphs.key_of(weights, draw) else None
 
     def put_back(self, model: "GPT2") -> None:
-        """Keep the buffers and graphs for the next generation."""
         if self.key is not None and self.graphs is not None:
             self._of_models[model] = self

@@ -27,17 +27,13 @@ class Files(torch.nn.Module):
     def from_checkpoint(
         cls: type[Model], path: str | os.PathLike[str], device: Any = None, dtype: torch.dtype | None = None
     ) -> Model:
-        """Load a model from a file or folder.
+        """Load a model, with a dropout of 0, from a file or folder.
 
         Args:
             path: a ``.safetensors`` (a model or a training state), the folder of a run, llm.c's ``.bin``, a Hugging
                 Face folder, or nanoGPT's ``ckpt.pt``, whose pickle is read without running code.
             device: the device of the model; None is the CPU.
-            dtype: the dtype of the model. None is the file's dtype; if the file has several, the smallest dtype that
-                holds all parameters exactly.
-
-        Returns:
-            The model. Its dropout is 0, even if the file has another value.
+            dtype: the dtype of the model. None is the smallest dtype that holds all parameters of the file exactly.
 
         Raises:
             ValueError: if the file is damaged or of another format, or describes a model that this GPT-2 cannot
@@ -59,11 +55,10 @@ class Files(torch.nn.Module):
         """Load a Hugging Face GPT-2.
 
         Args:
-            name: a folder that ``save_pretrained`` of this class or of transformers has written. If there is no such
-                folder, a name on the Hugging Face hub, for which ``huggingface_hub`` must be installed.
+            name: a folder that ``save_pretrained`` of this class or of transformers has written, or otherwise a name on
+                the Hugging Face hub, for which ``huggingface_hub`` must be installed.
             dropout: the dropout of the new model.
-            device: the device of the model; None is the CPU.
-            dtype: the dtype of the model. None is the file's dtype, or the smallest that holds all parameters exactly.
+            device, dtype: as in :meth:`from_checkpoint`.
 
         Raises:
             ValueError: if ``config.json`` describes a model that this GPT-2 cannot represent, a file is missing or
@@ -85,10 +80,9 @@ class Files(torch.nn.Module):
         save_model(path, self.state_dict(), self.config)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write a folder that Hugging Face's ``GPT2LMHeadModel.from_pretrained`` reads.
+        """Write a folder that Hugging Face's ``GPT2LMHeadModel.from_pretrained`` reads, and replace existing files.
 
-        Existing files ``config.json`` and ``model.safetensors`` are replaced. Biases that the model lacks are written
-        as 0.
+        Biases that the model lacks are written as 0.
 
         Raises:
             ValueError: if ``folder`` is a file, or the LM head is not the token embedding.

@@ -16,17 +16,10 @@ FP8_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def run(block: torch.nn.Module, stream: Tensor, pending: Pending | None) -> tuple[Tensor, Pending] | None:
-    """Compute a ``Block`` without its last residual addition. The results are bitwise those of its modules.
+    """Compute a ``Block`` without its last residual addition, bitwise as its modules would.
 
-    Args:
-        block: the ``Block``.
-        stream: (B, T, C), the residual stream.
-        pending: the pending addition to the stream, or None.
-
-    Returns:
-        The stream, and the addition that is now pending. None if the modules must be called one by one, for example
-        because one of them was replaced, hooked or parametrised, the block is traced or transformed, or no gradients
-        are recorded.
+    Return the stream (B, T, C) and the pending addition, or None if the modules must be called one by one: one of them
+    was replaced, hooked or parametrised, the block is traced or transformed, or no gradients are recorded.
     """
     dtypes = dtypes_of(stream)
     if dtypes is None or stream.device.type not in KEYS:
@@ -80,10 +73,7 @@ def run(block: torch.nn.Module, stream: Tensor, pending: Pending | None) -> tupl
 
 
 def _histories(*layers: nn.Linear) -> list[Tensor] | None:
-    """Return both amax histories of each linear layer if all of them use float8 matmuls; an empty list if none does.
-
-    Return None if the node does not support the linear layers: one has other buffers, or only some use float8 matmuls.
-    """
+    """Return both amax histories of each linear layer with float8 matmuls, or None if only some layers have them."""
     found: list[Tensor] = []
     for layer in layers:
         buffers = layer.__dict__["_buffers"]

@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al., 2019). This package's kernels compute the whole training step.
 
 Shapes: B batch, T tokens, C channels, V vocabulary, Vp padded vocabulary, L layers, NH heads. Parameters have nanoGPT's
-and Hugging Face's names; matrices are (out, in) as in ``torch.nn.Linear``.
+and Hugging Face's names; matrices are (out, in).
 """
 
 import math
@@ -26,13 +26,8 @@ from gptkernels.rules.encoder import tied_encoder
 class GPT2(Files, NanoGPT):
     """GPT-2 with an LM head that is tied to the token embedding.
 
-    The embedding has Vp rows. The last Vp - V rows are 0 and are not used. A state dict whose embedding has V or more
+    The embedding has Vp rows, of which the last Vp - V are 0 and unused. A state dict whose embedding has V or more
     rows can be loaded, with or without ``lm_head.weight``.
-
-    Args:
-        config: the shape of the model.
-        device: the device of the parameters.
-        dtype: the dtype of the parameters.
     """
 
     def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
@@ -48,8 +43,8 @@ class GPT2(Files, NanoGPT):
     def reset_parameters(self) -> None:
         """Initialise the parameters as in GPT-2, and reset the amax histories.
 
-        Matrices are drawn from N(0, 0.02^2), except that the two ``c_proj`` of each layer are drawn from
-        N(0, 0.02^2 / (2L)). Biases are 0, and the norms' weights are 1. The embedding's padding is 0.
+        Matrices are drawn from N(0, 0.02^2), the two ``c_proj`` of each layer from N(0, 0.02^2 / (2L)). Biases and the
+        embedding's padding are 0, and the norms' weights are 1.
         """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, parameter in self.named_parameters():
@@ -62,15 +57,11 @@ class GPT2(Files, NanoGPT):
             history.zero_()
 
     def _is_tied(self) -> bool:
-        """Return whether the LM head's weight and the token embedding are one parameter."""
         weight = getattr(self.lm_head, "weight", None)
         return weight is not None and weight is getattr(self.transformer.wte, "weight", None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT2":
-        """Apply ``fn`` to all parameters, and tie the LM head again.
-
-        Torch replaces each parameter that leaves the meta device by a separate one.
-        """
+        """Tie the LM head again, because torch makes a separate parameter of each one that leaves the meta device."""
         tied = self._is_tied()
         super()._apply(fn, recurse)
         if tied:
@@ -87,9 +78,8 @@ class GPT2(Files, NanoGPT):
         Args:
             tokens: (B, T), int64 or int32, T at most ``block_size``.
             targets: (B, T), int64 or int32; None for no loss.
-            return_logits: if False, and targets are given, the loss is computed in chunks of rows, and only one chunk's
-                logits are stored. If ``lm_head`` was replaced or hooked, it is called instead, and all logits are
-                stored.
+            return_logits: False, if targets are given, computes the loss in chunks of rows and stores only one chunk's
+                logits, unless ``lm_head`` was replaced or hooked.
             ignore_index: the target of positions that have no target; nanoGPT and llm.c use -1.
 
         Returns:
@@ -119,11 +109,7 @@ class GPT2(Files, NanoGPT):
         return logits if return_logits else None, losses.sum() / (flat != ignore_index).sum()
 
     def _hidden_and_head(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the transformer's output, and return it with the LM head's weight.
-
-        If the LM head is tied to the token embedding, ``TiedEncoder`` adds the weight's two gradients without an extra
-        pass.
-        """
+        """For a tied LM head, ``TiedEncoder`` adds the weight's two gradients without an extra pass."""
         transformer, weight = self.transformer, self.lm_head.weight
         if (
             not (is_unmodified(transformer, Transformer) and transformer.embeds_in_one())
@@ -195,18 +181,13 @@ class GPT2(Files, NanoGPT):
     ) -> TokenStream:
         """Generate the tokens that follow ``tokens``. Yields a (B,) tensor for each step, as soon as it is computed.
 
-        Keys and values of earlier tokens are cached, so that a step computes one token of each sequence. Beyond
-        ``block_size`` tokens the oldest token is dropped. This changes every position, so that each step computes all
-        ``block_size`` tokens again.
-
-        A step of at most 8 sequences is one operator, unless a module was replaced or hooked and must be called. On
-        CUDA the operator is captured in a CUDA graph, which gives the same tokens.
+        Keys and values of earlier tokens are cached. Beyond ``block_size`` tokens the oldest token is dropped, which
+        changes every position, so that each step computes all ``block_size`` tokens. A step of at most 8 sequences is
+        one operator, on CUDA in a CUDA graph, unless a module was replaced or hooked.
 
         Args:
-            tokens: (B, T), int64 or int32, T at least 1; if longer than ``block_size``, only the last ``block_size``
-                tokens are used. Or a list of prompts of different lengths, (T_i,) each, which run as one batch. (If
-                modules must be called, each step of such a batch computes all its tokens, because a module's cache has
-                one length for all sequences.)
+            tokens: (B, T), int64 or int32, T at least 1, of which the last ``block_size`` tokens are used. Or a list of
+                prompts of different lengths, (T_i,) each, which run as one batch.
             max_new_tokens: the number of steps.
             temperature: the divisor of the logits; 0 always takes the likeliest token.
             top_k: draw from the k likeliest tokens only; None draws from all.
@@ -231,7 +212,6 @@ class GPT2(Files, NanoGPT):
         return TokenStream(steps(self, window, lengths, max_new_tokens, draw), window)
 
     def _windows(self, tokens: Tensor | Sequence[Tensor]) -> tuple[Tensor, list[int]]:
-        """Return the last ``block_size`` tokens of each prompt, padded on the right to (B, T), and their lengths."""
         if isinstance(tokens, Tensor):
             window = tokens[:, -self.config.block_size :] if tokens.dim() == 2 else tokens
             return window, [window.shape[-1]] * window.shape[0] if window.dim() == 2 else []
@@ -244,8 +224,7 @@ class GPT2(Files, NanoGPT):
 def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, metadata: dict[str, Any], *_: Any) -> None:
     """Pad or cut a state dict's embedding to the model's Vp rows, and add it as the LM head if there is none.
 
-    With ``assign=True`` the embedding and the LM head become one parameter if they are one in the model. A model
-    without fp8 ignores amax histories.
+    With ``assign=True`` a tied embedding and LM head stay one parameter. A model without fp8 ignores amax histories.
     """
     if not model.config.fp8:
         for name in [name for name in state_dict if name.endswith(nn.Linear.HISTORIES)]:

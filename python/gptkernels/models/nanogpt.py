@@ -35,15 +35,12 @@ class NanoGPT(torch.nn.Module):
     def flops_per_token(self, length: int | None = None) -> int:
         """Return the floating-point operations per token of a training step, as counted in PaLM's appendix B.
 
-        The count is 6 for each parameter except the position embedding's, plus 12 * C * T for each layer's attention.
-        The causal mask is not considered.
-
-        Args:
-            length: T; None is ``block_size``.
+        They are 6 for each parameter except the position embedding's, plus 12 * C * T for each layer's attention.
+        ``length`` is T; None is ``block_size``.
         """
         config = self.config
         length = config.block_size if length is None else length
-        embeddings = config.block_size * config.n_embd  # wpe only: wte is also the LM head's matrix
+        embeddings = config.block_size * config.n_embd  # wte is also the LM head's matrix
         return 6 * (self.num_parameters() - embeddings) + 12 * config.n_layer * config.n_embd * length
 
     def configure_optimizers(
@@ -51,11 +48,7 @@ class NanoGPT(torch.nn.Module):
     ) -> AdamW:
         """Make this package's AdamW, with weight decay for the matrices and none for biases and norms.
 
-        Args:
-            weight_decay: the weight decay of matrices and embeddings.
-            learning_rate: the learning rate of both groups.
-            betas: the decay of the two moments.
-            device_type: ignored; the parameters' device decides.
+        ``device_type`` is ignored; the parameters' device decides.
         """
         return AdamW(parameter_groups(self, weight_decay), lr=learning_rate, betas=betas)
 
@@ -63,8 +56,7 @@ class NanoGPT(torch.nn.Module):
     def crop_block_size(self, block_size: int) -> None:
         """Keep only the first ``block_size`` positions. Make optimizers afterwards, because ``wpe.weight`` is replaced.
 
-        Raises:
-            ValueError: if ``block_size`` is below 1 or above the present ``block_size``.
+        A ``block_size`` below 1 or above the present one raises a ValueError.
         """
         if not 1 <= block_size <= self.config.block_size:
             raise ValueError(f"GPT2: block_size must be from 1 to {self.config.block_size}, got {block_size}")
@@ -76,8 +68,7 @@ class NanoGPT(torch.nn.Module):
     def get_num_params(self, non_embedding: bool = True) -> int:
         """Return the number of parameters, without the padding of the vocabulary.
 
-        Args:
-            non_embedding: do not count the position embedding. The token embedding is the LM head too and is counted.
+        ``non_embedding`` leaves out the position embedding; the token embedding, which is the LM head too, is counted.
         """
         positions = self.config.block_size * self.config.n_embd if non_embedding else 0
         return self.num_parameters() - positions
@@ -88,8 +79,8 @@ class NanoGPT(torch.nn.Module):
         Args:
             fwdbwd_per_iter: the number of sequences of ``block_size`` tokens in a step.
             dt: the duration of the step in seconds.
-            peak_flops: the peak in flops per second. None is the dense bfloat16 peak of the parameters' device;
-                nanoGPT always assumes 312e12, the A100's peak.
+            peak_flops: the peak in flops per second. None is the dense bfloat16 peak of the parameters' device, and not
+                nanoGPT's 312e12 of the A100.
 
         Raises:
             ValueError: if the device's peak is unknown, or a number is not above 0.

@@ -24,13 +24,7 @@ _NO_DROPOUT = (
 
 
 def uses_dropout(layer: torch.nn.Module, kind: type[torch.nn.Module], *others: torch.nn.Module) -> bool:
-    """Return whether a layer may draw random numbers: a dropout is active, or a submodule is of an unknown class.
-
-    Args:
-        layer: the layer. The result may change between calls, if an adapter, a probability or the mode changes.
-        kind: the layer's expected class, whose own code draws no random numbers.
-        others: modules that run with the layer.
-    """
+    """Return whether a layer may draw random numbers: a dropout is active, or a submodule is of an unknown class."""
     if not is_unmodified(layer, kind):
         return True
     return any(_draws(part) for part in layer.modules() if part is not layer) or any(map(_draws, others))
@@ -45,19 +39,15 @@ def _draws(part: Any) -> bool:
 
 
 def checkpointed(run: Callable[..., Any], layer: torch.nn.Module, *args: Any, draws: bool) -> Any:
-    """Compute ``run(layer, *args)``, and save only the arguments. The backward repeats the computation.
+    """Compute ``run(layer, *args)``, and save only the arguments; the backward repeats the computation.
 
-    ``draws`` says whether the layer draws random numbers, which the recomputation must then draw again.
-
-    ``torch.compile`` does not support ``context_fn``. In compiled code the recomputation therefore quantises to float8
-    with the current scales, not with the scales of the first forward.
+    ``torch.compile`` does not support ``context_fn``, so that compiled code recomputes with the current float8 scales.
     """
     options: Any = {} if torch.compiler.is_compiling() else {"context_fn": partial(_contexts, layer)}
     return checkpoint(run, layer, *args, use_reentrant=False, preserve_rng_state=draws, **options)
 
 
 def _contexts(layer: torch.nn.Module) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the context managers of the first forward and of the recomputation."""
     layers = [part for part in layer.modules() if isinstance(part, nn.Linear) and part.multiplies_fp8()]
     return nullcontext(), _Histories(layers) if layers else nullcontext()
 
@@ -65,8 +55,8 @@ def _contexts(layer: torch.nn.Module) -> tuple[AbstractContextManager[Any], Abst
 class _Histories(AbstractContextManager[None]):
     """A context in which layers use copies of the amax histories that they had when this object was made.
 
-    The recomputation then rounds to the same float8 numbers as the first forward, and does not change the layers'
-    histories. A retained graph can have several backward passes, each of which enters this context.
+    The recomputation then rounds to the same float8 numbers as the first forward, and leaves the layers' histories
+    unchanged.
     """
 
     def __init__(self, layers: list[nn.Linear]) -> None:

@@ -1,8 +1,4 @@
-"""GPT-2 (Radford et al., 2019) without its LM head: embeddings, layers and the final norm.
-
-Shapes: B batch, T tokens, C channels. Parameters have nanoGPT's and Hugging Face's names; matrices are (out, in) as in
-``torch.nn.Linear``.
-"""
+"""GPT-2 (Radford et al., 2019) without its LM head: embeddings, layers and the final norm."""
 
 from collections.abc import Sequence
 from typing import Any, cast
@@ -38,18 +34,10 @@ class Block(torch.nn.Module):
     def without_last_addition(
         self, stream: Tensor, pending: Pending | None, cache: nn.KeyValueCache | None = None
     ) -> tuple[Tensor, Pending]:
-        """Compute the layer without its last residual addition, which the next layer makes.
+        """Compute the layer without its last residual addition; return the stream (B, T, C), and the pending addition.
 
-        One kernel computes an addition and the norm that follows it. The norm after a layer's last addition belongs to
-        the next layer.
-
-        Args:
-            stream: (B, T, C), the residual stream.
-            pending: the pending addition to the stream, or None.
-            cache: the keys and values of earlier tokens, or None.
-
-        Returns:
-            The stream, and the addition that is now pending.
+        One kernel computes an addition and the norm that follows it, and the norm after a layer's last addition belongs
+        to the next layer.
         """
         if cache is None:
             found = fused_block.run(self, stream, pending)
@@ -71,14 +59,13 @@ class Block(torch.nn.Module):
 
 
 def _pending(values: Tensor, bias: Tensor | None, dropout: torch.nn.Module) -> Pending:
-    """Return a sublayer's output as a pending addition. A dropout that was replaced or hooked is called at once."""
     if is_unmodified(dropout, nn.Dropout):
         return Pending(values, bias, draw(cast(nn.Dropout, dropout).p if dropout.training else 0.0, values))
     return Pending(dropout(values if bias is None else values + bias.to(values.dtype)))
 
 
 def _add_and_norm(stream: Tensor, pending: Pending | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """Add ``pending`` to the stream; return the normalised stream, and the stream. One kernel does both if possible."""
+    """One kernel adds ``pending`` and normalises if possible; return the normalised stream, and the stream."""
     if pending is None or not is_unmodified(norm, nn.LayerNorm) or norm.normalized_shape != stream.shape[-1:]:
         stream = add(stream, pending)
         return norm(stream), stream
@@ -92,7 +79,6 @@ def _add_and_norm(stream: Tensor, pending: Pending | None, norm: nn.LayerNorm) -
 def _run(
     layer: torch.nn.Module, stream: Tensor, pending: Pending | None, cache: nn.KeyValueCache | None = None
 ) -> tuple[Tensor, Pending | None]:
-    """Run a layer, which may be replaced or wrapped; return the residual stream, and its pending addition or None."""
     if is_unmodified(layer, Block):
         return cast(Block, layer).without_last_addition(stream, pending, cache)
     stream = add(stream, pending)
@@ -102,8 +88,8 @@ def _run(
 class Transformer(torch.nn.Module):
     """GPT-2 without its LM head.
 
-    One kernel computes an addition and the norm that follows it, and one kernel computes both embeddings. If a norm or
-    an embedding was replaced, wrapped, hooked or parametrised, the modules are called instead.
+    One kernel computes an addition and the norm that follows it, and one kernel computes both embeddings, unless a
+    module was replaced or hooked.
 
     Attributes:
         recompute_blocks: save only a layer's inputs for the backward, which computes the layer again.
@@ -122,10 +108,7 @@ class Transformer(torch.nn.Module):
         self.ln_f = nn.LayerNorm(C, bias=config.bias, device=device, dtype=dtype)
 
     def forward(self, tokens: Tensor, caches: Sequence[nn.KeyValueCache] | None = None) -> Tensor:
-        """Tokens (B, T) -> the final norm's output (B, T, C).
-
-        With caches, one for each layer, the tokens follow the cached ones.
-        """
+        """Tokens (B, T) -> the final norm's output (B, T, C). With caches, the tokens follow the cached ones."""
         return self.after_embedding(self._embed(tokens, 0 if caches is None else caches[0].length), caches)
 
     def after_embedding(self, stream: Tensor, caches: Sequence[nn.KeyValueCache] | None = None) -> Tensor:
@@ -146,7 +129,6 @@ class Transformer(torch.nn.Module):
         return are_unmodified((self.wte, nn.Embedding), (self.wpe, nn.Embedding)) and not is_exporting()
 
     def _embed(self, tokens: Tensor, start: int) -> Tensor:
-        """Embed tokens (B, T) at the positions from ``start`` on -> (B, T, C)."""
         if self.embeds_in_one():
             positions = self.wpe.weight[start:] if start else self.wpe.weight
             return ops.encoder.default(tokens, self.wte.weight, positions, self.vocab_size)

@@ -1,10 +1,4 @@
-"""The operators' Python rules for torch: fake kernels, autograd, vmap, autocast, and counts of flops.
-
-Each file has the rules of one operator, or of a few related operators.
-
-``from gptkernels.rules import ops`` gives the operators with these rules registered: ``ops.gelu(x)``.
-The docstring of an operator is its schema.
-"""
+"""The operators' Python rules for torch: fake kernels, autograd, vmap, autocast and flops."""
 
 import importlib
 import pkgutil

@@ -1,8 +1,7 @@
 """Casts inside ``torch.autocast``, by torch's rules.
 
-Torch caches the low-precision copy of a parameter until the outermost autocast context ends, so that a weight that is
-used several times is cast once. Torch's cache cannot be called from Python. This module's cache stores the same casts,
-and is cleared when torch clears its cache.
+Torch casts a weight that is used several times once, but its cache cannot be called from Python. This module's cache
+stores the same casts and is cleared when torch clears its cache.
 """
 
 import weakref
@@ -18,19 +17,17 @@ KEYS = {"cuda": "AutocastCUDA", "cpu": "AutocastCPU"}
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return the dtype of ``torch.autocast``, or None if autocast is off or the device type is not "cpu" or "cuda"."""
     if device_type in KEYS and torch.is_autocast_enabled(device_type):
         return torch.get_autocast_dtype(device_type)
     return None
 
 
 def without_autocast(device_type: str) -> AbstractContextManager[Any]:
-    """Return a context in which autocast is off. Device types without autocast, such as "meta", are allowed."""
+    """Turn autocast off; device types without autocast, such as "meta", are allowed."""
     return torch.autocast(device_type, enabled=False) if device_type in KEYS else nullcontext()
 
 
 def _excluded() -> torch._C.DispatchKeySet:
-    """Return the keys that ``torch._C._AutoDispatchBelowAutograd`` excludes, and the autocast keys of all devices."""
     before = torch._C._dispatch_tls_local_exclude_set()
     with torch._C._AutoDispatchBelowAutograd():
         keys = torch._C._dispatch_tls_local_exclude_set() - before
@@ -43,13 +40,10 @@ _BELOW, _guard = _excluded(), torch._C._ExcludeDispatchKeyGuard
 
 
 def below() -> Any:
-    """Return a context manager in which operators are called below autograd and autocast."""
     return _guard(_BELOW)
 
 
 def kernel(op: Callable[..., Any], device_type: str, policy: str) -> Callable[..., Any]:
-    """Make the op's kernel for the device type's autocast key. ``_register.autocast`` lists the policies."""
-
     def target(values: Sequence[Any]) -> torch.dtype:
         if policy == "lower":
             return torch.get_autocast_dtype(device_type)
@@ -64,7 +58,6 @@ def kernel(op: Callable[..., Any], device_type: str, policy: str) -> Callable[..
 
 
 def kernel_by(op: Callable[..., Any], device_type: str, rule: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a kernel for the device type's autocast key. ``_register.autocast_by`` describes ``rule``."""
     keys = torch._C.DispatchKeySet(getattr(torch._C.DispatchKey, KEYS[device_type]))
 
     def cast_eligible(value: Any, dtype: torch.dtype) -> Any:
@@ -94,7 +87,6 @@ _casts: Callable[[], _Casts | None] = lambda: None  # noqa: E731  (a weak refere
 
 
 def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return ``value.to(dtype)``. A float32 parameter's cast is cached until the outermost autocast context ends."""
     if value.dtype == dtype or not _is_cacheable(value, dtype):
         return value.to(dtype)
     casts = _casts()
@@ -108,11 +100,7 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_cacheable(value: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether torch's cache would store the cast.
-
-    Torch stores a cast to autocast's dtype if the value is a float32 leaf that requires a gradient and is not a view.
-    No cast is stored during tracing or under a transform of torch.func.
-    """
+    """Return whether torch would cache the cast: a cast to autocast's dtype of a float32 leaf that is not a view."""
     return (
         value.dtype == torch.float32
         and value.requires_grad
@@ -127,10 +115,10 @@ def _is_cacheable(value: Tensor, dtype: torch.dtype) -> bool:
 
 
 def _new_casts() -> _Casts:
-    """Make a dictionary that lives until torch clears its own cache.
+    """Make a dictionary that lives until torch clears its cache.
 
-    Torch has no callback for clearing its cache. Therefore a matmul without rows puts the cast of a small weight into
-    torch's cache. The dictionary is an attribute of this cast, to which only torch's cache has a reference.
+    Torch has no callback for clearing its cache. A matmul without rows puts the cast of a small weight into torch's
+    cache, and the dictionary is an attribute of this cast, so that both are freed together.
     """
     global _casts
     casts = _Casts()
@@ -146,7 +134,7 @@ def _new_casts() -> _Casts:
 
 @contextmanager
 def _disable_saved_tensors_hooks() -> Iterator[None]:
-    """Return a context in which autograd saves tensors unchanged; activation checkpointing would replace them."""
+    """Activation checkpointing's hooks would replace the tensors that autograd saves."""
     hooks = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)

@@ -1,7 +1,7 @@
-"""Registers the ops as fallbacks in Inductor.
+"""Registers the ops as Inductor's fallbacks.
 
-Inductor can call ops that it has no rule for. But up to torch 2.12 it first formats such an op's arguments, and
-recursively their inputs, for its log. This takes time exponential in the depth of a model.
+For an op without a registration, Inductor up to torch 2.12 formats the arguments and, recursively, their inputs for its
+log, which takes time exponential in the depth of a model.
 """
 
 import sys
@@ -14,17 +14,15 @@ _done: list[Any] = []
 
 
 def operators() -> Iterator[Any]:
-    """Yield each operator that the libraries register, such as ``torch.ops.gptkernels.gelu``."""
     for name in torch._C._dispatch_get_all_op_names():
         if name.startswith("gptkernels::"):
             yield getattr(torch.ops.gptkernels, name.removeprefix("gptkernels::"))
 
 
 def register_fallbacks() -> None:
-    """Register every op as a fallback, if Inductor is loaded.
+    """Every fake rule calls this function, because Inductor is loaded before it traces a graph.
 
-    Inductor is loaded before it traces a graph, and tracing calls the ops' fake rules. Therefore every fake rule calls
-    this function, and importing this package need not import Inductor.
+    So this package need not import Inductor.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     if _done or lowering is None or not hasattr(lowering, "make_fallback"):

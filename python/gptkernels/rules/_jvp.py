@@ -1,9 +1,8 @@
 """Forward-mode AD by rules, which compute the tangents of an op's outputs from the tangents of its arguments.
 
-A rule takes the op's arguments (all of them, by position, without their tangents), their tangents, and the outputs. A
-rule returns the output's tangent, or a tuple of tangents if there are several outputs. An output without a derivative
-has the tangent None. Rules are written in differentiable ops, so that forward mode composes with reverse mode and with
-itself.
+A rule takes all arguments by position (without tangents), their tangents, and the outputs. It returns the outputs'
+tangents, None for an output without derivative. Rules are written in differentiable ops, so that forward mode composes
+with reverse mode and with itself.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,11 +16,10 @@ Rule = Callable[[Sequence[Any], Sequence[Any], Sequence[Tensor]], Tensor | Seque
 
 
 def with_jvp(function: type[torch.autograd.Function], rule: Rule) -> type[torch.autograd.Function]:
-    """Return a subclass of an ``autograd.Function`` with the rule as its ``jvp``.
+    """Return a subclass of ``function`` with ``rule`` as its ``jvp``.
 
-    With this ``jvp``, torch sets the outputs' tangents before the outputs are saved for the backward. Forward over
-    reverse needs this order. The subclass saves more tensors than the ``Function``, so calls without tangents do not
-    use the subclass.
+    Torch then sets the outputs' tangents before the outputs are saved for the backward, as forward over reverse needs.
+    Calls without tangents use ``function`` itself, which saves fewer tensors.
     """
 
     class WithJvp(function):  # type: ignore[misc, valid-type]
@@ -53,15 +51,14 @@ def with_jvp(function: type[torch.autograd.Function], rule: Rule) -> type[torch.
 
 
 def active() -> bool:
-    """Return whether an argument may have a tangent: in a ``dual_level``, or under a transform of torch.func.
+    """Return whether an argument may have a tangent.
 
-    Compiled transforms do not set ``forward_ad._current_level``. Therefore any active transform counts.
+    Any active transform counts, because compiled transforms do not set ``forward_ad._current_level``.
     """
     return forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active()
 
 
 def unpack(t: Tensor) -> forward_ad.UnpackedDualTensor:
-    """Return the tensor without its tangent, and the tangent or None. The only level that torch supports is 0."""
     return forward_ad.unpack_dual(t, level=0)
 
 
@@ -70,11 +67,7 @@ def any_tangent(args: Sequence[Any]) -> bool:
 
 
 def by_formula(formula: Callable[..., Any]) -> Rule:
-    """Make a rule that differentiates the op's formula, which is written in torch ops, by torch's own forward mode.
-
-    Args:
-        formula: takes the op's arguments by position; returns the op's outputs, or None for one without derivative.
-    """
+    """Make a rule that applies torch's forward mode to the op's ``formula`` in torch ops."""
 
     def rule(inputs: Sequence[Any], tangents: Sequence[Any], outputs: Sequence[Tensor]) -> tuple[Tensor | None, ...]:
         duals = (a if t is None else forward_ad.make_dual(a, t, level=0) for a, t in zip(inputs, tangents, strict=True))
@@ -87,11 +80,7 @@ def by_formula(formula: Callable[..., Any]) -> Rule:
 
 
 def linear_in(*positions: int) -> Callable[[Callable[..., Any]], Rule]:
-    """Make a rule for an op that is linear in each of the arguments at these positions.
-
-    The decorated function computes the op's outputs from all its arguments. For each argument with a tangent, the rule
-    calls this function with the tangent in place of the argument. The outputs' tangents are the sums of the results.
-    """
+    """Make a rule for an op that is linear in each of these arguments: the sum of the op's values at the tangents."""
 
     def decorate(function: Callable[..., Any]) -> Rule:
         def rule(inputs: Sequence[Any], tangents: Sequence[Any], outputs: Sequence[Tensor]) -> Any:

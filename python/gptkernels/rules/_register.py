@@ -1,11 +1,11 @@
-"""Registration of an op's Python rules with torch's dispatcher.
+"""Registers an op's Python rules with torch's dispatcher.
 
-An op's file imports this module as ``register``, contains the op's rules, and ends with one call for each rule:
+An op's file defines the rules and ends with one call for each:
 
 | call | what it provides |
 |---|---|
 | ``fake(name, f)`` | shapes and dtypes without data: meta and fake tensors, ``torch.compile``, ``torch.export`` |
-| ``autograd(name, Function, jvp=rule)`` | derivatives, reverse and forward, under ``torch.func``'s transforms too |
+| ``autograd(name, Function, jvp=rule)`` | reverse and forward derivatives, also under ``torch.func``'s transforms |
 | ``autograd_by_formula(name, f, inputs=n)`` | derivatives of a ``_backward`` op, from its formula in torch ops |
 | ``vmap(name, rule)`` | ``torch.vmap``, and with it ``jacrev``, ``jacfwd``, ``hessian`` and per-sample gradients |
 | ``autocast(name, cuda=..., cpu=...)`` | casts inside ``torch.autocast`` |
@@ -13,19 +13,12 @@ An op's file imports this module as ``register``, contains the op's rules, and e
 | ``mutates(name)`` | version counters, for an op that writes to an argument |
 | ``without_derivative(name)`` | an error, for an op without derivative |
 
-- ``Function`` is a plain ``torch.autograd.Function``: ``forward(ctx, *arguments)`` calls the op by ``below_autograd``,
-  and ``backward`` calls the ``_backward`` op. A ``Function`` needs no ``setup_context``, because the dispatcher calls
-  the op's autograd kernel once for each transform, as it calls the autograd kernels of torch's own ops.
-- ``jvp`` computes the outputs' tangents. ``_jvp.py`` makes this rule: ``linear_in(i)(op)`` for an op that is linear in
-  argument i, or ``by_formula(f)`` from the op's formula in torch ops. A ``_backward`` op needs a ``jvp`` as well,
-  because forward over reverse calls it.
-- A ``_backward`` op is differentiated by ``differentiate(f, ...)`` from its own formula in torch ops. ``present``
-  replaces the outputs that the mask excludes by None.
-- The rule of ``vmap`` comes from ``_vmap.py``: ``rows(...)`` if the mapped dimension is only one more leading
-  dimension, ``rows_and_sums(...)`` for a backward that also returns gradients of parameters, otherwise ``loop``.
+``Function`` is a plain ``torch.autograd.Function``. It needs no ``setup_context``, because the dispatcher calls the
+op's autograd kernel once for each transform, as it does for torch's ops. A ``_backward`` op needs a ``jvp`` as well,
+because forward over reverse calls it.
 
-The autograd kernel is the leanest that ``torch.compile`` still traces: it calls ``Function`` without the argument
-handling of ``torch.library.register_autograd`` and of ``Function.apply``.
+The autograd kernels skip the argument handling of ``torch.library.register_autograd`` and ``Function.apply``, which
+costs host time in each call.
 """
 
 import threading
@@ -48,8 +41,6 @@ _registrations = torch.library.Library("gptkernels", "FRAGMENT")
 
 
 def fake(name: str, function: Callable[..., Any]) -> None:
-    """Register a function of the op's arguments that returns empty outputs, for tracing without data."""
-
     def rule(*args: Any, **kwargs: Any) -> Any:
         _inductor.register_fallbacks()
         return function(*args, **kwargs)
@@ -58,29 +49,19 @@ def fake(name: str, function: Callable[..., Any]) -> None:
 
 
 def like(position: int) -> Callable[..., Tensor]:
-    """Return a function for ``fake`` whose output has the shape and dtype of the argument at this position."""
     return lambda *args, **kwargs: args[position].new_empty(args[position].shape)
 
 
 def empty_gradients(like: Tensor, shapes: Sequence[Sequence[int]], mask: Sequence[bool]) -> tuple[Tensor, ...]:
-    """Make empty gradients for ``fake``; a gradient that the mask excludes gets 0 elements."""
     return tuple(like.new_empty(shape if wanted else (0,)) for shape, wanted in zip(shapes, mask, strict=True))
 
 
 def autograd(name: str, function: type[torch.autograd.Function], *, jvp: _jvp.Rule) -> None:
-    """Register the op's derivative.
-
-    Args:
-        name: the op's name.
-        function: an ``autograd.Function``, whose ``forward`` takes the op's arguments by position and calls the op by
-            ``below_autograd``.
-        jvp: computes the tangents of the op's outputs, for forward-mode AD.
-    """
     op = getattr(ops, name).default
     complete = completer(op)
     apply, apply_forward = recorder(function), recorder(_jvp.with_jvp(function, jvp))
 
-    # These are looked up once, because a call of an op on a small tensor takes only 5 us.
+    # Global lookups are hoisted out of the kernel, because a call of an op on a small tensor takes only 5 us.
     transforms_active, below = torch._C._are_functorch_transforms_active, torch._C._AutoDispatchBelowAutograd
     grad_enabled, any_requires_grad = torch.is_grad_enabled, torch._C._any_requires_grad
 
@@ -98,7 +79,6 @@ def autograd(name: str, function: type[torch.autograd.Function], *, jvp: _jvp.Ru
 
 
 def save(ctx: Any, *values: Any) -> None:
-    """Save tensors and other values for the backward, which reads all of them by ``saved``."""
     ctx.save_for_backward(*(value if isinstance(value, Tensor) else None for value in values))
     ctx.constants = [None if isinstance(value, Tensor) else value for value in values]
 
@@ -108,14 +88,10 @@ def saved(ctx: Any) -> list[Any]:
 
 
 def autograd_by_formula(name: str, formula: Callable[..., Any], *, inputs: int) -> None:
-    """Register the derivatives of an op, usually of a ``_backward`` op, from its formula in torch ops.
+    """Register the derivatives of an op, usually a ``_backward`` op, from its formula in torch ops.
 
-    Args:
-        name: the op's name.
-        formula: takes the op's arguments by position; returns its outputs, or None for one that the op's
-            ``output_mask`` excludes.
-        inputs: the number of leading arguments with a derivative. The formula must not depend on other tensors that
-            the forward op computed from them.
+    Only the ``inputs`` leading arguments have a derivative. The formula must not depend on other tensors that the
+    forward op computed from them.
     """
     op = getattr(ops, name).default
     call = call_by_position(op, op)
@@ -147,11 +123,7 @@ def autograd_by_formula(name: str, formula: Callable[..., Any], *, inputs: int) 
 
 
 def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return a function that replaces ``function.apply`` in an autograd kernel.
-
-    ``Function.apply`` is written in Python and handles transforms and default arguments at each call. When the
-    dispatcher calls an autograd kernel, it has already handled them, so only the C++ part of ``apply`` is called here.
-    """
+    """Return the C++ part of ``function.apply``. The dispatcher has already done what its Python part does."""
     apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     apply_in_transform = _single_level(function).apply
 
@@ -161,7 +133,7 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
         before = _outer.modes
         _outer.modes = torch.is_grad_enabled(), torch._C._is_fwd_grad_enabled()
         try:
-            with enable_single_level_autograd_function():  # for the transform that called the kernel
+            with enable_single_level_autograd_function():
                 return apply_in_transform(*args)
         finally:
             _outer.modes = before
@@ -170,19 +142,16 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def _single_level(function: type[torch.autograd.Function]) -> Any:
-    """Return a copy of an ``autograd.Function`` that is applied inside one transform of torch.func.
-
-    The copy is needed because from torch 2.15 on, the ``apply`` of a ``Function`` enters transforms itself, in C++.
-    """
+    """Copy a ``Function`` to apply it inside one transform: from torch 2.15 on, ``apply`` enters transforms itself."""
     methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward", "jvp")}
     return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)
 
 
 class _Outer(threading.local):
-    """The modes of reverse and forward AD when an op was called under a transform of torch.func.
+    """Whether reverse and forward AD were on when an op was called under a transform.
 
-    ``apply`` turns both modes off inside ``forward``. ``below_autograd`` restores the modes for the outer transforms,
-    which otherwise would not record the op.
+    ``apply`` turns both off inside ``forward``. ``below_autograd`` restores them, so that outer transforms record the
+    op.
     """
 
     modes = True, True
@@ -192,20 +161,12 @@ _outer = _Outer()
 
 
 def call_by_position(function: Callable[..., Any], op: torch._ops.OpOverload) -> Callable[..., Any]:
-    """Return a function that takes all of the op's arguments by position, and passes them to ``function``.
-
-    Arguments that are keyword-only in the op's schema are passed by name.
-    """
     keywords = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
     split = len(op._schema.arguments) - len(keywords)
     return lambda *args: function(*args[:split], **dict(zip(keywords, args[split:], strict=True)))
 
 
 def completer(op: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[str, Any]], tuple[Any, ...]]:
-    """Return a function that converts the ``args`` and ``kwargs`` of a call to all of the op's arguments, by position.
-
-    It adds the trailing arguments that the dispatcher omits because they have their defaults.
-    """
     defaults = [argument.default_value for argument in op._schema.arguments]
     keywords = [argument.name for argument in op._schema.arguments if argument.kwarg_only]
     positional = len(defaults) - len(keywords)
@@ -221,7 +182,7 @@ def completer(op: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[str,
 
 
 def below_autograd(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the op from its own autograd rule. The call runs the kernel, or the next transform of torch.func."""
+    """Call the op from its autograd rule: runs the kernel, or the next transform of torch.func."""
     with torch._C._AutoDispatchBelowAutograd():
         if not torch._C._are_functorch_transforms_active():
             return op(*args, **kwargs)
@@ -231,12 +192,11 @@ def below_autograd(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return the dtype of sums and statistics: float64 for float64, otherwise float32."""
+    """Sums and statistics are float64 for float64 tensors, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def present(gradients: Sequence[Tensor], mask: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """Return a backward's outputs, with None for each output that the mask excludes."""
     return tuple(g if wanted else None for g, wanted in zip(gradients, mask, strict=True))
 
 
@@ -246,25 +206,11 @@ def differentiate(
     needs: Sequence[bool],
     grad_outputs: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """Compute the gradients of ``formula(*inputs)``, which is written in torch ops, by torch's own autograd.
-
-    Backward ops are differentiated in this way, because their derivatives have no kernels. The result can be
-    differentiated again.
-
-    Args:
-        formula: the op's outputs as a differentiable function of the inputs.
-        inputs: the op's tensors; None for an absent one.
-        needs: for each input, whether its gradient is needed.
-        grad_outputs: the incoming gradients; None for an unused output.
-
-    Returns:
-        A gradient or None for each input.
-    """
+    """Differentiate ``formula(*inputs)`` by torch's autograd, for backward ops, whose derivatives have no kernels."""
     if torch._C._are_functorch_transforms_active():
         return _differentiate_by_func(formula, inputs, needs, grad_outputs)
     create_graph = torch.is_grad_enabled()
     with torch.enable_grad():
-        # A view connects this part of the graph to the inputs, so that third derivatives pass through.
         variables = [
             (t.view_as(t) if t.requires_grad else t.detach().requires_grad_()) if t is not None and need else t
             for t, need in zip(inputs, needs, strict=True)
@@ -288,10 +234,7 @@ def _differentiate_by_func(
     needs: Sequence[bool],
     grad_outputs: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """Do what ``differentiate`` does, under a transform of torch.func.
-
-    There ``requires_grad`` of a tensor may describe another transform's level and cannot be used.
-    """
+    """Compute ``differentiate`` under a transform, where ``requires_grad`` may describe another transform's level."""
     places = [i for i, (t, need) in enumerate(zip(inputs, needs, strict=True)) if t is not None and need]
     found: list[Tensor | None] = [None] * len(inputs)
     if places and any(g is not None for g in grad_outputs):
@@ -310,7 +253,6 @@ def _differentiate_by_func(
 
 
 def vmap(name: str, rule: _vmap.Rule) -> None:
-    """Register the op's rule for ``torch.vmap``."""
     op = getattr(ops, name).default
     complete, call = completer(op), call_by_position(op, op)
 
@@ -322,13 +264,10 @@ def vmap(name: str, rule: _vmap.Rule) -> None:
 
 
 def autocast(name: str, *, cuda: str | None = None, cpu: str | None = None) -> None:
-    """Make ``torch.autocast`` cast the op's floating tensors, as it does for torch's counterpart on that device type.
+    """Cast the op's floating tensors as torch's counterpart on that device type does.
 
-    Args:
-        name: the op's name.
-        cuda: the dtype on CUDA: ``"float32"``, ``"lower"`` (autocast's own dtype), ``"promote"`` (the widest among the
-            arguments), or None for no rule.
-        cpu: the dtype on the CPU, from the same choices.
+    The policies are ``"float32"``, ``"lower"`` (autocast's dtype), ``"promote"`` (the arguments' widest dtype) and None
+    for no rule.
     """
     for device_type, policy in (("cuda", cuda), ("cpu", cpu)):
         if policy is not None:
@@ -337,21 +276,16 @@ def autocast(name: str, *, cuda: str | None = None, cpu: str | None = None) -> N
 
 
 def autocast_by(name: str, device_type: str, rule: Callable[..., Any]) -> None:
-    """Register ``rule(op, cast, *arguments)``, which replaces a call of the op inside autocast.
+    """Register ``rule(op, cast, *arguments)``, for an op whose arguments are cast to different dtypes.
 
-    This is for an op whose arguments are cast to different dtypes. ``cast(value, dtype)`` casts a value if it is a
-    floating tensor that autocast may cast, and returns any other value unchanged. Autocast is off inside the rule.
+    ``cast(value, dtype)`` changes only tensors that autocast may cast. Autocast is off inside the rule.
     """
     kernel = _autocast.kernel_by(getattr(ops, name).default, device_type, rule)
     _registrations.impl(name, kernel, _autocast.KEYS[device_type])
 
 
 def mutates(name: str) -> None:
-    """Make the op increment the versions of the tensors that it writes to, as torch's in-place ops do.
-
-    Autograd compares versions to detect that a saved tensor was modified. The schema marks the arguments that the op
-    writes to.
-    """
+    """Make the op increment the versions of what it writes to, by which autograd detects changed saved tensors."""
     op = getattr(ops, name).default
     count_versions = _version_counter(op)
 
@@ -366,8 +300,8 @@ def mutates(name: str) -> None:
 def without_derivative(name: str) -> None:
     """Make the op raise an error if autograd would have to differentiate it.
 
-    The same rule also increments the versions of the tensors that the op writes to. The rule of ``mutates`` is skipped,
-    because it would pass lists of hundreds of tensors through Python again, which takes as long as the op itself.
+    This rule also increments versions, because passing lists of hundreds of tensors through Python a second time, in
+    the rule of ``mutates``, takes as long as the op itself.
     """
     op = getattr(ops, name).default
     count_versions = _version_counter(op)
@@ -393,7 +327,6 @@ def without_derivative(name: str) -> None:
 
 
 def _version_counter(op: torch._ops.OpOverload) -> Callable[[Sequence[Any], dict[str, Any]], None]:
-    """Return a function that increments the versions of the arguments that the op writes to."""
     written = [(i, a.name) for i, a in enumerate(op._schema.arguments) if a.alias_info and a.alias_info.is_write]
 
     def increment(tensors: Sequence[Tensor]) -> None:
@@ -421,8 +354,4 @@ if _library.without_cuda_because:
 
 
 def flops(name: str, formula: Callable[..., int]) -> None:
-    """Register the op's number of flops for ``torch.utils.flop_counter``.
-
-    ``formula`` takes the op's arguments, with shapes in place of tensors.
-    """
     register_flop_formula(getattr(ops, name))(formula)

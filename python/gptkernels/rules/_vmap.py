@@ -1,8 +1,7 @@
-"""Rules for ``torch.vmap``: calls of an op on tensors with one more dimension, over which the op is mapped.
+"""Rules for ``torch.vmap``, which calls an op on tensors with one more dimension, over which the op is mapped.
 
-A rule takes the op, the size of that dimension, its index in each argument (None if the argument does not have it), and
-the arguments, all by position. It returns the outputs and the index of the dimension in each output. The op is called
-with all outer transforms still active, so that mapped functions can be differentiated, and derivatives mapped.
+A rule takes the op, the mapped dimension's size and its index in each argument (or None), and all arguments by
+position. It returns the outputs and the dimension's index in each.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,10 +15,9 @@ Rule = Callable[[Callable[..., Any], int, Sequence[Any], Sequence[Any]], tuple[A
 
 
 def loop(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
-    """Call the op once for each index. This works for any op, but is slow.
+    """Call the op once for each index: slow, but right for any op.
 
-    Raises:
-        RuntimeError: if the dimension has size 0, because without a call the outputs' shapes are unknown.
+    Raises RuntimeError for a dimension of size 0, because without a call the outputs' shapes are unknown.
     """
     if size == 0:
         raise RuntimeError(f"{getattr(op, '__name__', 'vmap')}: vmap over a dimension of size 0 is not supported")
@@ -34,7 +32,6 @@ def loop(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequen
 
 
 def _dims_of(in_dims: Sequence[Any], args: Sequence[Any]) -> list[int | None]:
-    """Return the mapped dimension, or None, for each argument and for each element of arguments that are lists."""
     flat: list[int | None] = []
     for dim, arg in zip(in_dims, args, strict=True):
         if isinstance(arg, list | tuple):
@@ -45,15 +42,10 @@ def _dims_of(in_dims: Sequence[Any], args: Sequence[Any]) -> list[int | None]:
 
 
 def rows(*positions: int, least: int = 1) -> Rule:
-    """Make a rule for an op that accepts any leading dimensions in these arguments and returns them in all outputs.
+    """Make a rule for an op whose arguments at ``positions``, and all outputs, may have any leading dimensions.
 
-    If only these arguments are mapped, the mapped dimension becomes their first dimension and the op is called once.
-    Otherwise the op is called for each index.
-
-    Args:
-        positions: the positions of those arguments.
-        least: the least number of dimensions, besides the mapped one, of the first of those arguments. With fewer, the
-            op is called for each index and raises its own error.
+    If only these arguments are mapped, the op is called once. With fewer than ``least`` dimensions besides the mapped
+    one, the op is called for each index and raises its usual error.
     """
 
     def rule(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
@@ -72,8 +64,7 @@ def rows(*positions: int, least: int = 1) -> Rule:
 def rows_and_sums(*positions: int) -> Rule:
     """Make a rule for a backward whose first output has rows and whose other outputs are sums over all rows.
 
-    The backward's last argument is the mask of the needed outputs. The first output takes one call. The sums take a
-    call for each index, because each index has its own sum.
+    The first output takes one call, the sums a call for each index.
     """
     over_rows = rows(*positions)
 
@@ -98,22 +89,12 @@ def _only(positions: Sequence[int], in_dims: Sequence[Any]) -> bool:
 
 
 def leading(t: Any, dim: int | None, size: int) -> Any:
-    """Move a tensor's mapped dimension to the front. A tensor without it is expanded to a first dimension of this size.
-
-    Any other value is returned unchanged.
-    """
     if not isinstance(t, Tensor):
         return t
     return t.unsqueeze(0).expand(size, *t.shape) if dim is None else t.movedim(dim, 0)
 
 
 def batches(*positions: int) -> Rule:
-    """Make a rule for an op with a batch dimension, which is the first of these arguments and of all outputs.
-
-    If only these arguments are mapped, the mapped dimension is folded into the batch dimension and the op is called
-    once. Otherwise the op is called for each index.
-    """
-
     def rule(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
         if not _only(positions, in_dims):
             return loop(op, size, in_dims, args)
@@ -134,9 +115,6 @@ def _unfold(t: Tensor, size: int) -> Tensor:
 
 
 def offset_tokens(tokens: Tensor, vocab_size: Any) -> Tensor:
-    """Convert tokens (B, ...), where ``tokens[b]`` are of vocabulary b, to tokens of the B vocabularies in a row.
-
-    ``vocab_size`` is the size of each vocabulary. A token that is out of range becomes -1.
-    """
+    """Shift the tokens of vocabulary b by b * vocab_size, so that one lookup covers all. Invalid tokens become -1."""
     first = torch.arange(tokens.shape[0], device=tokens.device).view(-1, *(1,) * (tokens.dim() - 1)) * vocab_size
     return torch.where((tokens >= 0) & (tokens < vocab_size), tokens + first, -1)

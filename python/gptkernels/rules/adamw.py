@@ -1,8 +1,4 @@
-"""One step of AdamW (Loshchilov and Hutter, 2019) on lists of tensors, in place.
-
-Arguments that torch._fused_adamw_ also has are named as there. ``master_params``, ``grad_norm``, ``max_grad_norm`` and
-``rounding_seed`` are additional.
-"""
+"""One step of AdamW (Loshchilov and Hutter, 2019) on lists of tensors, in place."""
 
 from typing import Any
 
@@ -28,10 +24,9 @@ _count_versions = _version_counter(ops.adamw_.default)
 
 
 def step(*lists: Any, **options: Any) -> None:
-    """Call ``adamw_`` without the rules above. The caller ensures that no gradients are recorded.
+    """Call ``adamw_`` without the rules above, which would pass lists of hundreds of tensors through Python again.
 
-    Each rule would pass lists of hundreds of tensors through Python again. This function itself increments the versions
-    of the tensors that the op writes to.
+    The caller ensures that no gradients are recorded. Versions are incremented here.
     """
     if torch.compiler.is_compiling():
         ops.adamw_.default(*lists, **options)

@@ -41,7 +41,7 @@ def _fake(query, key, value, *args, **kwargs):
 
 
 def _fake_gradient(t: Tensor) -> Tensor:
-    """Make an empty dense gradient. Its first three dimensions have the same order in memory as in ``t``."""
+    """The gradient is dense, with the first three dimensions in the memory order of ``t``."""
     strides = t.stride()
     order = sorted(range(3), key=lambda i: -strides[i])
     made = t.new_empty([t.shape[i] for i in order] + [t.shape[3]])
@@ -53,7 +53,6 @@ def _fake_backward(dout, dlogsumexp, query, key, value, *args, **kwargs):
 
 
 def visible_keys(query: Tensor, key: Tensor, options: Options) -> Tensor:
-    """Return the mask of the keys that each query sees; its shape broadcasts to (B, NH, Tq, Tk)."""
     rows = torch.arange(query.shape[2], device=query.device)[:, None]
     columns = torch.arange(key.shape[2], device=query.device)
     seen = columns <= rows + options.query_offset if options.is_causal else (columns >= 0).expand(len(rows), -1)
@@ -68,12 +67,11 @@ def visible_keys(query: Tensor, key: Tensor, options: Options) -> Tensor:
 
 
 def _shared(t: Tensor, heads: int) -> Tensor:
-    """Repeat keys or values (B, KH, Tk, HS) for each of the query's heads."""
     return t if t.shape[1] == heads else t.repeat_interleave(heads // t.shape[1], 1)
 
 
 def _scores(query: Tensor, key: Tensor, options: Options) -> tuple[Tensor, Tensor]:
-    """Return the scaled and masked scores, and a mask of the queries that see a key. Other queries have scores of 0."""
+    """The scores of queries that see no key are 0."""
     scale = 1 / math.sqrt(query.shape[3]) if options.scale is None else options.scale
     scores = query @ _shared(key, query.shape[1]).mT * scale
     seen = visible_keys(query, key, options)
@@ -84,7 +82,6 @@ def _scores(query: Tensor, key: Tensor, options: Options) -> tuple[Tensor, Tenso
 
 
 def _dropout(p: Tensor, options: Options) -> Tensor | None:
-    """Return the factors of the probabilities, 0 or 1 / (1 - dropout_p); None without dropout."""
     if options.dropout_p == 0:
         return None
     kept = ops.attention_dropout_mask(*p.shape, options.dropout_p, options.seed, options.offset)
@@ -92,7 +89,6 @@ def _dropout(p: Tensor, options: Options) -> Tensor | None:
 
 
 def forward_formula(query, key, value, *args) -> tuple[Tensor, Tensor]:
-    """Compute out and logsumexp in torch ops; ``args`` are the fields of ``Options``."""
     options = Options(*args)
     scores, any_seen = _scores(query, key, options)
     p = scores.softmax(-1) * any_seen
@@ -103,11 +99,7 @@ def forward_formula(query, key, value, *args) -> tuple[Tensor, Tensor]:
 
 
 def backward_formula(dout, dlogsumexp, query, key, value, out, logsumexp, *args) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute dquery, dkey and dvalue in torch ops.
-
-    The formula does not read ``out`` and ``logsumexp``. It computes the probabilities again from query and key, so that
-    a derivative of the gradients includes the probabilities' dependence on query and key.
-    """
+    """Compute the probabilities again, so that second derivatives include their dependence on query and key."""
     options = Options(*args)
     heads, key_heads = query.shape[1], key.shape[1]
     scores, any_seen = _scores(query, key, options)
@@ -155,10 +147,7 @@ class ScaledDotProductAttention(torch.autograd.Function):
 
 
 def _folded(*positions: int):
-    """Make a vmap rule that folds the mapped dimension into the batch.
-
-    With a mask or key bounds, the rule calls the op once for each index instead.
-    """
+    """Fold the mapped dimension into the batch, or, with a mask or key bounds, call the op for each index."""
 
     def rule(op, size, in_dims, args):
         options = Options(*args[positions[-1] + 1 :])
@@ -169,30 +158,26 @@ def _folded(*positions: int):
 
 
 def sdpa_flops(query_shape, key_shape, value_shape, *args, **kwargs) -> int:
-    """Count two matmuls of 2*B*NH*Tq*Tk*HS flops each. As in torch's count, masked scores are included."""
     b, heads, queries, size = query_shape
     return 2 * 2 * b * heads * queries * key_shape[2] * size
 
 
 def sdpa_backward_flops(dout_shape, dlogsumexp_shape, query_shape, key_shape, value_shape, *args, **kwargs) -> int:
-    """Count five matmuls: one for the scores, and four for the gradients."""
     return 5 * sdpa_flops(query_shape, key_shape, value_shape) // 2
 
 
 def unpack(qkv: Tensor, num_heads: int) -> tuple[Tensor, ...]:
-    """Return views of qkv (B, T, 3C): query, key and value (B, NH, T, HS)."""
+    """Return query, key and value (B, NH, T, HS) as views of qkv (B, T, 3C)."""
     return qkv.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
 
 
 def packed_formula(qkv, num_heads, scale, dropout_p=0.0, seed=None, offset=None):
-    """Compute out in torch ops; return None for the op's second output, which has no derivative."""
     options = Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
     out, _ = forward_formula(*unpack(qkv, num_heads), *options)
     return out.transpose(1, 2).flatten(2), None
 
 
 def packed_backward_formula(dout, qkv, out, logsumexp, num_heads, scale, dropout_p=0.0, seed=None, offset=None):
-    """Compute dqkv in torch ops. The probabilities are computed again from qkv."""
     options = Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
     dout = dout.unflatten(2, (num_heads, -1)).transpose(1, 2)
     gradients = backward_formula(dout, None, *unpack(qkv, num_heads), out, logsumexp, *options)

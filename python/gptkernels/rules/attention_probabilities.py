@@ -36,12 +36,10 @@ class AttentionProbabilities(torch.autograd.Function):
 
 
 def backward_formula(dout, qkv, probabilities, num_heads, scale) -> Tensor:
-    """Compute dqkv in torch ops. The probabilities are computed again from qkv."""
     return packed_backward_formula(dout, qkv, None, None, num_heads, scale)
 
 
 def backward_flops(dout_shape, qkv_shape, *args, **kwargs) -> int:
-    """Count four matmuls. None is for the probabilities, because the forward saved them."""
     return 2 * attention_flops(qkv_shape)
 
 

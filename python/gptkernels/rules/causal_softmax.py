@@ -25,12 +25,11 @@ class CausalSoftmax(torch.autograd.Function):
 
 
 def tangent(inputs, tangents, outputs):
-    """Apply the backward to the tangent. The backward multiplies by a row's transposed Jacobian, which is symmetric."""
+    """The tangent is computed by the backward, because a row's Jacobian is symmetric."""
     return ops.causal_softmax_backward.default(tangents[0], outputs[0], inputs[1])
 
 
 def backward_formula(dout, out, scale):
-    """Compute dscores = scale * out * (dout - sum(dout * out)) in torch ops."""
     return scale * softmax.backward_formula(dout.tril(), out.tril())
 
 

@@ -24,11 +24,10 @@ class Dropout(torch.autograd.Function):
 
 
 def drop(x: Tensor, p: float, seed: Tensor | None, offset: Tensor | None) -> Tensor:
-    """Return ``dropout(x)``, or x itself if p is 0. The formulas of other ops call this function."""
     return x if p == 0 else ops.dropout.default(x, p, seed, offset)
 
 
 register.fake("dropout", like(0))
 register.fake("dropout_mask", lambda size, p, seed, offset: seed.new_empty((size,), dtype=torch.bool))
 register.autograd("dropout", Dropout, jvp=linear_in(0)(ops.dropout.default))
-register.vmap("dropout", loop)  # the mask depends on an element's position, so each index is a separate call
+register.vmap("dropout", loop)  # the mask depends on an element's position

@@ -35,8 +35,8 @@ class Encoder(torch.autograd.Function):
 class TiedEncoder(torch.autograd.Function):
     """The encoder with wte as a second output, which the tied LM head uses as its weight.
 
-    The backward receives wte's gradient from the LM head and adds the tokens' gradient to it in place. So only one
-    gradient of wte is written, and no further pass adds two gradients.
+    The backward adds the tokens' gradient in place to the LM head's gradient of wte, so that only one such gradient is
+    written.
     """
 
     @staticmethod
@@ -48,7 +48,6 @@ class TiedEncoder(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dhead):
-        """Add the tokens' gradient to ``dhead``, the LM head's gradient of wte, in place if that is possible."""
         (tokens,) = ctx.saved_tensors
         if dout is None:
             return None, dhead, None, None
@@ -62,7 +61,7 @@ tied_encoder = recorder(TiedEncoder)
 
 
 class EncoderBackward(torch.autograd.Function):
-    """dout (B, T, C) -> dwte (V, C), dwpe (P, C). The op sums rows, so its derivative looks rows up."""
+    """dout (B, T, C) -> dwte (V, C), dwpe (P, C), which are linear in dout."""
 
     @staticmethod
     def forward(ctx, dout, tokens, vocab_size, max_positions):
@@ -91,7 +90,7 @@ class Embedding(torch.autograd.Function):
 
 
 class EmbeddingBackward(torch.autograd.Function):
-    """dout (..., C) -> dweight (V, C). The op sums rows, so its derivative looks rows up."""
+    """dout (..., C) -> dweight (V, C), which is linear in dout."""
 
     @staticmethod
     def forward(ctx, dout, tokens, vocab_size):
@@ -105,14 +104,12 @@ class EmbeddingBackward(torch.autograd.Function):
 
 
 def encoder_tangent(inputs, tangents, outputs):
-    """Call the op on the tangents of both weights, because the op is linear in the two weights together."""
     tokens, *weights, vocab_size = inputs
     filled = (torch.zeros_like(w) if t is None else t for w, t in zip(weights, tangents[1:3], strict=True))
     return ops.encoder.default(tokens, *filled, vocab_size)
 
 
 def embedding_backward_vmap(op, size, in_dims, args):
-    """Compute all gradients by one call, in which each index of the mapped dimension has its own range of tokens."""
     dout, tokens, vocab_size = args
     dout, tokens = (leading(t, d, size) for t, d in zip((dout, tokens), in_dims[:2], strict=True))
     dweights = op(dout, offset_tokens(tokens, vocab_size), size * vocab_size)

@@ -16,12 +16,11 @@ ALIGNMENT = 16
 
 
 def new_history(device=None) -> Tensor:
-    """Make an amax history without calls. The first call with it computes the scale from the tensor itself."""
+    """An amax history without calls makes the first call compute the scale from the tensor itself."""
     return torch.zeros(CALLS + 2, dtype=torch.int32, device=device)
 
 
 def is_history(tensor: Tensor) -> bool:
-    """Return whether a tensor can be an amax history, in which every amax is finite and no call is unfinished."""
     if tensor.shape != (CALLS + 2,) or tensor.dtype != torch.int32:
         return False
     calls, unfinished = tensor[:CALLS], tensor[CALLS:]
@@ -29,15 +28,11 @@ def is_history(tensor: Tensor) -> bool:
 
 
 def padded(rows):
-    """Round the number of rows up to a multiple of 16.
-
-    A matmul that reads the transposed copy sums over the rows, and float8 matmuls sum over multiples of 16.
-    """
+    """Round up to a multiple of 16, because a float8 matmul that reads the transposed copy sums over the rows."""
     return (rows + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 
 def transposed_like(x: Tensor, dtype: torch.dtype, wanted: bool) -> Tensor:
-    """Return an uninitialised tensor for the transposed copy of x, or one with 0 elements if ``wanted`` is false."""
     if not wanted:
         return x.new_empty(0, dtype=dtype)
     return x.new_empty((x.shape[-1], padded(math.prod(x.shape[:-1]))), dtype=dtype)

@@ -1,4 +1,4 @@
-"""A layer of GPT-2 in training as one operator with float8 matmuls. ``layer.py`` has the operator without float8."""
+"""A layer of GPT-2 in training as one operator, with float8 matmuls."""
 
 from gptkernels.block.tensors import FP8LayerSaved, Weights
 from gptkernels.rules import _register as register

@@ -1,6 +1,6 @@
 """Layernorm, optionally after an addition to the residual stream, with float8 output for the following matmul.
 
-The op has no derivative, because the node of autograd's graph that calls it has one (``block/node.py``).
+The op has no derivative: autograd's node in ``block/node.py`` has one.
 """
 
 import torch

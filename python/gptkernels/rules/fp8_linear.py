@@ -1,6 +1,6 @@
 """Linear layers with float8 operands: x and weights in e4m3, gradients in e5m2.
 
-The gradients are computed as in a layer without quantisation, but from the quantised operands.
+The gradients are computed from the quantised operands.
 """
 
 import torch
@@ -16,12 +16,11 @@ SAVED = torch.float8_e4m3fn
 
 
 def refuse_tangents(inputs, tangents, outputs):
-    """Raise an error, because there is no forward-mode derivative."""
     raise RuntimeError("gptkernels: float8 layers have no forward-mode derivative")
 
 
 def refuse_second_derivatives():
-    """Raise an error if the backward is recorded: its derivative would be wrong, without the unquantised operands."""
+    """The derivative of the backward would be wrong, because the unquantised operands are not saved."""
     if torch.is_grad_enabled():
         raise RuntimeError(
             "gptkernels: float8 layers have no second derivative: not with create_graph=True, not under torch.func"
@@ -67,7 +66,6 @@ class FP8Linear(torch.autograd.Function):
 
 
 def fp8_linear_backward_flops(dout_shape, x_t_shape, weight_t_shape, *args, **kwargs) -> int:
-    """Count as many flops as in the forward for each of dx and dweight that is needed."""
     mask = args[-1]
     inner = weight_t_shape[0] if mask[0] else x_t_shape[0]
     return linear_flops(dout_shape, (inner,)) * (mask[0] + mask[1])
@@ -121,7 +119,7 @@ class FP8MLP(torch.autograd.Function):
         ctx.save_for_backward(*saved)
         ctx.mark_non_differentiable(*saved)
         ctx.set_materialize_grads(False)
-        ctx.histories = args[7:9]  # dhidden_history and dout_history
+        ctx.histories = args[7:9]
         return out, *saved
 
     @staticmethod
@@ -135,10 +133,7 @@ class FP8MLP(torch.autograd.Function):
 
 
 def fp8_mlp_backward_flops(dout_shape, pre_shape, *args, **kwargs) -> int:
-    """Count the flops of ``mlp_backward`` for the shapes of this call.
-
-    The input width is the first dimension of a transposed operand that was saved.
-    """
+    """The input width is the first dimension of whichever transposed operand was saved."""
     mask, x_t, fc_t = args[-1], args[0], args[1]
     inner = (fc_t if mask[0] else x_t)[0]
     fc, proj = (pre_shape[-1], inner), (dout_shape[-1], pre_shape[-1])

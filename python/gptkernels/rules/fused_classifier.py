@@ -1,8 +1,7 @@
 """Softmax, cross-entropy and its gradient in one pass: losses = -log p[target], dlogits = p - onehot(target).
 
-``dlogits`` is the gradient of the losses, and also a function of the logits with the Jacobian H = diag(p) - p p^T.
-Since p = dlogits + onehot, all higher derivatives follow from the saved dlogits, and the logits need not be saved.
-The in-place op overwrites the logits.
+``dlogits`` is also an output, with the Jacobian H = diag(p) - p p^T. Since p = dlogits + onehot, all higher derivatives
+follow from the saved dlogits without the logits.
 """
 
 import torch
@@ -24,14 +23,7 @@ def _fake(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
 
 
 def hessian_product(dlogits: Tensor, targets: Tensor, ignore_index: int, v: Tensor) -> Tensor:
-    """Compute (diag(p) - p p^T) v for each row, with p = dlogits + onehot(target); 0 on ignored rows.
-
-    Args:
-        dlogits: (..., Vp), as ``fused_classifier`` returns it.
-        targets: (...).
-        ignore_index: the target of ignored rows.
-        v: (..., Vp).
-    """
+    """Compute (diag(p) - p p^T) v for each row, with p = dlogits + onehot(target); 0 on ignored rows."""
     wide = accumulate_dtype(dlogits.dtype)
     kept = (targets != ignore_index).unsqueeze(-1)
     columns = targets.long().unsqueeze(-1).where(kept, 0)
@@ -41,7 +33,6 @@ def hessian_product(dlogits: Tensor, targets: Tensor, ignore_index: int, v: Tens
 
 
 def refuse_scaled() -> None:
-    """Raise an error, because a call with dlosses has no derivative."""
     raise RuntimeError(
         "gptkernels::fused_classifier: a call with dlosses is not differentiable, since its dlogits already is "
         "the gradient, scaled; leave dlosses out, or call it under torch.no_grad()"
@@ -68,10 +59,7 @@ class FusedClassifier(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dlosses, ddlogits):
-        """Compute the gradient of the logits: dlogits times dlosses, plus the Jacobian times ddlogits.
-
-        ``ddlogits`` is the incoming gradient of the output dlogits.
-        """
+        """Return dlogits * dlosses, plus the Jacobian times ddlogits, the incoming gradient of the output dlogits."""
         if ctx.scaled:
             refuse_scaled()
         dlogits, targets = ctx.saved_tensors
@@ -99,11 +87,10 @@ _record_in_place = recorder(FusedClassifierInPlace)
 
 
 def _in_place(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
-    """Call fused_classifier_ and give the logits the autograd history of dlogits.
+    """Give the logits the autograd history of dlogits.
 
-    ``mark_dirty`` does that too, but not for views if there is a second output. ``copy_`` supports views, and copies
-    nothing here, because logits and dlogits are the same memory. The version counter is preserved, so that saved
-    tensors stay valid.
+    With a second output, ``mark_dirty`` does not support views. ``copy_`` does, and copies nothing here, because logits
+    and dlogits are the same memory. The version is preserved, so that saved tensors stay valid.
     """
     args = (targets, vocab_size, ignore_index, dlosses)
     if _jvp.active():
@@ -118,17 +105,13 @@ def _in_place(logits, targets, vocab_size=-1, ignore_index=-100, dlosses=None):
 
 
 def _in_place_by_copy(logits, *args):
-    """Call the op that is not in place, and copy its dlogits to the logits.
-
-    ``copy_`` supports tangents, mapped dimensions and transforms.
-    """
-    losses, dlogits = ops.fused_classifier.default(logits.clone(), *args)  # a copy, which stays valid when saved
+    """``copy_`` supports tangents, mapped dimensions and transforms."""
+    losses, dlogits = ops.fused_classifier.default(logits.clone(), *args)
     logits.copy_(dlogits)
     return losses
 
 
 def refuse_leaf(logits):
-    """Raise the error that torch's in-place ops raise for a leaf, before anything is written."""
     view = logits._is_view() and not logits.is_leaf and logits._base.is_leaf and logits._base.requires_grad
     if logits.is_leaf or view:
         raise RuntimeError(
@@ -158,10 +141,7 @@ class FusedClassifierBackward(torch.autograd.Function):
 
 
 def tangent(inputs, tangents, outputs):
-    """Compute the tangents of losses and dlogits from the tangent v of the logits.
-
-    A row's loss has the tangent sum(dlogits * v), and its dlogits have the Jacobian times v.
-    """
+    """A row's loss has the tangent sum(dlogits * v), and its dlogits have the Jacobian times v."""
     _, targets, _, ignore_index, dlosses = inputs
     if dlosses is not None:
         refuse_scaled()
@@ -171,9 +151,9 @@ def tangent(inputs, tangents, outputs):
 
 
 def vmap_rule(op, size, in_dims, args):
-    """Move the mapped dimension to the front of all tensors. If dlosses is 0-dim for each index, expand it to rows."""
+    """Move the mapped dimension to the front; a dlosses that is 0-dim for each index is expanded to rows."""
     mapped = [leading(a, d, size) for a, d in zip(args, in_dims, strict=True)]
-    rows = max(t.dim() for t in mapped if isinstance(t, Tensor)) - 1  # the number of dimensions of a row's index
+    rows = max(t.dim() for t in mapped if isinstance(t, Tensor)) - 1
     shape = next(t for t in mapped if isinstance(t, Tensor) and t.dim() > rows).shape[:-1]
     mapped = [
         t.view(-1, *(1,) * (rows - 1)).expand(shape) if isinstance(t, Tensor) and t.dim() == 1 < rows else t
@@ -183,8 +163,7 @@ def vmap_rule(op, size, in_dims, args):
     return outputs, 0 if isinstance(outputs, Tensor) else (0, 0)
 
 
-# There is no autocast rule: the losses are float32 for all dtypes of logits, as autocast requires of cross_entropy, and
-# the kernels compute in float32 without a float32 copy of the logits.
+# There is no autocast rule: the losses are float32 for all dtypes of logits, as autocast requires of cross_entropy.
 register.fake("fused_classifier", _fake)
 register.fake("fused_classifier_", _fake_losses)
 register.fake("fused_classifier_backward", like(1))

@@ -26,7 +26,6 @@ class Gelu(torch.autograd.Function):
 
 
 def backward_formula(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
-    """Compute dout times the derivative of GELU in torch ops."""
     wide = accumulate_dtype(x.dtype)
     dout, x = dout.to(wide), x.to(wide)
     if approximate == "none":
@@ -39,7 +38,7 @@ def backward_formula(dout: Tensor, x: Tensor, approximate: str) -> Tensor:
 
 
 def tangent(inputs, tangents, outputs):
-    """Apply the backward to the tangent. The backward multiplies by the transposed Jacobian, which is diagonal."""
+    """The tangent is computed by the backward, because the Jacobian is diagonal."""
     x, approximate = inputs
     return ops.gelu_backward.default(tangents[0], x, approximate=approximate)
 

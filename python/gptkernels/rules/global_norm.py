@@ -19,7 +19,7 @@ class GlobalNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dnorm):
-        """Compute dx = dnorm * x / norm in torch ops. If all x are 0, dx is 0, the same subgradient as torch's."""
+        """If all x are 0, dx is 0, the same subgradient as torch's."""
         norm, *tensors = ctx.saved_tensors
         # x / norm is at most 1, while dnorm / norm would overflow for a denormal norm.
         divisor = torch.where(norm == 0, 1.0, norm)
@@ -32,7 +32,6 @@ class GlobalNorm(torch.autograd.Function):
 
 
 def tangent(tensors, tangents, outputs):
-    """Compute sum(x * dx) / norm in torch ops, where dx are the tangents; 0 if all x are 0."""
     (norm,) = outputs
     wide = (torch.promote_types(t.dtype, torch.float32) for t in tensors)
     pairs = [(x.to(d), dx.to(d)) for x, dx, d in zip(tensors, tangents, wide, strict=True) if dx is not None]
@@ -52,7 +51,7 @@ def _autograd(tensors):
 
 
 def _without_kernel(tensors):
-    """Return the norm of an empty list, for which the dispatcher knows no device; refuse devices without a kernel."""
+    """Accept empty lists, for which the dispatcher knows no device; refuse devices without a kernel."""
     if tensors:
         raise RuntimeError(f"gptkernels::global_norm: tensors[0] is on {tensors[0].device}, which has no kernel")
     return torch.zeros(())

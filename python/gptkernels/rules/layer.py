@@ -1,7 +1,6 @@
 """A layer of GPT-2 in training as one operator, which takes less host time than an operator for each of its parts.
 
-The operator has no derivative, because the node of autograd's graph that calls it has one (``block/node.py``).
-``fp8_layer.py`` uses the functions of this file.
+The operator has no derivative: autograd's node in ``block/node.py`` has one.
 """
 
 from gptkernels.block.tensors import BlockParameters, LayerSaved, Weights
@@ -12,7 +11,6 @@ from gptkernels.rules.linear import fake_weight_gradient, linear_flops
 
 
 def by_name(name, function):
-    """Make a rule for the op. It calls ``function`` with all of the op's arguments by their names in the schema."""
     arguments = getattr(ops, name).default._schema.arguments
     names = [argument.name for argument in arguments]
     defaults = {argument.name: argument.default_value for argument in arguments if argument.has_default_value()}
@@ -20,7 +18,6 @@ def by_name(name, function):
 
 
 def fake_tensors(stream, qkv_weight, fc_weight, num_heads):
-    """Make empty tensors, by the names of ``LayerSaved``, that the layer saves both with and without float8."""
     rows, channels = stream.shape[:-1], stream.shape[-1]
 
     def statistic():
@@ -54,11 +51,7 @@ def _fake(*, stream, values, qkv_weight, fc_weight, mlp_proj_weight, num_heads, 
 
 
 def fake_gradients(dout, residual_1, qkv, pre_gelu, weights, output_mask, apart, adds_past):
-    """Make empty gradients. A gradient that is not needed has 0 elements.
-
-    ``weights`` has the empty gradients of the weights. ``apart`` is True if the gradient of the values differs from the
-    gradient of the stream.
-    """
+    """``apart`` is True if the gradient of the values differs from the gradient of the stream."""
     need_stream, need_values, *needs = output_mask
 
     def sums(like, t):
@@ -104,7 +97,6 @@ def layer_flops(*, stream, qkv_weight, attn_proj_weight, fc_weight, mlp_proj_wei
 
 
 def layer_backward_flops(*, dout, qkv, attended, logsumexp, pre_gelu, num_heads, output_mask, **_) -> int:
-    """Add the flops of the backward's matmuls, without the matmuls that no needed gradient requires."""
     need_stream, need_values, need_values_bias, *rest = output_mask
     needs = BlockParameters(*rest)
     through_norm_1 = any((need_stream, need_values, need_values_bias, needs.norm_1_weight, needs.norm_1_bias))

@@ -26,7 +26,7 @@ class LayerNorm(torch.autograd.Function):
         out, mean, rstd = below_autograd(ops.layernorm.default, x, weight, bias, eps)
         ctx.save_for_backward(x, weight, mean, rstd)
         ctx.mark_non_differentiable(mean, rstd)
-        ctx.set_materialize_grads(False)  # avoids zeros for the gradients of the statistics
+        ctx.set_materialize_grads(False)  # avoids zeros for the statistics' gradients
         return out, mean, rstd
 
     @staticmethod
@@ -39,10 +39,7 @@ class LayerNorm(torch.autograd.Function):
 
 
 def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
-    """Compute out in torch ops; return None for the statistics, which have no derivative.
-
-    Torch's layer_norm is not used, because it treats the statistics as constants in forward mode's second derivative.
-    """
+    """In forward mode's second derivative, torch's layer_norm would treat the statistics as constants."""
     wide = accumulate_dtype(x.dtype)
     x = x.to(wide)
     centred = x - x.mean(-1, keepdim=True)
@@ -52,10 +49,7 @@ def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
 
 
 def backward_formula(dout: Tensor, x: Tensor, weight: Tensor | None, rstd: Tensor) -> tuple[Tensor, ...]:
-    """Compute dx, dweight and dbias in torch ops, with the mean and 1 / sqrt(variance + eps) as functions of x.
-
-    The argument ``rstd`` is used only to compute eps.
-    """
+    """Treat the mean and 1 / sqrt(variance + eps) as functions of x; ``rstd`` only serves to compute eps."""
     wide = rstd.dtype
     x, dout, rstd = x.to(wide), dout.to(wide), rstd.unsqueeze(-1)
     centred = x - x.mean(-1, keepdim=True)
@@ -70,7 +64,6 @@ def backward_formula(dout: Tensor, x: Tensor, weight: Tensor | None, rstd: Tenso
 
 
 def masked_backward_formula(dout, x, weight, mean, rstd, output_mask):
-    """Compute the backward's outputs in torch ops; None for an output that is not needed."""
     return present(backward_formula(dout, x, weight, rstd), output_mask)
 
 

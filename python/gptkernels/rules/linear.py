@@ -24,7 +24,7 @@ def _fake_backward(dout, x, weight, output_mask):
 
 
 def fake_weight_gradient(weight: Tensor) -> Tensor:
-    """Make an empty gradient of a weight in the weight's layout: contiguous rows or columns."""
+    """The gradient has the weight's layout: contiguous rows or columns."""
     if weight.stride(1) != 1 and weight.stride(0) == 1 and weight.stride(1) >= max(weight.shape[0], 1):
         return weight.new_empty((weight.shape[1], weight.shape[0])).t()
     return weight.new_empty(weight.shape)
@@ -46,14 +46,12 @@ class Linear(torch.autograd.Function):
 
 
 def backward_formula(dout: Tensor, x: Tensor, weight: Tensor, output_mask) -> tuple[Tensor | None, ...]:
-    """Compute dx, dweight and dbias in differentiable ops; None for a gradient that is not needed."""
     rows, dout_rows = x.reshape(-1, x.shape[-1]), dout.reshape(-1, dout.shape[-1])
     dx, dweight = ops.linear.default(dout, weight.T), ops.linear.default(dout_rows.T, rows.T)
     return present((dx, dweight, dout_rows.sum(0)), output_mask)
 
 
 def tangent(inputs, tangents, outputs):
-    """Compute dx @ weight^T + x @ dweight^T + dbias from the tangents dx, dweight and dbias."""
     (x, weight, _), (dx, dweight, dbias) = inputs, tangents
     parts = [ops.linear.default(dx, weight)] if dx is not None else []
     parts += [ops.linear.default(x, dweight)] if dweight is not None else []
@@ -62,12 +60,10 @@ def tangent(inputs, tangents, outputs):
 
 
 def linear_flops(x_shape, weight_shape, *args, **kwargs) -> int:
-    """Count a multiplication and an addition for each of the N*M*K terms."""
     return 2 * math.prod(x_shape) * weight_shape[0]
 
 
 def linear_backward_flops(dout_shape, x_shape, weight_shape, output_mask, **kwargs) -> int:
-    """Count as many flops as in the forward for each of dx and dweight that is needed."""
     return linear_flops(x_shape, weight_shape) * (output_mask[0] + output_mask[1])
 
 

@@ -1,10 +1,8 @@
 """loss = cross_entropy(x @ weight^T, targets) in chunks of rows, so that only one chunk's logits are stored.
 
-For "mean" and "sum" the incoming gradient dloss is one number, and dx and dweight are proportional to it. The forward
-therefore computes them for dloss = 1 from each chunk's logits, and the backward multiplies them by dloss. In two cases
-the forward computes no gradients, and the backward computes the logits a second time: for "none", because each row has
-its own dloss, and for float16, because gradients must be multiplied by the loss scale before they are rounded. If the
-backward is recorded (``create_graph=True``), it computes the logits a second time as well.
+For "mean" and "sum" the forward computes dx and dweight for dloss = 1, and the backward multiplies them by dloss. The
+backward instead computes the logits a second time for "none"; for float16, whose gradients must be multiplied by the
+loss scale before rounding; and if it is recorded (``create_graph=True``).
 """
 
 import torch
@@ -28,7 +26,6 @@ def _fake_gradients(x, weight, output_mask):
 
 
 def fake_with_gradients(x, weight, targets, vocab_size, ignore_index, reduction, *options):
-    """Make an empty loss and empty gradients; the last of the options is the mask of the needed gradients."""
     loss = fake_loss(x, weight, targets, vocab_size, ignore_index, reduction)
     return loss, *_fake_gradients(x, weight, options[-1])
 
@@ -57,10 +54,6 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dloss):
-        """Scale the saved gradients.
-
-        If no gradients were saved or the backward is recorded, compute the logits again.
-        """
         x, weight, targets, *saved = ctx.saved_tensors
         mask = ctx.needs_input_grad[:2]
         if saved and not torch.is_grad_enabled():
@@ -70,13 +63,12 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 def scale_saved(dloss, saved, mask) -> tuple[Tensor | None, ...]:
-    """Multiply the saved gradients for dloss = 1 by dloss; None for a gradient that is not needed."""
     scale = scale_in_place if is_last_backward(saved) else ops.fused_classifier_backward.default
     return tuple(scale(dloss, gradient) if wanted else None for gradient, wanted in zip(saved, mask, strict=True))
 
 
 def is_last_backward(saved) -> bool:
-    """Return whether the saved tensors may be overwritten, because autograd does not keep the graph."""
+    """The saved tensors may be overwritten if autograd does not keep the graph."""
     return (
         all(type(t) is Tensor for t in saved)  # no tracing
         and not torch._C._are_functorch_transforms_active()
@@ -85,13 +77,12 @@ def is_last_backward(saved) -> bool:
 
 
 def scale_in_place(dloss, gradient) -> Tensor:
-    """Compute ``gradient * dloss`` in place. The kernel returns at once if dloss is 1, as in ``loss.backward()``."""
+    """The kernel returns at once if dloss is 1, as in ``loss.backward()``."""
     ops.fused_classifier_backward_.default(dloss, gradient)
     return gradient
 
 
 def formula(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size) -> Tensor:
-    """Compute the loss in torch ops, with all the logits."""
     vocab_size = weight.shape[0] if vocab_size == -1 else vocab_size
     logits = F.linear(x, weight[:vocab_size]).to(accumulate_dtype(x.dtype)).reshape(-1, vocab_size)
     loss = F.cross_entropy(logits, targets.reshape(-1).long(), ignore_index=ignore_index, reduction=reduction)
@@ -101,7 +92,6 @@ def formula(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size)
 def backward_formula(
     dloss, x, weight, targets, vocab_size, ignore_index, reduction, chunk_size, output_mask
 ) -> tuple[Tensor | None, ...]:
-    """Compute dx and dweight in torch ops, with all the logits; None for a gradient that is not needed."""
     wide = accumulate_dtype(x.dtype)
     columns = weight.shape[0]
     vocab_size = columns if vocab_size == -1 else vocab_size
@@ -132,17 +122,14 @@ class LinearCrossEntropyWithGradients(torch.autograd.Function):
 
 
 def with_gradients_flops(x_shape, weight_shape, *args, **kwargs) -> int:
-    """Count the flops of the logits, and the same number for each needed gradient."""
     return linear_flops(x_shape, weight_shape) * (1 + sum(args[-1]))
 
 
 def _refuse(*_):
-    """Raise the error of ``LinearCrossEntropyWithGradients.backward``, because the op supports no tangents."""
     LinearCrossEntropyWithGradients.backward(None)
 
 
 def backward_flops(dloss_shape, x_shape, weight_shape, *args, **kwargs) -> int:
-    """Count the flops of the logits, which are computed again, and the same number for each needed gradient."""
     return with_gradients_flops(x_shape, weight_shape, *args)
 
 

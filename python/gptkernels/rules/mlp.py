@@ -37,7 +37,6 @@ def formula(
     proj_bias: Tensor | None,
     keep_post_gelu: bool = True,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute out, pre_gelu and post_gelu in torch ops."""
     pre_gelu = F.linear(x, fc_weight, fc_bias)
     post_gelu = F.gelu(pre_gelu, approximate="tanh")
     out = F.linear(post_gelu, proj_weight, proj_bias)
@@ -63,7 +62,6 @@ class MLP(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dpre_gelu, dpost_gelu):
-        """Compute gradients by kernels, or by the formula if pre_gelu or post_gelu has an incoming gradient too."""
         *inputs, pre_gelu, post_gelu = ctx.saved_tensors
         mask = ctx.needs_input_grad[:5]
         if dout is None or dpre_gelu is not None or dpost_gelu is not None:
@@ -74,8 +72,7 @@ class MLP(torch.autograd.Function):
 
 
 def backward_formula(dout, x, fc_weight, proj_weight, pre_gelu, post_gelu, output_mask):
-    """Compute the backward's outputs in differentiable ops; None for an output that is not needed."""
-    if post_gelu.shape[-1] != pre_gelu.shape[-1]:  # post_gelu was not saved
+    if post_gelu.shape[-1] != pre_gelu.shape[-1]:
         post_gelu = F.gelu(pre_gelu, approximate="tanh")
     linear = ops.linear.default
     du = torch.ops.aten.gelu_backward(linear(dout, proj_weight.T), pre_gelu, approximate="tanh")
@@ -90,13 +87,12 @@ def mlp_flops(x_shape, fc_shape, fc_bias_shape, proj_shape, *args, **kwargs) -> 
 
 
 def mlp_backward_flops(dout_shape, x_shape, fc_shape, proj_shape, pre_shape, post_shape, output_mask, **kwargs) -> int:
-    """Count the flops of the needed matmuls of both linear layers."""
     fc, proj = linear_flops(x_shape, fc_shape), linear_flops(pre_shape, proj_shape)
     return fc * (output_mask[0] + output_mask[1]) + proj * (any(output_mask[:3]) + output_mask[3])
 
 
 def _mapped(op, size, in_dims, args):
-    """Map over rows, and return post_gelu in any case, because an empty output would not have the mapped dimension."""
+    """Return post_gelu in any case, because an empty output would not have the mapped dimension."""
     return rows(0)(op, size, in_dims[:5], args[:5])
 
 

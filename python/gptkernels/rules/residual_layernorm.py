@@ -1,8 +1,7 @@
 """Addition to the residual stream, and layernorm: sum = dropout(x + x_bias) + residual, out = layernorm(sum).
 
-x_bias is the bias of the linear layer that computed x. The op adds x_bias and sums its gradient without further memory
-traffic. If the residual is float32, x may have 16 bits. Then ``out`` has 16 bits as well, because matmuls write x and
-read ``out``. All other tensors, including the residual stream, are float32.
+x_bias is the bias of the linear layer that computed x; adding it here takes no further memory traffic. With a float32
+residual, x and out may have 16 bits, because matmuls write x and read out; all other tensors are float32.
 """
 
 import torch
@@ -55,15 +54,11 @@ class ResidualLayerNorm(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dout, dsum, _dmean, _drstd):
-        """Compute all needed gradients by one operator.
-
-        Without dropout and casts, x and residual have the same gradient, which is computed once.
-        """
         sum, weight, mean, rstd, seed, offset = ctx.saved_tensors
         needs_x, needs_residual, needs_weight, needs_bias, _, needs_x_bias = ctx.needs_input_grad[:6]
         dropout = ctx.dropout_p, seed, offset
         separate = ctx.dropout_p > 0 or ctx.x_dtype != sum.dtype
-        if dout is None:  # the norm was not used
+        if dout is None:
             dweight = dbias = None
             dresidual = dx = dsum
             if dsum is not None and (needs_x or needs_x_bias):
@@ -88,19 +83,17 @@ class ResidualLayerNorm(torch.autograd.Function):
 
 
 def _sum_of_rows(t):
-    """Sum over all dimensions except the last: (..., C) -> (C)."""
     return t.sum(tuple(range(t.dim() - 1))) if t.dim() > 1 else t
 
 
 def formula(x, residual, weight, bias, eps, x_bias, dropout_p, seed, offset):
-    """Compute out and sum in torch ops; return None for the statistics, which have no derivative."""
     wide = accumulate_dtype(x.dtype)
     x = x.to(wide) if x_bias is None else x.to(wide) + x_bias.to(wide)
     sum = drop(x, dropout_p, seed, offset) + residual.to(wide)
     return layernorm.formula(sum, weight, bias, eps)[0], sum, None, None
 
 
-_BACKWARD = {  # the keys are the numbers of outputs
+_BACKWARD = {
     3: "residual_layernorm_backward",
     4: "residual_layernorm_bias_backward",
     5: "residual_layernorm_dropout_backward",
@@ -108,7 +101,6 @@ _BACKWARD = {  # the keys are the numbers of outputs
 
 
 def masked_backward_formula(dout, dsum, sum, weight, mean, rstd, *args):
-    """Compute the outputs of each of the three backward ops in torch ops; None for an output that is not needed."""
     *dropout, mask = args
     dresidual, dweight, dbias = backward_formula(dout, sum, weight, rstd)
     dresidual = dresidual if dsum is None else dresidual + dsum
@@ -129,11 +121,7 @@ class ResidualLayerNormBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        """Differentiate the norm's formula.
-
-        dsum is only added to dresidual, so that dsum's gradient is the incoming gradient of dresidual. dx is dresidual
-        after dropout, in dout's dtype, and dx_bias is the sum of dx over the rows.
-        """
+        """dsum is only added to dresidual, so that dsum's gradient is the incoming gradient of dresidual."""
         dout, sum, weight, rstd, *dropout = saved(ctx)
         ddx, ddweight, ddbias, ddx_bias, ddresidual = (*present(grads, ctx.output_mask), None, None)[:5]
         ddx = ddx if ddx is None else ddx.to(sum.dtype)
@@ -154,15 +142,15 @@ class ResidualLayerNormBackward(torch.autograd.Function):
 
 
 def _vmap(op, size, in_dims, args):
-    """Map over rows. With dropout, each index is a separate call, because the mask depends on an element's position."""
+    """With dropout, each index is a separate call, because the mask depends on an element's position."""
     return (rows(0, 1) if args[6] == 0 else loop)(op, size, in_dims, args)
 
 
 def as_torchs_steps(op, cast, x, residual, weight, bias, eps=1e-5, x_bias=None, dropout_p=0.0, seed=None, offset=None):
-    """Compute the op with the dtypes that torch's separate ops have under CUDA's autocast.
+    """Use the dtypes that torch's separate ops have under CUDA's autocast.
 
     Autocast leaves an addition and dropout in their operands' dtype, and computes layer_norm in float32. The fused op
-    computes a sum in float32 or float64. A narrower sum is computed before the norm, by separate ops.
+    computes sums only in float32 or float64, so that separate ops compute a narrower sum.
     """
     if torch.promote_types(x.dtype, residual.dtype) in (torch.float32, torch.float64):
         args = (cast(t, torch.float32) for t in (x, residual, weight, bias))

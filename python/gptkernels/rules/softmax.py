@@ -23,12 +23,11 @@ class Softmax(torch.autograd.Function):
 
 
 def tangent(inputs, tangents, outputs):
-    """Apply the backward to the tangent. The backward multiplies by a row's transposed Jacobian, which is symmetric."""
+    """The tangent is computed by the backward, because a row's Jacobian is symmetric."""
     return ops.softmax_backward.default(tangents[0], outputs[0])
 
 
 def backward_formula(dout, out):
-    """Compute dx = out * (dout - sum(dout * out)) in torch ops."""
     wide = accumulate_dtype(out.dtype)
     dout, p = dout.to(wide), out.to(wide)
     return p * (dout - (dout * p).sum(-1, keepdim=True))

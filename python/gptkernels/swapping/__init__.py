@@ -29,19 +29,17 @@ Decision = tuple[Any, ...] | str | None  # a replacement's name and options; a r
 def swap(model: Model, *, leave: str | Iterable[str] = (), return_logits: bool | Literal["detached"] = True) -> Model:
     """Replace the modules of a model that this package's kernels support, in place.
 
-    The kernels support Hugging Face's GPT-2, models built like nanoGPT's and llm.c's, torch.nn's layers and calls of
+    These are Hugging Face's GPT-2, models built like nanoGPT's and llm.c's, torch.nn's layers, and calls of
     ``F.scaled_dot_product_attention``. A replaced module keeps its parameters, buffers, hooks and names; its class
-    becomes a subclass that has the same name. ``model.gptkernels_report`` lists the modules that were not replaced,
-    each with the reason.
+    becomes a subclass of the same name. ``model.gptkernels_report`` lists the modules that were not replaced, with
+    reasons.
 
     Args:
         model: any module.
         leave: names of modules that are not replaced, as in ``named_modules``, with ``*`` and ``?``. The modules inside
             them are replaced unless they are named too.
-        return_logits: which logits a language model returns in training when it is given labels or targets. True
-            returns them as before. False returns None, and the loss is computed in chunks of rows, of which only one
-            chunk's logits are stored. "detached" returns logits without a gradient, for inspection; a compiled graph
-            then has no gradient of the logits.
+        return_logits: what a language model returns in training when it is given labels or targets: all logits; with
+            False None, so that only one chunk of rows is stored; with "detached" logits without a gradient.
 
     Returns:
         The same model.
@@ -115,7 +113,6 @@ def _describe(decision: tuple[Any, ...]) -> str:
 
 
 def _decide_all(model: torch.nn.Module, leave: set[torch.nn.Module]) -> dict[torch.nn.Module, tuple[str, Decision]]:
-    """Decide for each module whether it is replaced, and by what. A module is decided after the modules inside it."""
     tried: dict[Any, Any] = {}
     longest = min(1024, max(128, min(_tables(model), default=0)))
     decisions: dict[torch.nn.Module, tuple[str, Decision]] = {}
@@ -145,8 +142,7 @@ def _decide(module: torch.nn.Module, decisions: Any, tried: dict[Any, Any], long
 
 
 def _why_not_class(module: torch.nn.Module) -> str | None:
-    """Return the reason why the class of a module cannot be changed; None if it can."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing takes seconds; if it is not imported, nothing uses it
+    fsdp = sys.modules.get("torch.distributed.fsdp")  # importing takes seconds
     if fsdp is not None and isinstance(module, fsdp.FSDPModule):
         return "its class is FSDP's: swap before fully_shard"
     if torch.nn.utils.parametrize.is_parametrized(module):
@@ -170,17 +166,13 @@ def _by_trial(module: Any, decisions: Any, tried: dict[Any, Any], longest: int) 
     if key not in tried:
         try:
             tried[key] = found(module, decisions, longest)
-        except Exception as error:  # the user's code may raise anything on these inputs
+        except Exception as error:
             tried[key] = f"a trial failed: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
     return tried[key]  # type: ignore[no-any-return]
 
 
 def _difference_of_models(model: Any, decisions: Any) -> str | None:
-    """Compare the whole model with a replaced copy; return a reason to replace no module, or None.
-
-    The comparison is made only if modules of the user's own classes are to be replaced.
-    """
-    if type(model).__module__.startswith("torch."):  # compiled, or data parallel
+    if type(model).__module__.startswith("torch."):
         model = model._modules.get("_orig_mod") or model._modules.get("module") or model
     own = (one for one in model.modules() if not type(one).__module__.startswith(("torch.", "transformers.")))
     tables = _tables(model)
@@ -189,7 +181,7 @@ def _difference_of_models(model: Any, decisions: Any) -> str | None:
         return None
     try:
         original, replaced = (equivalence.copy_sharing_parameters(model) for _ in range(2))
-    except Exception:  # an attribute of the user's modules cannot be copied
+    except Exception:
         return None
     _replace_parts(replaced, model, decisions)
     vocabulary = model.transformer.wte.num_embeddings if gpt.looks_like_gpt(model) else min(tables)
@@ -197,12 +189,10 @@ def _difference_of_models(model: Any, decisions: Any) -> str | None:
 
 
 def _tables(model: torch.nn.Module) -> list[int]:
-    """Return the number of rows of each embedding, whether of tokens or of positions."""
     return [one.num_embeddings for one in model.modules() if isinstance(one, torch.nn.Embedding)]
 
 
 def _replace_parts(made: Any, module: Any, decisions: Any, own: tuple[Any, ...] | None = None) -> None:
-    """Apply the decisions to a copy of a module; ``own`` is the decision for the copy itself."""
     report, by_name = Report(), dict(module.named_modules())
     for name, one in list(made.named_modules()):
         decision = own
@@ -213,7 +203,6 @@ def _replace_parts(made: Any, module: Any, decisions: Any, own: tuple[Any, ...] 
 
 
 def _pair(module: Any, decisions: Any, own: tuple[Any, ...], instead: Any = None) -> tuple[Any, Any]:
-    """Make two copies of a module that share parameters, and apply the decisions to the second copy."""
     first = equivalence.copy_with_random_parameters(module, instead)
     second = copy.deepcopy(first, {id(p): p for p in first.parameters()})
     _replace_parts(second, module, decisions, own)
@@ -246,8 +235,8 @@ def _width(linear: Any) -> int:
     return int(linear.weight.shape[1])
 
 
-# Batch size, length and scale of the inputs in evaluation. The lengths detect attention to a window, and the scales
-# code that branches on large values.
+# Batch size, length and scale of the inputs. The lengths detect windowed attention, and the scales branches on large
+# values.
 _INPUTS = ((1, 1, 1.0), (3, 17, 1e-3), (2, 9, 1e3), (1, 128, 1.0))
 
 
@@ -256,11 +245,9 @@ def _call(x: Tensor, module: Any) -> Any:
 
 
 def _compared(replacement: str, width_of: Any) -> Any:
-    """Make the function of ``_TRIALS`` that tests this replacement of a module whose input is (B, T, C)."""
-
     def found(module: Any, decisions: Any, longest: int) -> Decision:
         width, pair = width_of(module), _pair(module, decisions, (replacement,))
-        longest = min((b.shape[-1] for b in module.buffers() if b.dim() >= 2), default=longest)  # masks
+        longest = min((b.shape[-1] for b in module.buffers() if b.dim() >= 2), default=longest)
 
         def call(batch: int, length: int, scale: float = 1.0) -> equivalence.Trial:
             return functools.partial(_call, scale * _random(batch, min(length, longest), width))
@@ -280,14 +267,11 @@ def _compared(replacement: str, width_of: Any) -> Any:
     return found
 
 
-_STATES = ("training", True), ("evaluation", False)  # the state, and whether targets are given
+_STATES = ("training", True), ("evaluation", False)
 
 
 def _model(module: Any, decisions: Any, longest: int) -> Decision:
-    """Test the replacement of a whole GPT.
-
-    The tested copies have all layers and positions, but a small vocabulary, and stand-ins for attention and MLPs.
-    """
+    """The tested copies have all layers and positions, but a small vocabulary and stand-ins for attention and MLPs."""
     trunk = module.transformer
     if any(type(one) is not torch.nn.Embedding for one in (trunk.wte, trunk.wpe)):
         return "its embeddings are not torch.nn.Embedding"

@@ -1,4 +1,4 @@
-"""Registers this package's attention with transformers or with torch, by the interfaces that they have for this."""
+"""Registers this package's attention with transformers or torch, by the interfaces that they have for this."""
 
 import inspect
 import sys
@@ -16,10 +16,9 @@ NAME = "gptkernels"
 def register_attention(library: str) -> None:
     """Register this package's attention with a library, so that the library's own code calls it.
 
-    With "transformers", models that are made or loaded with ``attn_implementation="gptkernels"``, and that use
-    transformers' attention interface, call this package's attention. With "torch", ``F.scaled_dot_product_attention``
-    calls it in place of torch's flash kernel, until ``torch.nn.attention.restore_flash_attention_impl()`` is called.
-    Torch 2.10 does not have this function. With torch 2.10, the registration lasts until the process ends.
+    With "transformers", models with ``attn_implementation="gptkernels"`` that use transformers' attention interface
+    call it. With "torch", ``F.scaled_dot_product_attention`` calls it in place of torch's flash kernel, until
+    ``torch.nn.attention.restore_flash_attention_impl()`` is called (with torch 2.10, until the process ends).
 
     Args:
         library: "transformers" or "torch".
@@ -45,8 +44,7 @@ def _register_with_transformers() -> None:
     AttentionMaskInterface.register(NAME, sdpa_mask)
 
 
-# Keywords of models that change the result and that no kernel supports: soft capping of the scores, sinks, keys chosen
-# by an indexer, masks of heads, and the probabilities as an output. Transformers' sdpa ignores most of them.
+# Keywords of models that change the result and that no kernel supports. Transformers' sdpa ignores most of them.
 _UNSUPPORTED = ("softcap", "s_aux", "sinks", "indices", "block_indices", "head_mask", "output_attentions")
 
 
@@ -63,25 +61,8 @@ def transformers_attention(
 ) -> tuple[Tensor, None]:
     """Compute attention with the signature of transformers' ``sdpa_attention_forward``.
 
-    Args:
-        module: the attention module.
-        query: (B, NH, Tq, HS).
-        key: (B, KH, Tk, HS), KH a divisor of NH.
-        value: (B, KH, Tk, HS).
-        attention_mask: (B, 1 or NH, Tq, at least Tk), bool or added to the scores; None if ``is_causal`` decides.
-        dropout: the probability with which an attention weight is dropped.
-        scaling: the factor of the scores; None is 1/sqrt(HS).
-        is_causal: whether, without a mask, each of several queries sees only the keys up to its own position; None
-            reads the module's ``is_causal``.
-        kwargs: the model's other keywords. With ``position_bias`` or a paged ``cache``, transformers' function is
-            called, if it has an argument of this name. The mask must already include ``sliding_window`` and
-            ``cu_seq_lens_q``.
-
-    Returns:
-        The output (B, Tq, NH, HS), and None for the probabilities.
-
-    Raises:
-        ValueError: if a keyword that changes the result is not supported.
+    With ``position_bias`` or a paged ``cache``, transformers' function is called. A keyword that changes the result and
+    is not supported raises a ValueError.
     """
     name = "transformers_attention"
     functional.refuse(name, **{option: kwargs.get(option) for option in _UNSUPPORTED})
@@ -96,7 +77,7 @@ def transformers_attention(
         is_causal = getattr(module, "is_causal", True)
     queries = query.shape[2]
     causal = attention_mask is None and queries > 1 and bool(is_causal)
-    if causal and key.shape[2] > queries:  # the first call with a static cache, whose later keys are not yet written
+    if causal and key.shape[2] > queries:  # a static cache's first call; its later keys are not yet written
         key, value = key[:, :, :queries], value[:, :, :queries]
     if attention_mask is not None:
         attention_mask = attention_mask[..., : key.shape[2]]
@@ -124,15 +105,13 @@ def _register_with_torch() -> None:
 
 
 class _Kernels:
-    """An override of torch's flash attention operators by this package's kernels, until ``remove`` is called."""
-
     def __init__(self) -> None:
         self.library: Any = torch.library.Library("aten", "IMPL")
         self.library.impl("_scaled_dot_product_flash_attention_for_cpu", _cpu, "CPU", allow_override=True)
         self.library.impl(
             "_scaled_dot_product_flash_attention_for_cpu_backward", _cpu_backward, "CPU", allow_override=True
         )
-        if _library.without_cuda_because:  # torch's CUDA kernels are not replaced
+        if _library.without_cuda_because:
             return
         self.library.impl("_scaled_dot_product_flash_attention", _cuda, "CUDA", allow_override=True)
         self.library.impl("_scaled_dot_product_flash_attention_backward", _cuda_backward, "CUDA", allow_override=True)

@@ -1,8 +1,6 @@
 """Finds the modules of a swapped transformer block, so that it can be computed as one node of autograd's graph.
 
-The modules are found once, and at each call they are compared with the modules that were found. For a small batch, host
-time determines the time of a training step, and checking each module with ``untouched`` would take longer than this
-comparison.
+The modules are found once and compared at each call, which takes less host time than checking each with ``untouched``.
 """
 
 import dataclasses
@@ -44,7 +42,6 @@ class Parts:
     links: tuple[tuple[dict[str, Any], dict[str, Any]], ...] = ()  # each module's dictionary of children, and a copy
 
     def are_as_found(self) -> bool:
-        """Return whether the modules are unchanged: their classes, children, hooks and forwards."""
         for children, found in self.links:
             if children != found:  # modules compare by identity
                 return False
@@ -61,12 +58,7 @@ _known: WeakKeyDictionary[torch.nn.Module, Parts] = WeakKeyDictionary()
 
 
 def parts_of(block: Any, kinds: Sequence[str]) -> Parts | None:
-    """Return the modules of a transformer block; None if one was replaced, hooked or wrapped.
-
-    Args:
-        block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``, whose submodules are named as in nanoGPT.
-        kinds: the names of the replacements of the block, its attention and its MLP.
-    """
+    """Return the modules of a transformer block; None if one was replaced, hooked or wrapped."""
     if kind_of(block) != kinds[0] or _has_any_global_hook():
         return None
     if torch.compiler.is_compiling():  # torch guards what it has traced
@@ -108,17 +100,12 @@ def _find(block: Any, kinds: Sequence[str]) -> Parts | None:
 
 
 def probability(dropout: Any) -> float:
-    """Return the current probability of a dropout; 0 for None."""
     return dropout.p if dropout is not None and dropout.training else 0.0
 
 
 def fused_block(
     parts: Parts, dtypes: Dtypes, stream: Tensor, heads: int, scale: float | None, p: float
 ) -> FusedBlock | None:
-    """Describe a transformer block with its current parameters and settings; None if the node does not support it.
-
-    ``scale`` is the factor of the scores, or None for 1/sqrt(HS), and ``p`` the probability of attention's dropout.
-    """
     if stream.shape[-1] > functional.MAX_HEAD_SIZE * heads:
         return None
     parameters, mlp_proj_bias = parameters_of(

@@ -19,7 +19,6 @@ _TENSORS = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 
 def why_not(*tensors: Tensor | None) -> str | None:
-    """Return the reason why the kernels do not support these floating-point tensors; None if they do."""
     given = [t for t in tensors if t is not None]
     first = given[0]
     if first.device.type not in DEVICES:
@@ -36,7 +35,6 @@ def why_not(*tensors: Tensor | None) -> str | None:
 
 
 def has_librarys_forward(kind: Any) -> bool:
-    """Return whether the forward of a class of torch or transformers is the library's own, without a patch."""
     code = getattr(kind.forward, "__code__", None)
     library = sys.modules[kind.__module__.partition(".")[0]].__file__
     inside = code is not None and library is not None and code.co_filename.startswith(os.path.dirname(library))
@@ -44,7 +42,6 @@ def has_librarys_forward(kind: Any) -> bool:
 
 
 def count(module: torch.nn.Module, reason: str) -> None:
-    """Record in the model's report that a call of the module runs the original code, and why."""
     if not torch.compiler.is_compiling():
         report = module.__dict__.get("gptkernels_report")
         if report is not None:
@@ -52,15 +49,11 @@ def count(module: torch.nn.Module, reason: str) -> None:
 
 
 def bare(module: torch.nn.Module) -> bool:
-    """Return whether a call of the module runs its class's forward and nothing else.
-
-    Hooks of transformers that record outputs on request are ignored.
-    """
+    """Return whether a call runs only the class's forward; transformers' hooks that record outputs do not count."""
     return runs_only_its_forward(module, passive="transformers.utils.output_capturing")
 
 
 def untouched(module: torch.nn.Module, kind: str) -> bool:
-    """Return whether a parent may compute the module without calling it: if it is this replacement, and is ``bare``."""
     return kind_of(module) == kind and bare(module)
 
 

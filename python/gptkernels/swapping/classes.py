@@ -1,9 +1,8 @@
-"""The replacement of a module: its class becomes a subclass of the class that it had.
+"""A module is replaced by a subclass of its class, so that it keeps its parameters, buffers and hooks.
 
-The module keeps its parameters, buffers, hooks and training flag, and ``isinstance`` still holds. The subclass has the
-name of the original class, by which other libraries choose modules to wrap, shard or save. ``forward`` is the only
-method that it visibly overrides. ``copy.deepcopy`` and pickling store the original class and the name of the
-replacement, so that a copy or a loaded module is replaced too.
+The subclass has the original's name, by which other libraries choose modules to wrap, shard or save, and visibly
+overrides only ``forward``. ``copy.deepcopy`` and pickling store the original class and the replacement's name, so that
+a copy or a loaded module is replaced too.
 """
 
 import functools
@@ -22,14 +21,12 @@ READ = {
     "dropout",
     "gptkernels_report",
     "_is_full_backward_hook",
-}  # attributes read at each call, or by torch
+}  # set at each call, or by torch
 Namespace = dict[str, Any]
 _namespaces: dict[str, Callable[..., Namespace]] = {}
 
 
 def replacement(name: str) -> Callable[[Callable[..., Namespace]], Callable[..., Namespace]]:
-    """Register a function that makes a replacement's attributes from the original class and options."""
-
     def register(function: Callable[..., Namespace]) -> Callable[..., Namespace]:
         _namespaces[name] = function
         return function
@@ -38,13 +35,11 @@ def replacement(name: str) -> Callable[[Callable[..., Namespace]], Callable[...,
 
 
 def options_of(name: str) -> list[str]:
-    """Return the names of a replacement's options."""
     return list(inspect.signature(_namespaces[name]).parameters)[1:]
 
 
 @functools.cache
 def derive(original: type, name: str, *options: Any) -> type:
-    """Return the subclass of ``original`` for the replacement ``name``; equal calls return the same class."""
     namespace = _namespaces[name](original, *options)
     own: Any = original.forward  # type: ignore[attr-defined]
     replaced = namespace["forward"]
@@ -53,7 +48,7 @@ def derive(original: type, name: str, *options: Any) -> type:
         known = tuple(parameters)  # torch.compile cannot trace the mapping before torch 2.12
         takes_all = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
 
-        @functools.wraps(own)  # for inspect.signature
+        @functools.wraps(own)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             unknown = len(args) >= len(known) or any(name not in known for name in kwargs)
             if getattr(self, CHANGED, False) or is_patched(derived) or (unknown and not takes_all):
@@ -66,7 +61,7 @@ def derive(original: type, name: str, *options: Any) -> type:
 
     def reduce(self: Any, protocol: Any) -> Any:
         rebuild, args, *state = super(derived, self).__reduce_ex__(protocol)
-        if args[:1] != (derived,):  # the class defines how it is pickled
+        if args[:1] != (derived,):
             return rebuild, args, *state
         return _rebuild, (original, name, *options), *state
 
@@ -89,15 +84,12 @@ def derive(original: type, name: str, *options: Any) -> type:
 
 
 def is_patched(derived: Any) -> bool:
-    """Return whether the forward of the original class was replaced after the swap.
-
-    Returns False while compiling, because torch itself checks that traced code has not changed.
-    """
+    """Return whether the original's forward was replaced after the swap; torch itself checks this for compiled code."""
     return not torch.compiler.is_compiling() and getattr(derived, MARK).forward is not getattr(derived, FORWARD)
 
 
 def _setattr(self: Any, name: str, value: Any) -> None:
-    """Set an attribute. If the user's code may read it, mark the module as changed, so that its original forward runs.
+    """Mark the module as changed, so that its original forward runs, if the user's code may read the attribute.
 
     Names with an underscore do not count, because torch and other libraries mark modules with them.
     """
@@ -115,15 +107,13 @@ def _rebuild(original: type, name: str, *options: Any) -> Any:
 
 
 def original_of(module: torch.nn.Module) -> type | None:
-    """Return the class that the module had before it was replaced; None if it was not replaced."""
     return type(module).__dict__.get(MARK)
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
-    """Return the name of the module's replacement; None for other classes, even for subclasses of a replacement.
+    """Return None for classes without a replacement, even subclasses of a replacement.
 
-    This reads attributes of the class, and not its ``__dict__``, because ``torch.compile`` cannot trace the
-    ``__dict__`` inside ``torch.func.functional_call``.
+    The ``__dict__`` of the class is not read, because ``torch.compile`` cannot trace it in ``functional_call``.
     """
     kind = type(module)
     return getattr(kind, KIND, None) if getattr(kind, OWN, None) is kind and not is_patched(kind) else None

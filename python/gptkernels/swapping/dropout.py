@@ -1,7 +1,7 @@
-"""The seeds and offsets of the dropouts in a forward pass. Kernels generate masks from them, and store none.
+"""The seeds and offsets of a forward pass's dropouts, from which kernels generate the masks.
 
-A model of L layers has 3L + 1 dropouts. One launch draws a seed, and an offset for each dropout. These numbers come
-from torch's generator for the device, which CUDA graphs, ``torch.compile`` and activation checkpointing support.
+One launch draws a seed, and an offset for each of the 3L + 1 dropouts of a model with L layers. The numbers come from
+torch's generator for the device, which CUDA graphs, ``torch.compile`` and activation checkpointing support.
 """
 
 from typing import Any
@@ -15,20 +15,14 @@ from gptkernels.swapping.checks import dropout_of
 
 
 class Draws:
-    """A function that returns the next dropout of a forward pass, with its seed and offset.
-
-    Args:
-        dropouts: the number of dropouts for which one launch draws.
-        like: a tensor on the device.
-    """
+    """A function that returns a forward pass's next dropout; one launch draws for ``dropouts`` of them."""
 
     def __init__(self, dropouts: int, like: Tensor) -> None:
         self._dropouts, self._like = dropouts, like
-        self._numbers: tuple[Tensor, ...] | None = None  # the seed and the offsets
+        self._numbers: tuple[Tensor, ...] | None = None
         self._taken = 0
 
     def __call__(self, p: float) -> Dropout:
-        """Return the next dropout of probability p. If p is 0, no numbers are drawn."""
         if p == 0:
             return NONE
         if self._numbers is None or self._taken == self._dropouts:
@@ -38,7 +32,6 @@ class Draws:
 
 
 def drop(x: Tensor, module: Any, draws: Draws) -> Tensor:
-    """Apply a dropout module to x; return x itself if ``module`` is None."""
     if module is None:
         return x
     p = dropout_of(module)

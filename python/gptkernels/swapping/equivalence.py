@@ -1,10 +1,8 @@
 """Trial runs that test whether a replacement computes the same as a user's own module.
 
-Two copies of the module, one of them replaced, have the same random float64 parameters on the CPU and run on the same
-inputs: in evaluation mode, in training mode without dropout, and in training mode with one dropout of probability 1 at
-a time, which shows where each dropout is applied. Outputs and gradients must agree. One trial counts for all modules
-with equal classes, attributes and buffers. At the end, two copies of the whole model that share its parameters are
-compared.
+Two copies of the module, one of them replaced, have equal random float64 parameters on the CPU. Their outputs and
+gradients must agree in evaluation mode, in training mode without dropout, and with one dropout of probability 1 at a
+time, which shows where each dropout is applied. At the end, two copies of the whole model are compared.
 """
 
 import contextlib
@@ -32,7 +30,6 @@ _FLOAT64_TOLERANCE, _FLOAT32_TOLERANCE, _LOW_TOLERANCE = 1e-10, 1e-4, 0.05  # re
 
 @contextlib.contextmanager
 def random_generators_kept(device: torch.device) -> Iterator[None]:
-    """Return a context that restores, on exit, the random generators of Python, NumPy and torch (CPU and device)."""
     python, numpys = random.getstate(), _numpys_state()
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
         try:
@@ -48,7 +45,6 @@ def _numpys_state() -> Any:
 
 
 def _seed(device: torch.device) -> None:
-    """Seed the generators that ``random_generators_kept`` restores."""
     random.seed(0)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(0)
@@ -59,7 +55,6 @@ def _seed(device: torch.device) -> None:
 
 
 def _has_drawn() -> bool:
-    """Return whether the CPU's generators were used since they were seeded, and seed them again."""
     states = []
     for _ in range(2):
         numpys = _numpys_state()
@@ -76,19 +71,14 @@ class StandIn(torch.nn.Module):
         self.weight, self.bias = (torch.nn.Parameter(torch.randn(width, dtype=torch.float64)) for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Mix each position with the mean of all positions."""
         return torch.addcmul(self.bias, x + x.mean(1, keepdim=True), self.weight)
 
 
 def copy_with_random_parameters(module: torch.nn.Module, instead: dict[int, Any] | None = None) -> torch.nn.Module:
-    """Copy a module to the CPU in float64, without hooks.
+    """Copy a module to the CPU in float64 without hooks; ``instead`` maps the ``id`` of submodules to replacements.
 
-    The parameters' values are not copied, because parameters may be large, sharded, or without data. The matrices of
-    the copy are overlapping views of one tensor, so that few random numbers are drawn and read.
-
-    Args:
-        module: the module.
-        instead: modules to use in place of submodules, by the ``id`` of the submodule.
+    Parameters are drawn, because they may be large, sharded or without data. The copy's matrices are overlapping views
+    of one tensor, so that few random numbers are drawn and read.
     """
     memo: dict[int, Any] = dict(instead or {})
     generator = torch.Generator().manual_seed(0)
@@ -112,7 +102,6 @@ def copy_with_random_parameters(module: torch.nn.Module, instead: dict[int, Any]
 
 
 def _parameters(module: torch.nn.Module, without: dict[int, Any]) -> Iterator[Tensor]:
-    """Iterate over the parameters of the module and its submodules, except modules whose id is in ``without``."""
     if id(module) not in without:
         yield from (p for p in module._parameters.values() if p is not None)
         for child in module._modules.values():
@@ -129,12 +118,11 @@ def _copy(module: torch.nn.Module, memo: dict[int, Any]) -> torch.nn.Module:
 
 
 def copy_sharing_parameters(module: torch.nn.Module) -> torch.nn.Module:
-    """Copy a module without hooks; its parameters are new objects that share the data."""
     return _copy(module, {id(p): torch.nn.Parameter(p.detach(), requires_grad=False) for p in module.parameters()})
 
 
 def difference(original: torch.nn.Module, replaced: torch.nn.Module, *trials: Trial) -> str | None:
-    """Compare two modules in every state and trial; return a description of the first difference, or None."""
+    """Return a description of the first difference in any state and trial, or None."""
     calls = _calls_of_dropouts(original)
     before = _stored(original)
     first, second = _states(original), _states(replaced)
@@ -158,10 +146,7 @@ def difference(original: torch.nn.Module, replaced: torch.nn.Module, *trials: Tr
 def difference_of_gradients(
     original: torch.nn.Module, replaced: torch.nn.Module, trial: Trial, *inputs: Tensor
 ) -> str | None:
-    """Compare the gradients of two modules, in training mode without dropout; return a difference, or None.
-
-    The gradients are those of all parameters that are vectors, of embeddings' weights, and of ``inputs``.
-    """
+    """Compare the gradients of vectors, of embeddings' weights and of ``inputs``, in training mode without dropout."""
     found = []
     for module in (original, replaced):
         _states(module)["training"]()
@@ -184,7 +169,6 @@ def _gradients(trial: Trial, wanted: list[Tensor], module: Any) -> list[Tensor]:
 
 
 def difference_in(state: str, original: torch.nn.Module, replaced: torch.nn.Module, trial: Trial) -> str | None:
-    """Compare two modules in one state, for a trial that takes long; return the difference, or None."""
     for module in (original, replaced):
         _states(module)[state]()
     reason = _unequal(_run(trial, original), _run(trial, replaced))
@@ -197,7 +181,7 @@ _RUNS = (
     (True, True, 1, 9), (False, False, 3, 2), (False, True, 1, 1), (True, False, 3, 1), (False, False, 1, 0),
     (True, True, 3, 0), (False, True, 1, 0), (True, False, 1, 0),
 )  # fmt: skip
-_MULTIPLICATIONS = 6e9  # the budget of all runs
+_MULTIPLICATIONS = 6e9
 
 
 def difference_of_models(
@@ -205,9 +189,7 @@ def difference_of_models(
 ) -> str | None:
     """Compare the outputs of two models for tokens, with the models' own parameters and on their device.
 
-    Returns:
-        A description of the first difference beyond rounding. None if there is no difference, or if the model cannot
-        be compared, for example because it does not take tokens.
+    None means no difference beyond rounding, or that the models do not take tokens.
     """
     parameters = list(original.parameters())
     if not parameters or any(
@@ -234,9 +216,9 @@ def difference_of_models(
             _states(module)["training" if training else "evaluation"]()
         try:
             expected = _run(trial, original, device)
-        except Exception:  # the model does not support these inputs
+        except Exception:
             continue
-        if not all(bool(t.isfinite().all()) for t in expected):  # for example, the parameters are not loaded yet
+        if not all(bool(t.isfinite().all()) for t in expected):
             continue
         try:
             reason = _unequal(expected, _run(trial, replaced, device))
@@ -248,7 +230,6 @@ def difference_of_models(
 
 
 def _calls_of_dropouts(module: torch.nn.Module) -> list[str]:
-    """Return a list to which a dropout's name is appended each time that the module calls the dropout."""
     calls: list[str] = []
     for name, one in module.named_modules():
         if isinstance(one, torch.nn.Dropout):
@@ -257,7 +238,6 @@ def _calls_of_dropouts(module: torch.nn.Module) -> list[str]:
 
 
 def _stored(module: torch.nn.Module) -> dict[tuple[str, str], Any]:
-    """Return the attributes, buffers and parameters of all modules, to detect changes."""
     found: dict[tuple[str, str], Any] = {}
     for name, one in module.named_modules():
         own = {k: v for k, v in one.__dict__.items() if k not in _SET_BY_TRIALS}
@@ -267,7 +247,6 @@ def _stored(module: torch.nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def _stores_something(module: torch.nn.Module, before: dict[tuple[str, str], Any]) -> str | None:
-    """Return which attribute, buffer or parameter the forward has changed, or None."""
     now = _stored(module)
     for key in before.keys() | now.keys():
         old, new = before.get(key), now.get(key)
@@ -287,7 +266,6 @@ def _run(trial: Trial, module: torch.nn.Module, device: torch.device = _CPU, gra
 
 
 def _states(module: torch.nn.Module) -> dict[str, Callable[[], None]]:
-    """Return the states of a module: for each name a function that puts the module into this state."""
     dropouts = [(name, one) for name, one in module.named_modules() if isinstance(one, torch.nn.Dropout)]
     numbers = [(name, one) for name, one in module.named_modules() if isinstance(one.__dict__.get("dropout"), float)]
 
@@ -327,10 +305,6 @@ def _unequal(expected: Any, found: Any) -> str | None:
 
 
 def signature(module: torch.nn.Module) -> tuple[Any, ...]:
-    """Return a key that is equal for modules with equal classes, attributes, shapes of parameters, and buffers.
-
-    A trial of one module counts for all modules with the same key.
-    """
     parts: list[Any] = []
     for name, one in module.named_modules():
         own = {k: v for k, v in one.__dict__.items() if k not in _MACHINERY and not isinstance(v, Tensor)}
@@ -341,7 +315,6 @@ def signature(module: torch.nn.Module) -> tuple[Any, ...]:
 
 
 def _content(buffer: Tensor) -> Any:
-    """Return the shape, dtype and hash of a buffer; its id if it has no data."""
     if buffer.is_meta:
         return id(buffer)
     data = buffer.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

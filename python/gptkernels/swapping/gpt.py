@@ -1,7 +1,7 @@
 """Replacements of the modules of nanoGPT's ``model.py``, of llm.c's ``train_gpt2.py``, and of files derived from them.
 
-These classes are in the user's own code. They are therefore recognised by their attributes and tested: a replacement is
-used only if it computes the same as the original (``equivalence.py``).
+These classes are in the user's own code. They are therefore recognised by their attributes, and a replacement is used
+only if it computes the same as the original (``equivalence.py``).
 """
 
 import inspect
@@ -30,7 +30,6 @@ def children(module: torch.nn.Module) -> set[str]:
 
 
 def looks_like_attention(module: Any) -> bool:
-    """Return whether a module has c_attn, c_proj and n_head, and at most attn_dropout and resid_dropout besides."""
     return (
         {"c_attn", "c_proj"} <= children(module) <= {"c_attn", "c_proj", "attn_dropout", "resid_dropout"}
         and isinstance(getattr(module, "n_head", None), int)
@@ -38,10 +37,7 @@ def looks_like_attention(module: Any) -> bool:
 
 
 def attention_dropout(module: Any) -> float | None:
-    """Return the current probability of attention's dropout; None if it is unknown.
-
-    It is unknown if ``attn_dropout`` is not a plain dropout, or differs from the attribute ``dropout``.
-    """
+    """Return None if ``attn_dropout`` and the attribute ``dropout`` leave the probability unknown."""
     p = 0.0
     if "attn_dropout" in module._modules:
         found = dropout_of(module.attn_dropout)
@@ -58,8 +54,6 @@ def attention_dropout(module: Any) -> float | None:
 
 @replacement(ATTENTION)
 def attention(original: Any) -> Namespace:
-    """Replace causal self-attention. The kernel reads the packed output of ``c_attn``."""
-
     def forward(self: Any, x: Tensor) -> Tensor:
         p = attention_dropout(self)
         if p is None or (reason := why_not(x)) is not None:
@@ -72,26 +66,21 @@ def attention(original: Any) -> Namespace:
 
 
 def _attended(self: Any, x: Tensor, p: float, draws: Draws) -> Tensor:
-    """Compute attention without its output projection."""
     return attend(project(x, self.c_attn), self.n_head, None, draws(p))
 
 
 def looks_like_mlp(module: Any) -> bool:
-    """Return whether a module has c_fc, c_proj and one other submodule, the activation, besides ``dropout``."""
     rest = children(module) - {"c_fc", "c_proj", "dropout"}
     return {"c_fc", "c_proj"} <= children(module) and len(rest) == 1
 
 
 def activation(module: Any) -> Any:
-    """Return the submodule between the two linear layers."""
     (name,) = children(module) - {"c_fc", "c_proj", "dropout"}
     return module._modules[name]
 
 
 @replacement(MLP)
 def mlp_module(original: Any) -> Namespace:
-    """Replace an MLP: both linear layers and the GELU between them."""
-
     def forward(self: Any, x: Tensor) -> Tensor:
         if (reason := why_not(x)) is not None:
             count(self, reason)
@@ -102,7 +91,6 @@ def mlp_module(original: Any) -> Namespace:
 
 
 def looks_like_block(module: Any) -> bool:
-    """Return whether a module has two norms, an attention and an MLP."""
     return (
         children(module) == {"ln_1", "attn", "ln_2", "mlp"}
         and looks_like_attention(module.attn)
@@ -111,7 +99,6 @@ def looks_like_block(module: Any) -> bool:
 
 
 def _fused(block: Any, dtypes: Dtypes | None, stream: Tensor) -> FusedBlock | None:
-    """Describe the transformer block as one node of autograd's graph; return None if it cannot be one."""
     if dtypes is None or not untouched(block, BLOCK):
         return None
     p = attention_dropout(block.attn) if untouched(block.attn, ATTENTION) else None
@@ -122,7 +109,6 @@ def _fused(block: Any, dtypes: Dtypes | None, stream: Tensor) -> FusedBlock | No
 def _layer(
     block: Any, fused: FusedBlock | None, stream: Tensor, pending: Pending | None, draws: Draws
 ) -> tuple[Tensor, Pending]:
-    """Compute a transformer block without its last addition, as one node of autograd's graph if ``fused`` allows it."""
     if fused is not None and fused.supports(stream, pending):
         return fused.run(stream, pending, draws)[:2]
     attn = block.attn
@@ -143,8 +129,6 @@ def _layer(
 
 @replacement(BLOCK)
 def block(original: Any) -> Namespace:
-    """Replace a transformer block. One kernel computes attention's residual addition and the norm that follows it."""
-
     def forward(self: Any, x: Tensor) -> Tensor:
         if (reason := why_not(x)) is not None:
             count(self, reason)
@@ -155,10 +139,6 @@ def block(original: Any) -> Namespace:
 
 
 def looks_like_gpt(module: Any) -> bool:
-    """Return whether a model is built like nanoGPT's and llm.c's.
-
-    Such a model has ``lm_head`` and ``transformer``, with wte, wpe, h, ln_f and perhaps drop.
-    """
     trunk = module._modules.get("transformer")
     return (
         children(module) == {"transformer", "lm_head"}
@@ -174,10 +154,7 @@ def looks_like_gpt(module: Any) -> bool:
 def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
     """Replace the whole model. One kernel computes a layer's last addition and the next layer's first norm.
 
-    Args:
-        original: the class of the model.
-        ignore_index: targets of this value are ignored.
-        last_only: whether, without targets, the model returns only the last position's logits.
+    With ``last_only``, the model returns only the last position's logits if there are no targets.
     """
 
     known = {"return_logits"} & set(inspect.signature(original.forward).parameters)
@@ -214,7 +191,7 @@ def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
 
 
 def like_torchs(loss: Tensor, x: Tensor) -> Tensor:
-    """Cast the loss to F.cross_entropy's dtype: float32 in autocast, otherwise the logits' dtype."""
+    """Use F.cross_entropy's dtype: float32 in autocast, otherwise the logits' dtype."""
     return loss if autocast_dtype(x.device.type) else loss.to(x.dtype)
 
 

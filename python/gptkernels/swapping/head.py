@@ -17,7 +17,7 @@ from gptkernels.rules._register import differentiate
 from gptkernels.rules.linear_cross_entropy import is_last_backward, scale_in_place
 from gptkernels.swapping.layers import products_dtype
 
-CHUNK = -1  # rows of the logits' gradient that are stored at a time in eager training; with -1 the operator chooses
+CHUNK = -1  # rows of the logits' gradient stored at a time in eager training; -1 lets the operator choose
 
 
 def head_and_loss(
@@ -28,18 +28,10 @@ def head_and_loss(
     divisor: Any = None,
     return_logits: bool | Literal["detached"] = True,
 ) -> tuple[Tensor | None, Tensor]:
-    """Compute logits (..., V), a view of (..., Vp), and their cross-entropy with targets (...).
+    """Compute logits (..., V), a view of (..., Vp), and their cross-entropy, 0-dim float32 (float64 for float64).
 
-    Args:
-        hidden: (..., C).
-        weight: (V, C).
-        targets: (...), int64 or int32.
-        ignore_index: rows with this target are ignored.
-        divisor: the divisor of the sum of the losses; None for the number of targets that are not ignored.
-        return_logits: False for no logits, "detached" for logits without a gradient.
-
-    Returns:
-        The logits or None, and the loss, 0-dim float32 (float64 for float64).
+    ``divisor`` divides the sum of the losses; None stands for the number of targets that are not ignored.
+    ``return_logits`` is False for no logits, "detached" for logits without a gradient.
     """
     V = weight.shape[0]
     if not return_logits:
@@ -63,9 +55,9 @@ def head_and_loss(
 
 
 def padded_weight(weight: Tensor) -> Tensor:
-    """Pad the LM head's weight (V, C) with zeros to a multiple of 64 rows, in autocast's dtype.
+    """Pad the weight (V, C) with zeros to a multiple of 64 rows, in autocast's dtype.
 
-    Matmuls on tensor cores need rows of logits that are aligned to 128 bytes. Rows of 50257 16-bit logits are not.
+    Matmuls on tensor cores need rows of logits aligned to 128 bytes. Rows of 50257 16-bit logits are not.
     """
     weight = weight.to(products_dtype(weight))
     padding = -weight.shape[0] % 64
@@ -75,7 +67,6 @@ def padded_weight(weight: Tensor) -> Tensor:
 def _by_operators(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any
 ) -> tuple[Tensor, Tensor]:
-    """Compute padded logits and the loss by single operators."""
     if divisor is None:
         divisor = _counted(targets, ignore_index)
     padded = padded_weight(weight)
@@ -87,28 +78,23 @@ def _by_operators(
 
 
 def _counted(targets: Tensor, ignore_index: int) -> Tensor:
-    """Return the number of targets that are not ignored, 0-dim."""
     return (targets != ignore_index).sum()
 
 
 def compiled_head_and_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any, low: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Compute padded logits and the loss.
-
-    Dynamo does not trace into this function, but puts a call of it into its graph (``allow_in_graph``). AOTAutograd
-    then records the operators that the function calls.
-    """
+    """Dynamo puts a call of this function into its graph (``allow_in_graph``); AOTAutograd records its operators."""
     if _jvp.active():  # under a transform of torch.func
         return _by_operators(hidden, weight, targets, ignore_index, divisor)
     return _CompiledHeadAndLoss.apply(hidden, weight, targets, ignore_index, divisor, low)  # type: ignore[no-any-return]
 
 
 def _dtype_of_one_node(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
-    """Return the matmuls' dtype if LM head and loss can be one node of autograd's graph; None if they cannot.
+    """Return the matmuls' dtype, or None if LM head and loss cannot be one node of autograd's graph.
 
-    The node computes the gradient of the mean loss with respect to the logits. float16 would round this gradient to 0.
-    float64 is not supported, because the factor 1 / (number of targets) is float32.
+    float16 would round the gradient of the mean loss to 0. float64 is not supported, because the factor 1 / (number of
+    targets) is float32.
     """
     if not torch.is_grad_enabled() or (not torch.compiler.is_compiling() and _jvp.active()):
         return None
@@ -122,15 +108,14 @@ def _dtype_of_one_node(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
 class _HeadAndLoss(torch.autograd.Function):
     """LM head and loss in eager training. The forward also computes the gradients of hidden and weight for dloss = 1.
 
-    The operator works in chunks of rows, so that the gradient of the logits is never stored as a whole. This gradient
-    would be as large as the logits, at the time when most memory is in use.
+    The operator works in chunks of rows, because the gradient of the logits would be as large as the logits, when most
+    memory is in use.
     """
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any, low: torch.dtype
     ):
-        """hidden (..., C), weight (V, C), targets (...) -> logits (..., Vp), loss."""
         with below():
             x = hidden if hidden.dtype == low else hidden.to(low)
             logits, loss, dx, dweight = ops.linear_cross_entropy_with_logits.default(
@@ -144,7 +129,7 @@ class _HeadAndLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dlogits: Tensor | None, dloss: Tensor | None):  # type: ignore[no-untyped-def]
-        """Compute the needed gradients. ``dlogits`` comes from other uses of the logits than the loss."""
+        """``dlogits`` comes from other uses of the logits than the loss."""
         hidden, weight, targets, dx, dweight = ctx.saved_tensors
         if torch.is_grad_enabled():
             return _differentiably(ctx, hidden, weight, targets, (dlogits, dloss))
@@ -166,23 +151,22 @@ class _HeadAndLoss(torch.autograd.Function):
         return dhidden, dvocabulary, None, None, None, None
 
 
-# The C++ part of Function.apply. Its Python part supports torch.func, under which there is no node.
+# Function.apply's C++ part. Its Python part supports torch.func, under which there is no node.
 apply_head_and_loss = super(torch.autograd.Function, _HeadAndLoss).apply  # type: ignore[misc]
 
 
 class _CompiledHeadAndLoss(torch.autograd.Function):
     """LM head and loss for ``torch.compile``. The forward saves dlogits, the gradient of the loss for dloss = 1.
 
-    If a compiled graph returns the logits, its backward always gets a gradient for them, which may be zeros. Adding
-    this gradient to dlogits is faster than separate matmuls. If the logits are not returned, dloss multiplies the
-    gradients of hidden and weight, which are smaller than dlogits.
+    If a compiled graph returns the logits, its backward always gets a gradient for them. Adding this gradient to
+    dlogits is faster than separate matmuls. Otherwise dloss multiplies the gradients of hidden and weight, which are
+    smaller than dlogits.
     """
 
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any, low: torch.dtype
     ):
-        """hidden (..., C), weight (V, C), targets (...) -> logits (..., Vp), loss."""
         with below():
             x, padded = hidden.to(low), _padded(weight, low)
             logits = ops.linear.default(x, padded, None)
@@ -218,7 +202,6 @@ class _CompiledHeadAndLoss(torch.autograd.Function):
 
 
 def _padded(weight: Tensor, low: torch.dtype) -> Tensor:
-    """Cast the weight to ``low`` and pad it as ``padded_weight`` does, in one pass over the weight."""
     V, C = weight.shape
     padded = weight.new_empty((V + -V % 64, C), dtype=low)
     padded[:V].copy_(weight)
@@ -227,7 +210,6 @@ def _padded(weight: Tensor, low: torch.dtype) -> Tensor:
 
 
 def _scale(divisor: Any, like: Tensor) -> Tensor:
-    """Return 1 / divisor, 0-dim float32, by which each row's gradient is multiplied."""
     if isinstance(divisor, Tensor):
         return (1 / divisor).float()
     return like.new_full((), 1 / divisor, dtype=torch.float32)
@@ -238,18 +220,13 @@ def _sum(gradient: Tensor | None, more: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _scaled(gradient: Tensor, scale: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Return ``gradient * scale``, or the gradient if ``scale`` is None, in ``dtype``.
-
-    The scale is multiplied as a 1-dim tensor. Torch would round a 0-dim scale to the gradient's dtype.
-    """
+    """Multiply by the scale as a 1-dim tensor, because torch would round a 0-dim scale to the gradient's dtype."""
     return (gradient if scale is None else gradient * scale.view(1)).to(dtype)
 
 
 def _differentiably(
     ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, grads: Sequence[Tensor | None]
 ) -> tuple[Any, ...]:
-    """Compute the gradients by the autograd of single operators, so that they can be differentiated again."""
-
     def formula(hidden: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         with without_autocast(hidden.device.type):
             return _by_operators(hidden.to(ctx.low), weight.to(ctx.low), targets, ctx.ignore_index, ctx.divisor)

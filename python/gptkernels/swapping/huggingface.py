@@ -1,8 +1,7 @@
 """Replacements of the modules of Hugging Face's GPT-2 (transformers 4.57 and 5.x).
 
-Each replacement decides for each call whether the kernels support it: ``GPT2Model`` as a whole, otherwise each block,
-each attention and each MLP. A call that they do not support runs the original code, which calls the submodules.
-This file does not import transformers; it uses the modules that a swapped model has imported.
+Kernels compute a call at the highest level that supports it: ``GPT2Model``, each block, each attention, each MLP. An
+unsupported call runs the original code, which calls the submodules.
 """
 
 import functools
@@ -28,18 +27,16 @@ from gptkernels.swapping.head import head_and_loss
 from gptkernels.swapping.layers import weight_of
 from gptkernels.swapping.transformer import add_and_norm, attend, feed_forward, layer, mlp, pending_of, project
 
-IGNORED = ("return_dict", "num_items_in_batch", "cache_position")  # options that the model's own layers do not read
+IGNORED = ("return_dict", "num_items_in_batch", "cache_position")
 SUPPORTED = ("sdpa", "gptkernels")  # implementations of attention that return no probabilities
 KINDS = BLOCK, ATTENTION, MLP = "Hugging Face GPT2Block", "Hugging Face GPT2Attention", "Hugging Face GPT2MLP"
 
 
 def library() -> Any:
-    """Return transformers' module with GPT-2's classes; None if it is not imported."""
     return sys.modules.get("transformers.models.gpt2.modeling_gpt2")
 
 
 def decide(module: torch.nn.Module) -> tuple[Any, ...] | None:
-    """Choose the replacement, with its options, of a module of transformers; None for any other module."""
     theirs = library()
     if theirs is None:
         return None
@@ -59,12 +56,11 @@ def decide(module: torch.nn.Module) -> tuple[Any, ...] | None:
 
 
 def _has_forward_of(module: torch.nn.Module, kind: Any) -> bool:
-    """Return whether a module has the unpatched forward of this class of transformers."""
     return isinstance(module, kind) and type(module).forward is kind.forward and has_librarys_forward(kind)
 
 
 def _sdpa_is_theirs() -> bool:
-    """Return whether the function registered as "sdpa" is still transformers' own; True while compiling."""
+    """Return whether the function registered as "sdpa" is transformers' own; True while compiling."""
     functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
     theirs = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
     return torch.compiler.is_compiling() or functions["sdpa"] is theirs
@@ -75,8 +71,6 @@ def _sdpa_is_theirs() -> bool:
 
 @replacement(MLP)
 def mlp_module(original: Any) -> Namespace:
-    """Replace an MLP: two Conv1D and the activation between them."""
-
     def forward(self: Any, hidden_states: Tensor) -> Tensor:
         if (reason := why_not(hidden_states)) is not None:
             count(self, reason)
@@ -87,12 +81,10 @@ def mlp_module(original: Any) -> Namespace:
 
 
 def _mlp(draws: Draws) -> Callable[[Any, Tensor], Pending]:
-    """Return a function for the argument ``feed_forward`` of ``layer``."""
     return lambda module, x: feed_forward(module, x, MLP, lambda m: m.act, draws)
 
 
 def _only_matmul_reads(mlp: Any) -> bool:
-    """Return whether only a matmul reads the input of an MLP."""
     return untouched(mlp, MLP) and untouched(mlp.c_fc, "Linear")
 
 
@@ -101,7 +93,6 @@ def _only_matmul_reads(mlp: Any) -> bool:
 
 @replacement(ATTENTION)
 def attention(original: Any) -> Namespace:
-    """Replace self-attention with any mask and any cache, if no probabilities are requested."""
     complete = _completer(original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -154,10 +145,7 @@ def _why_not_attention(self: Any, hidden: Tensor, options: dict[str, Any]) -> st
 
 
 def scale_of(attention: Any) -> float | None:
-    """Return the factor of the scores; None for 1/sqrt(HS).
-
-    Transformers 4.57 divides by the layer's number only in its eager attention.
-    """
+    """Transformers 4.57 divides by the layer's number only in its eager attention."""
     if hasattr(attention, "scaling"):
         return float(attention.scaling)
     if attention.config._attn_implementation != "eager":
@@ -167,7 +155,6 @@ def scale_of(attention: Any) -> float | None:
 
 
 def _is_plain_cache(cache: Any) -> bool:
-    """Return whether a cache is a DynamicCache whose layers only grow."""
     utils = sys.modules["transformers.cache_utils"]
     return type(cache) is utils.DynamicCache and all(type(one) is utils.DynamicLayer for one in cache.layers)
 
@@ -177,7 +164,6 @@ def _is_plain_cache(cache: Any) -> bool:
 
 @replacement(BLOCK)
 def block(original: Any) -> Namespace:
-    """Replace a transformer block. One kernel computes attention's residual addition and the norm that follows it."""
     complete = _completer(original)
     gives_a_tuple = "output_attentions" in inspect.signature(original.forward).parameters  # 4.57
 
@@ -212,7 +198,7 @@ def block(original: Any) -> Namespace:
 
 @replacement("Hugging Face GPT2Model")
 def model(original: Any) -> Namespace:
-    """Replace the model without LM head. One kernel computes a layer's last addition and the norm that follows it."""
+    """One kernel computes a layer's last addition and the norm that follows it."""
     complete = _completer(original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -232,8 +218,8 @@ def model(original: Any) -> Namespace:
         draws = Draws(3 * len(self.h) + 1, hidden)
         hidden = drop(hidden, self.drop, draws)
         masks = _masks(options.get("attention_mask"), start, start + hidden.shape[1])
-        # In a compiled graph that returns a cache, keys and values have gradients, often zeros. With a gradient of qkv
-        # the node's backward would run its layer again.
+        # In a compiled graph that returns a cache, keys and values have gradients, often zeros, and a gradient of qkv
+        # would make the node's backward run its layer again.
         supported = start == 0 and all(mask is None for mask in masks)
         dtypes = dtypes_of(hidden, compiled=cache is None) if supported else None
         blocks = cast_all([_fused(parts, dtypes, hidden) for _, parts in found], hidden)
@@ -260,7 +246,6 @@ def model(original: Any) -> Namespace:
 
 
 def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
-    """Return the reason why one loop cannot compute the whole model; None if it can."""
     config = self.config
     for name, value in options.items():
         if value is not None and value is not False and name not in _KNOWN:
@@ -304,10 +289,7 @@ def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
 
 
 def _blocks(self: Any) -> list[tuple[Any, Parts | None]] | str:
-    """Return the transformer blocks, each with its modules if they are unchanged.
-
-    Return a reason instead if one loop cannot compute the model.
-    """
+    """Return each transformer block with its modules (or None), or the reason why one loop cannot compute the model."""
     found: list[tuple[Any, Parts | None]] = []
     for one in self.h:
         parts = parts_of(one, KINDS)
@@ -323,7 +305,6 @@ def _blocks(self: Any) -> list[tuple[Any, Parts | None]] | str:
 
 
 def _fused(parts: Parts | None, dtypes: Dtypes | None, hidden: Tensor) -> FusedBlock | None:
-    """Describe a transformer block as one node of autograd's graph; return None if it cannot be one."""
     if parts is None or dtypes is None:
         return None
     attn = parts.attn
@@ -338,7 +319,6 @@ _KNOWN = (
 
 
 def _embed(self: Any, options: dict[str, Any], start: int) -> Tensor:
-    """Return the sum of both embeddings, (B, T, C)."""
     tokens: Any = options.get("input_ids")
     embeds: Any = options.get("inputs_embeds")
     positions: Any = options.get("position_ids")
@@ -361,9 +341,9 @@ Masks = tuple[Tensor | None, Tensor | None, Tensor | None]  # attn_mask, key_beg
 def _masks(attention_mask: Tensor | None, start: int, keys: int) -> Masks:
     """Convert a mask (B, Tk) of the keys, 0 for padding, to the attention op's arguments.
 
-    Outside of ``torch.compile`` the mask's values are read, as in transformers, and a mask of ones is dropped. If there
-    are ``start`` > 0 cached keys, padding on the left or right becomes a range of keys, and decoding does not read the
-    keys outside it. Without a cache the mask stays a mask, because the kernels for sm_90a support masks but not ranges.
+    Except in compiled code the mask is read, and a mask of ones is dropped, as in transformers. With cached keys,
+    padding becomes a range of keys, outside which decoding reads nothing. Without a cache the mask stays a mask,
+    because the kernels for sm_90a support masks but not ranges.
     """
     if attention_mask is None:
         return None, None, None
@@ -381,7 +361,6 @@ def _masks(attention_mask: Tensor | None, start: int, keys: int) -> Masks:
 
 
 def _attend(masks: Masks, cache: Any, index: int, draws: Draws, self: Any, x: Tensor) -> Pending:
-    """Compute the GPT2Attention of layer ``index`` with the masks and the cache of the whole model."""
     qkv = project(x, self.c_attn)
     dropout_p = dropout_of(self.attn_dropout) or 0.0
     scale = scale_of(self)
@@ -410,7 +389,7 @@ def _attend(masks: Masks, cache: Any, index: int, draws: Draws, self: Any, x: Te
 
 
 def _cached(cache: Any, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:
-    """Append to a layer of the cache; return all its keys and values. An empty layer stores the views of qkv."""
+    """An empty layer of the cache stores the views of qkv."""
     if index < len(cache.layers) and not cache.layers[index].is_initialized:
         one = cache.layers[index]
         one.dtype, one.device, one.is_initialized = key.dtype, key.device, True
@@ -433,17 +412,8 @@ def causal_lm_loss(
 ) -> Tensor:
     """Compute transformers' ``ForCausalLMLoss`` with the fused classifier, which reads 16-bit logits without a cast.
 
-    Args:
-        logits: (B, T, V).
-        labels: (B, T); labels[:, t] is the target of position t - 1. They are not read if shift_labels is given.
-        vocab_size: V.
-        num_items_in_batch: the divisor of the sum of the losses; None for the number of targets that are not ignored.
-        ignore_index: targets of this value are ignored.
-        shift_labels: (B, T), targets that are already shifted.
-        kwargs: ignored, as in transformers.
-
-    Returns:
-        0-dim float32.
+    ``labels`` (B, T) are shifted here: labels[:, t] is the target of position t - 1. ``num_items_in_batch`` divides the
+    sum of the losses; None stands for the number of targets that are not ignored.
     """
     targets = shifted(labels, ignore_index) if shift_labels is None else shift_labels
     targets = targets.reshape(-1).to(logits.device)
@@ -459,16 +429,12 @@ def _on(number: Any, like: Tensor) -> Any:
 
 
 def shifted(labels: Any, ignore_index: int) -> Tensor:
-    """Shift labels to the previous position; the last position gets ``ignore_index``."""
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 
 @replacement("Hugging Face GPT2LMHeadModel")
 def language_model(original: Any) -> Namespace:
-    """Replace the model with LM head, whose loss is fused with the LM head if labels are given.
-
-    ``loss_function`` computes this package's loss unless the user has replaced it.
-    """
+    """``loss_function`` computes this package's loss unless the user has replaced it."""
     complete = _completer(original)
     theirs = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
     mapping = sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING
@@ -476,12 +442,12 @@ def language_model(original: Any) -> Namespace:
     if loss_function is not inspect.getattr_static(
         sys.modules["transformers.modeling_utils"].PreTrainedModel, "loss_function"
     ):
-        return {"forward": original.forward}  # the class defines its own loss
+        return {"forward": original.forward}
     get_original_loss = loss_function.fget
 
     def get_loss(self: Any) -> Callable[..., Any]:
         if "_loss_function" not in self.__dict__ and mapping.get(getattr(self, "loss_type", None), theirs) is theirs:
-            return causal_lm_loss  # without a call of the original, whose warning torch.compile cannot trace
+            return causal_lm_loss  # calling the original would issue a warning, which torch.compile cannot trace
         return get_original_loss(self)  # type: ignore[no-any-return]
 
     def set_loss(self: Any, value: Callable[..., Any]) -> None:
@@ -544,7 +510,6 @@ def _wants_dict(self: Any, options: dict[str, Any]) -> bool:
 
 
 def _completer(original: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
-    """Return a function that maps the arguments of a call of the forward to their names."""
     names = [*inspect.signature(original.forward).parameters][1:]
 
     def complete(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

@@ -13,10 +13,7 @@ from gptkernels.swapping.classes import Namespace, replacement
 
 @replacement("LayerNorm")
 def layer_norm(original: Any, eps: float | None = None) -> Namespace:
-    """Replace ``torch.nn.LayerNorm``, or a user's class that normalises over its weight's shape.
-
-    ``eps`` is the eps of the user's class, and None for ``torch.nn.LayerNorm``.
-    """
+    """``eps`` is None for ``torch.nn.LayerNorm``; a user's class normalises over its weight's shape."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         weight, bias, epsilon = norm_of(self)
@@ -40,8 +37,6 @@ def eps_of(module: Any) -> float:
 
 @replacement("GELU")
 def gelu(original: Any, form: str | None = None) -> Namespace:
-    """Replace ``torch.nn.GELU``, or a class that computes one of its two forms."""
-
     def forward(self: Any, input: Tensor) -> Tensor:
         if (reason := why_not(input)) is not None:
             count(self, reason)
@@ -52,15 +47,12 @@ def gelu(original: Any, form: str | None = None) -> Namespace:
 
 
 def gelu_form(module: Any) -> str:
-    """Return the form of a replaced GELU: "tanh" or "none"."""
     form: str | None = module._gptkernels_gelu
     return module.approximate if form is None else form
 
 
 @replacement("Linear")
 def linear(original: Any, transposed: bool = False) -> Namespace:
-    """Replace ``torch.nn.Linear``, or, if transposed, Hugging Face's Conv1D, whose weight (in, out) is not copied."""
-
     def forward(self: Any, input: Tensor) -> Tensor:
         if (reason := why_not(input, self.weight, self.bias)) is not None:
             count(self, reason)
@@ -71,7 +63,6 @@ def linear(original: Any, transposed: bool = False) -> Namespace:
 
 
 def weight_of(module: Any) -> Tensor:
-    """Return the weight (out, in) of a replaced linear layer; for a Conv1D, a view."""
     weight = module.weight
     if not module._gptkernels_transposed:
         return weight  # type: ignore[no-any-return]
@@ -80,7 +71,6 @@ def weight_of(module: Any) -> Tensor:
 
 
 def products_dtype(t: Tensor) -> torch.dtype:
-    """Return the dtype in which matmuls read a tensor: autocast's dtype, except for float64 and without autocast."""
     return t.dtype if t.dtype == torch.float64 else autocast_dtype(t.device.type) or t.dtype
 
 
@@ -116,8 +106,6 @@ def softmax(original: Any) -> Namespace:
 
 @replacement("CrossEntropyLoss")
 def cross_entropy(original: Any) -> Namespace:
-    """Replace ``torch.nn.CrossEntropyLoss`` with class indices as targets."""
-
     def forward(self: Any, input: Tensor, target: Tensor) -> Tensor:
         reason = why_not(input)
         if reason is None and target.dtype not in (torch.int64, torch.int32):
@@ -131,10 +119,6 @@ def cross_entropy(original: Any) -> Namespace:
 
 
 def torch_layer(module: torch.nn.Module) -> tuple[Any, ...] | str | None:
-    """Return the replacement of a module of torch.nn, or the reason why it is not replaced; None for other modules.
-
-    A subclass that does not override ``forward`` is replaced too.
-    """
     forward = type(module).forward
     for kind, name, unless in _TORCHS:
         if isinstance(module, kind):
@@ -146,8 +130,6 @@ def torch_layer(module: torch.nn.Module) -> tuple[Any, ...] | str | None:
 
 
 def _without(**defaults: Any) -> Any:
-    """Return a function that names an option of a module that differs from these defaults, or returns None."""
-
     def unless(module: Any) -> str | None:
         for name, default in defaults.items():
             value = getattr(module, name)

@@ -28,9 +28,9 @@ class Report:
 
     Attributes:
         replaced: the modules that kernels compute.
-        left: the modules that were not replaced, with the reasons. Containers, which compute nothing, are not listed.
-        calls: how many calls of a replaced module ran its original code, by class and reason. Calls inside
-            ``torch.compile`` are not counted, because the choice is made once, when the graph is traced.
+        left: the other modules, with reasons. Containers, which compute nothing, are not listed.
+        calls: how many calls of a replaced module ran its original code, by class and reason; calls inside
+            ``torch.compile`` are not counted.
         return_logits: the argument of ``swap``.
     """
 
@@ -40,7 +40,7 @@ class Report:
     return_logits: bool | Literal["detached"] = True
 
     def line(self) -> str:
-        """Return a summary in one line: how many modules of each class were replaced, and how many were not."""
+        """Return one line: how many modules of each class were replaced, and how many were not."""
         kinds = collections.Counter(entry.kind for entry in self.replaced)
         counted = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
         return f"gptkernels.swap: {len(self.replaced)} modules replaced ({counted or 'none'}), {len(self.left)} left"
@@ -56,7 +56,6 @@ class Report:
 
 
 def _groups(entries: Iterable[Entry]) -> Iterable[list[Entry]]:
-    """Group the entries that differ only in numbers within their names, such as a model's layers."""
     groups: dict[tuple[str, str, str], list[Entry]] = {}
     for entry in entries:
         groups.setdefault((re.sub(r"\d+", "*", entry.name), entry.kind, entry.note), []).append(entry)

@@ -1,8 +1,7 @@
 """Replacement of ``F.scaled_dot_product_attention`` in a user's own methods.
 
-All code in the process shares torch's function, so the function is not patched. A method that calls it is copied. In
-the copied code, the name of torch's function is replaced by the name of a new attribute of ``torch.nn.functional``,
-which is this package's function. The rest of the method (globals, closure, source lines) is unchanged, and
+Torch's function is not patched, because all code in the process shares it. A method that calls it is copied with its
+globals and closure, and the copied code names a new attribute of ``torch.nn.functional``, this package's function.
 ``torch.compile`` sees an ordinary call.
 """
 
@@ -22,10 +21,6 @@ _FOREIGN = ("torch.", "torch", "transformers.", "gptkernels.")
 
 
 def methods_that_call_it(kind: type) -> dict[str, Any]:
-    """Return the methods of a class, own and inherited, whose code names ``F.scaled_dot_product_attention``.
-
-    Methods that torch, transformers or this package define are skipped.
-    """
     return {
         name: method
         for owner in kind.__mro__
@@ -36,7 +31,6 @@ def methods_that_call_it(kind: type) -> dict[str, Any]:
 
 
 def _names(method: Any) -> list[str]:
-    """Return the names in the method's code that refer to torch's function and to nothing else."""
     names = []
     for name in method.__code__.co_names:
         imported = method.__globals__.get(name) is F.scaled_dot_product_attention
@@ -46,7 +40,6 @@ def _names(method: Any) -> list[str]:
 
 
 def _always_of_functional(method: Any) -> bool:
-    """Return whether a method uses the name ``scaled_dot_product_attention`` only as an attribute of torch's ``F``."""
     value: Any = None  # what the chain of globals and attributes up to the previous instruction refers to
     for instruction in dis.get_instructions(method):
         name = instruction.argval
@@ -77,8 +70,6 @@ def _redirected(method: Any) -> Any:
 
 @replacement("attention calls")
 def attention_calls(original: Any) -> Namespace:
-    """Replace a class's methods that call torch's function by copies that call this package's function."""
-
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         return original.forward(self, *args, **kwargs)
 

@@ -1,7 +1,7 @@
 """GPT-2's layer, computed with the parameters of a user's own modules.
 
-Every function reads the modules at each call. If a module was replaced, hooked or wrapped since the swap, the function
-calls the module instead of the kernel. Shapes: B batch, T tokens, C channels.
+A module that was replaced, hooked or wrapped since the swap is called instead of the kernel. Shapes: B batch, T tokens,
+C channels.
 """
 
 from collections.abc import Callable
@@ -21,7 +21,6 @@ from gptkernels.swapping.layers import gelu_form, norm_of, weight_of
 
 
 def norm(x: Tensor, module: Any) -> Tensor:
-    """Compute layernorm with a norm's parameters: (B, T, C) -> (B, T, C)."""
     if not untouched(module, "LayerNorm"):
         return module(x)  # type: ignore[no-any-return]
     weight, bias, eps = norm_of(module)
@@ -29,7 +28,7 @@ def norm(x: Tensor, module: Any) -> Tensor:
 
 
 def add_and_norm(stream: Tensor, pending: Pending | None, module: Any, narrow: bool = False) -> tuple[Tensor, Tensor]:
-    """Make the pending addition to the residual stream; return the normalised stream, and the stream.
+    """Return the normalised stream, and the stream after the pending addition.
 
     With ``narrow`` the normalised stream may have autocast's dtype, because only a matmul reads it.
     """
@@ -47,7 +46,6 @@ def add_and_norm(stream: Tensor, pending: Pending | None, module: Any, narrow: b
 
 
 def _is_narrow(values: Tensor, stream: Tensor, *args: Any) -> bool:
-    """Return whether the values have autocast's 16-bit dtype and all other tensors are float32."""
     if values.dtype != autocast_dtype(stream.device.type):
         return False
     others = (stream, *(t for t in args if isinstance(t, Tensor) and t.is_floating_point()))
@@ -55,17 +53,12 @@ def _is_narrow(values: Tensor, stream: Tensor, *args: Any) -> bool:
 
 
 def project(x: Tensor, module: Any, bias: bool = True) -> Tensor:
-    """Compute a linear layer or a Conv1D: (..., in) -> (..., out).
-
-    ``bias=False`` has no effect if the layer must be called as a module.
-    """
     if not untouched(module, "Linear"):
         return module(x)  # type: ignore[no-any-return]
     return functional.linear(x, weight_of(module), module.bias if bias else None)
 
 
 def mlp(x: Tensor, fc: Any, act: Any, proj: Any, bias: bool = True) -> Tensor:
-    """Compute proj(act(fc(x))), as one operator if act is the tanh GELU. ``bias`` says whether proj adds its bias."""
     if untouched(act, "GELU"):
         form = gelu_form(act)
         if form == "tanh" and untouched(fc, "Linear") and untouched(proj, "Linear"):
@@ -75,14 +68,7 @@ def mlp(x: Tensor, fc: Any, act: Any, proj: Any, bias: bool = True) -> Tensor:
 
 
 def pending_of(values: Tensor, proj: Any, module: Any, draws: Draws) -> Pending:
-    """Return a sublayer's pending addition to the residual stream.
-
-    Args:
-        values: (B, T, C), ``proj``'s output without its bias.
-        proj: the sublayer's last linear layer.
-        module: the dropout module that is applied to proj's output, or None.
-        draws: gives the dropouts' seeds and offsets.
-    """
+    """``module`` is the dropout module that is applied to proj's output, or None."""
     pending = Pending(values, proj.bias if untouched(proj, "Linear") else None)
     if module is None:
         return pending
@@ -91,7 +77,6 @@ def pending_of(values: Tensor, proj: Any, module: Any, draws: Draws) -> Pending:
 
 
 def feed_forward(module: Any, x: Tensor, kind: str, activation: Callable[[Any], Any], draws: Draws) -> Pending:
-    """Compute a layer's MLP. A module that is not the replacement ``kind``, or was hooked or wrapped, is called."""
     if not untouched(module, kind) or why_not(x) is not None:
         return called(module, x)
     values = mlp(x, module.c_fc, activation(module), module.c_proj, bias=False)
@@ -99,7 +84,6 @@ def feed_forward(module: Any, x: Tensor, kind: str, activation: Callable[[Any], 
 
 
 def attend(qkv: Tensor, num_heads: int, scale: float | None, dropout: Dropout) -> Tensor:
-    """Compute causal self-attention of packed queries, keys and values: (B, T, 3C) -> (B, T, C)."""
     if qkv.shape[2] > 3 * functional.MAX_HEAD_SIZE * num_heads:
         return functional.causal_attention(qkv, num_heads, scale, dropout.p)
     return ops.attention(qkv, num_heads, scale, *dropout)[0]  # type: ignore[no-any-return]
@@ -113,20 +97,9 @@ def layer(
     feed_forward: Callable[[Any, Tensor], Pending],
     narrow: tuple[bool, bool] = (False, False),
 ) -> tuple[Tensor, Pending]:
-    """Compute a transformer block without its last residual addition.
+    """Compute a transformer block without its last residual addition; return the stream, and the pending addition.
 
-    One kernel computes this addition together with the norm that follows it.
-
-    Args:
-        stream: (B, T, C), the residual stream.
-        pending: the pending addition to the stream, or None.
-        block: has ``ln_1``, ``attn``, ``ln_2`` and ``mlp``.
-        attend: computes ``block.attn`` from the output of ``ln_1``.
-        feed_forward: computes ``block.mlp`` from the output of ``ln_2``.
-        narrow: for ``ln_1`` and ``ln_2``, whether only a matmul reads the output.
-
-    Returns:
-        The stream, and the addition that is now pending.
+    ``narrow`` says for ``ln_1`` and ``ln_2`` whether only a matmul reads the output.
     """
     normed, residual_1 = add_and_norm(stream, pending, block.ln_1, narrow[0])
     normed, residual_2 = add_and_norm(residual_1, attend(block.attn, normed), block.ln_2, narrow[1])

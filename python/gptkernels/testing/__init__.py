@@ -17,7 +17,7 @@ __all__ = ["Report", "Result", "assert_as_exact_as_torch", "gradcheck_ops", "op_
 
 
 def op_names() -> list[str]:
-    """Return the names of the operators that :func:`gradcheck_ops` checks; ``_backward`` ops are checked with these."""
+    """Return the names of the operators that :func:`gradcheck_ops` checks, each together with its ``_backward`` ops."""
     return list(dict.fromkeys(case.operator.name for case in CASES))
 
 
@@ -29,28 +29,22 @@ def gradcheck_ops(
 ) -> Report:
     """Check every operator against torch.
 
-    - For two sizes and each dtype that the operator supports (of float64, float32, bfloat16 and float16), the results
-      and all gradients are compared with the formula in float64. The largest error of this package's kernels may be
-      twice the largest error of torch's kernels, plus one rounding of the result. If it is larger, the call is repeated
-      with up to 39 other sets of numbers, because torch may happen to be exact for a few numbers. A second call with
-      the same arguments must give the same bits.
-    - In float64, :func:`torch.autograd.gradcheck` and :func:`torch.autograd.gradgradcheck` are called, unless the
-      operator has no derivative or no float64 kernels.
-    - In float32, or in the operator's first dtype if it does not support float32, :func:`torch.library.opcheck` is
-      called for the operator and its ``_backward`` ops.
+    - For two sizes and each supported dtype of float64, float32, bfloat16 and float16, the results and all gradients
+      are compared with the formula in float64. The error may be twice torch's largest error, plus one rounding of the
+      result. A larger error is compared again with up to 39 other sets of numbers, because torch may happen to be
+      exact for a few numbers. A second call must give the same bits.
+    - :func:`torch.autograd.gradcheck` and :func:`torch.autograd.gradgradcheck` are called in float64.
+    - :func:`torch.library.opcheck` is called for the operator and its ``_backward`` ops.
 
-    This takes less than a minute on two idle CPU cores. A check that fails raises no error; see ``Report.passed``. The
-    state of torch's random number generators is restored.
+    The state of torch's random number generators is restored.
 
     Args:
         ops: names, such as ``"layernorm"``; None for all of :func:`op_names`.
-        device: the device of the checks. None or "auto" is CUDA if the CUDA kernels are loaded and torch finds a GPU,
-            otherwise the CPU.
+        device: None or "auto" is CUDA if the CUDA kernels are loaded and torch finds a GPU, otherwise the CPU.
         progress: called with the results of each case after its checks.
 
     Returns:
-        The results. ``print`` shows them as a table, which gives for each dtype the largest error divided by the
-        allowed error.
+        The results, also of checks that fail (``Report.passed``).
 
     Raises:
         ValueError: if there is no such operator or device, or no kernels are loaded for the device.
@@ -78,7 +72,6 @@ def gradcheck_ops(
 
 
 def _pick(device: str | torch.device | None) -> torch.device:
-    """Return the device of this name; raise a ValueError if there are no kernels for it."""
     if device in (None, "auto"):
         device = "cuda" if info()["cuda"] == "in use" else "cpu"
     found = pick_device(str(device))

@@ -21,12 +21,11 @@ WITHOUT_DERIVATIVE = (
     ops.layer.default,
     ops.layer_backward.default,
 )
-# The tests of torch.library.opcheck, and the tests among them that do not multiply floating arguments. Torch cannot
-# multiply float8 tensors.
+# Torch cannot multiply float8 tensors; WITHOUT_PRODUCTS are the tests of opcheck that do not multiply.
 ALL_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 WITHOUT_PRODUCTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
 NEAR = 2.0**-13  # the largest relative change of elements in the odd trials of other_numbers
-TRIALS = (1, 10, 40)  # the numbers of trials after which the largest errors are compared
+TRIALS = (1, 10, 40)
 
 
 def check_case(case: Case, device: torch.device) -> Iterator[Result]:
@@ -43,34 +42,19 @@ def _checked(case: Case, check: str, function: Callable[[], float | None]) -> Re
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return Result(case.name, check, True, function())
-    except Exception as error:  # the other checks continue after any error
+    except Exception as error:
         return Result(case.name, check, False, None, f"{type(error).__name__}: {error}")
 
 
 def exactness(case: Case, dtype: torch.dtype, device: torch.device) -> float:
-    """Compare the results and gradients of two calls, of the sizes ORDINARY and ODD, with the formula.
-
-    Returns the largest ratio of error to allowed error.
-    """
     return max(hold_to_the_rule(case.call(size, dtype, device)) for size in (ORDINARY, ODD))
 
 
 def hold_to_the_rule(call: Call, view: str = "contiguous", unused: Sequence[int] = ()) -> float:
-    """Check that a call satisfies the rule of exactness, and that a second call with equal arguments gives equal bits.
+    """Check the rule of exactness, and that a second call gives equal bits.
 
-    If the call violates the rule, it is repeated with other numbers to estimate torch's error again, because torch may
-    happen to be exact for a few numbers.
-
-    Args:
-        call: the call; further trials replace its numbers by ``other_numbers``.
-        view: the layout of the results' gradients.
-        unused: the indices of results without a gradient.
-
-    Returns:
-        The largest ratio, among all results and gradients, of our error to the allowed error.
-
-    Raises:
-        AssertionError: if the rule is violated, or the second call gives other bits.
+    Return the largest ratio of our error to the allowed error. A call that violates the rule is repeated with other
+    numbers, because torch may happen to be exact for a few.
     """
     args = list(call.args.values())
     generator = torch.Generator().manual_seed(1)
@@ -106,17 +90,9 @@ def hold_to_the_rule(call: Call, view: str = "contiguous", unused: Sequence[int]
 def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any], linear: bool = False) -> Tensor | None:
     """Return an argument with other numbers, but the same zeros, equal elements, infinities, magnitudes and strides.
 
-    In even trials a floating argument's rows and columns are permuted, and all elements are multiplied by a random
-    factor between 7/8 and 1. In odd trials the elements keep their places, and change by a factor that differs from 1
-    by at most 2^-13 or four epsilons of the dtype. Equal elements change by the same factor. Then sums that cancel
-    still cancel, and scores that are nearly equal remain nearly equal. Expanded tensors become contiguous.
-
-    Args:
-        t: the argument; an integer tensor or None is returned unchanged.
-        trial: the trial's index.
-        source: arguments of torch's random functions.
-        linear: whether the results are proportional to ``t``. Then all elements are multiplied by a random factor in
-            odd trials as well.
+    In even trials rows and columns are permuted, and all elements multiplied by a random factor between 7/8 and 1. In
+    odd trials elements change by at most 2^-13 or four epsilons, equal elements by the same factor, so that cancelling
+    sums still cancel; if the results are ``linear`` in the argument, all elements are multiplied as well.
     """
     if t is None or not t.is_floating_point():
         return t
@@ -138,7 +114,6 @@ def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any], linear: 
 def _results(
     call: Call, args: Sequence[Tensor | None], douts: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Return, for each output and then for each gradient, this package's tensor, torch's, and the formula's."""
     doubles = [t.double() if t is not None and t.is_floating_point() else t for t in args]
     ours = with_gradients(call, call.ours, args, douts)
     for a, b in zip(ours, with_gradients(call, call.ours, args, douts), strict=True):
@@ -156,7 +131,6 @@ def outputs(found: Any) -> list[Tensor]:
 def with_gradients(
     call: Call, function: Callable[..., Any], args: Sequence[Tensor | None], douts: Sequence[Tensor | None]
 ) -> list[Tensor]:
-    """Return the outputs, followed by the gradients of all arguments that may require one."""
     wanted = call.differentiable()
     named = zip(call.args, args, strict=True)
     leaves = [t if t is None else t.detach().requires_grad_(name in wanted) for name, t in named]
@@ -170,17 +144,11 @@ def with_gradients(
 
 
 def differences(case: Case, check: Callable[..., bool], device: torch.device) -> None:
-    """Compare derivatives with finite differences in float64, by ``gradcheck`` or ``gradgradcheck``."""
     call = case.call(SMALL, torch.float64, device, 1)
     check(call.function(), tuple(t.detach().requires_grad_() for t in call.differentiable().values()))
 
 
 def opcheck(case: Case, device: torch.device, dtype: torch.dtype | None = None) -> None:
-    """Run ``torch.library.opcheck`` for the op and its backward ops.
-
-    It tests the schema (except with float8 arguments), the registration of autograd, the fake kernel, and tracing by
-    AOTAutograd.
-    """
     for op, args, kwargs in case.call(SMALL, dtype or case.opcheck_dtype(), device, 1).invocations():
         written = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
         tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]

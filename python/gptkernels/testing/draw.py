@@ -1,6 +1,6 @@
-"""Draws the arguments of a call by named random choices. A failing call can be repeated with some choices replaced.
+"""Draws the arguments of a call by named random choices, so that a failing call can be repeated with some replaced.
 
-A choice depends only on (seed, index, name). If one choice is replaced or removed, all other choices stay the same.
+A choice depends only on (seed, index, name), so that replacing one leaves all others unchanged.
 """
 
 import math
@@ -12,18 +12,16 @@ VIEWS = ["transposed", "sliced", "misaligned", "expanded"]
 FLOATING = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 LAYOUTS = ["contiguous", *VIEWS, "padded rows", "permuted"]
 
-# The largest number of elements of one tensor. Most calls use the first number, and few use the second or the third.
+# The largest number of elements of one tensor. Most calls use the first number.
 MOST_ELEMENTS = (2_000, 60_000, 2**20)
 
-# Sizes at whose multiples the kernels in csrc/cuda behave differently: rows, columns and terms of tiles (kRows,
-# kColumns, kKeys, kInner), these times kStages, threads of a thread block (kThreads), and sizes at which dispatch
-# chooses another kernel (kMostTerms, kKept, kManyTerms, kChunk, kMultiprocessorThreads).
+# Sizes at whose multiples the kernels in csrc/cuda behave differently: rows, columns and terms of tiles, threads of a
+# thread block, and sizes at which dispatch chooses another kernel.
 EDGES = (8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 640, 768, 1024, 1536, 2048, 4096, 8192, 16384, 65536)
 LARGEST_SIZE = 2**17
 
 
 def as_view(t, kind):
-    """Return a tensor with the values of ``t`` in another layout; with "expanded", every row equals the first row."""
     if kind == "transposed":
         return t.transpose(0, -1).contiguous().transpose(0, -1)
     if kind == "sliced":
@@ -44,13 +42,10 @@ class Draw:
     """The choices of one call.
 
     Args:
-        seed: the seed of a run of the fuzzer.
-        index: the index of the call in the run.
-        device: the device of the tensors.
         replaced: maps names of choices to values, as text, which are used in place of drawn values.
 
     Attributes:
-        real: whether the call has real size: it fills a GPU several times (on the CPU, it would fill a GPU of two SMs).
+        real: whether the call fills a GPU several times (on the CPU, a GPU of two SMs).
         most_elements: the largest number of elements of one tensor.
         most_products: the largest number of multiplications of one matmul in a call of real size.
     """
@@ -59,8 +54,8 @@ class Draw:
         self.key = f"{seed}/{index}"
         self.device = torch.device(device)
         self.replaced = dict(replaced or {})
-        self.drawn = {}  # the values by name
-        self.simpler = {}  # simpler values by name, the simplest first, to try in place of the drawn value
+        self.drawn = {}
+        self.simpler = {}
         cuda = self.device.type == "cuda"
         self.real = self.choose("size", ("small", "real"), (1, 1) if cuda else (50, 1)) == "real"
         self.multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count if cuda else 2
@@ -71,11 +66,9 @@ class Draw:
             self.most_elements = self.choose("most elements", MOST_ELEMENTS, weights=(97, 2.5, 0.5))
 
     def random(self, name):
-        """Return the random number generator of one choice."""
         return random.Random(f"{self.key}/{name}")
 
     def choose(self, name, options, weights=None):
-        """Choose one of the options; the first one is the simplest."""
         value = self.random(name).choices(options, weights)[0]
         if name in self.replaced:
             value = next(o for o in options if str(o) == self.replaced[name])
@@ -86,10 +79,10 @@ class Draw:
         return self.choose(name, (False, True), (1 - probability, probability))
 
     def size(self, name, most, least=0, real=None):
-        """Choose a number from least to most; small numbers are more frequent.
+        """Small numbers are more frequent.
 
-        In a call of real size the largest number is ``real``, and the number is drawn in one of three ways: with small
-        numbers more frequent, with all numbers equally frequent, or as a multiple of one of ``EDGES`` plus -1, 0 or 1.
+        In a call of real size the largest number is ``real``, and the number may also be uniformly drawn, or near a
+        multiple of one of ``EDGES``.
         """
         random = self.random(name)
         most = max(real, least) if self.real and real is not None else most
@@ -110,24 +103,16 @@ class Draw:
         return self.choose("dtype", FLOATING, (2, 4, 4, 1) if self.real else None)
 
     def room(self, *others):
-        """Return the largest size that a dimension of a matmul may have in a call of real size.
-
-        ``others`` are the sizes of the matmul's other dimensions.
-        """
         others = [max(size, 1) for size in others]
         return max(min(LARGEST_SIZE, 4 * self.most_elements // max(others), self.most_products // math.prod(others)), 1)
 
     def tiles(self, name):
-        """Choose a number of tiles: one to five for each SM, plus 1, 0, -1, or half of the number of SMs."""
         each = self.choose(f"{name}.tiles each", (1, 2, 3, 4, 5))
         more = self.choose(f"{name}.more tiles", (1, 0, -1, self.multiprocessors // 2))
         return each * self.multiprocessors + more
 
     def rows(self, name="x", most_dims=4):
-        """Choose the dimensions before the last: usually one or two, and sometimes of size 0 or 1.
-
-        At real size the rows fill several tiles for each SM, and the last tile has fewer rows.
-        """
+        """At real size the rows fill several tiles for each SM, and the last tile has fewer rows."""
         dims = self.choose(f"{name}.dims", range(most_dims), weights=(2, 6, 3, 1)[:most_dims])
         sizes = []
         if self.real and dims:
@@ -143,12 +128,10 @@ class Draw:
         return tuple(sizes)
 
     def width(self, name="width", rows=(), least=1, real=None):
-        """Choose the size of the last dimension, which may be larger if there are fewer rows."""
         most = max(self.most_elements // max(math.prod(rows), 1), 16, least)
         return self.size(name, min(most, 60_000), least, real=real or min(most, LARGEST_SIZE))
 
     def source(self, name):
-        """Return arguments of torch's random functions. At real size numbers are drawn on the device."""
         device = self.device if self.real else torch.device("cpu")
         generator = torch.Generator(device).manual_seed(self.random(f"{name} (values)").getrandbits(60))
         return {"generator": generator, "device": device}
@@ -157,9 +140,6 @@ class Draw:
         """Draw a floating tensor in a random layout.
 
         Args:
-            name: the prefix of the choices' names.
-            shape: the shape.
-            dtype: the dtype.
             scale: the standard deviation of ordinary values.
             special: which special values may occur: "all" (infinities and NaN), "nan" or "none".
             huge: the largest number that the formula supports in this dtype; None for no huge values.
@@ -182,7 +162,7 @@ class Draw:
             x = torch.zeros_like(x).copysign(x)
         elif kind == "constant":
             x = torch.full_like(x, round(self.random(f"{name}.constant").gauss(0, 2), 2))
-        elif kind == "large end" and x.dim() and x.numel():  # so that a sum without its last terms has a large error
+        elif kind == "large end" and x.dim() and x.numel():  # a sum without its last terms has a large error
             random = self.random(f"{name}.end")
             dim = random.randrange(x.dim())
             x.movedim(dim, -1)[..., -random.randint(1, 8) :] *= 32
@@ -205,15 +185,13 @@ class Draw:
         return self.layout(name, self.put(x))
 
     def put(self, t):
-        """Copy a tensor to the call's device. The host does not wait for the device."""
         return t.to(self.device, non_blocking=True)
 
     def number(self, value, dtype=torch.float32):
-        """Make a 0-dim tensor on the call's device by a kernel, because a copy would wait for the device."""
+        """A kernel makes the tensor, because a copy would wait for the device."""
         return torch.full((), value, dtype=dtype, device=self.device)
 
     def indices(self, name, shape, count, dtype=None):
-        """Draw integers below ``count``, uniformly or with a few frequent values."""
         dtype = dtype or self.choose(f"{name}.dtype", (torch.int64, torch.int32))
         source = self.source(name)
         frequent = self.choose(f"{name}.frequent", (0, 1, 2, 5))
@@ -226,7 +204,6 @@ class Draw:
         return self.layout(name, self.put(x.to(dtype)))
 
     def layout(self, name, x):
-        """Return a tensor with the values of ``x`` in a random layout; "expanded" makes every row equal the first."""
         if x.dim() == 0:
             return x
         kind = self.choose(f"{name}.layout", LAYOUTS, (50, 8, 8, 8, 6, 8, 6))
@@ -244,15 +221,7 @@ class Draw:
 
 
 class Plain(Draw):
-    """The choices of a call, without randomness. Sizes are given. A choice that is not given is its first option.
-
-    Args:
-        choices: the sizes, and the choices that are not the first option, by name.
-        dtype: the dtype of the call.
-        device: the device of the tensors.
-        seed: the seed of the values, which are the same on every device.
-        view: the layout of the tensors, one of ``LAYOUTS``.
-    """
+    """A call without randomness. ``choices`` has all sizes; a choice that it does not name is the first option."""
 
     def __init__(self, choices, dtype, device, seed=0, view="contiguous"):
         self.key, self.device, self.view = f"plain {seed}", torch.device(device), view
@@ -270,11 +239,9 @@ class Plain(Draw):
         return self.replaced[name]
 
     def rows(self, name="x", most_dims=4):
-        """Return the given dimensions as a tuple."""
         rows = self.size(f"{name}.rows", 0)
         return rows if isinstance(rows, tuple) else (rows,)
 
     def layout(self, name, x):
-        """Return the tensor in the layout that is given for it, or for all tensors."""
         view = self.replaced.get(f"{name}.layout", self.view)
         return x if view == "contiguous" or x.dim() == 0 else as_view(x, view)

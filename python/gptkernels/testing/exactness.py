@@ -1,7 +1,7 @@
 """The rule of exactness: our error is at most twice torch's own error, plus one rounding of the output.
 
-An error is the difference from the formula in float64 on the same inputs. FlashAttention's tests use the same rule.
-Matmuls must also satisfy a bound that does not depend on torch, because torch's BLAS may have the same fault.
+An error is the difference from the formula in float64, as in FlashAttention's tests. Matmuls must also satisfy a bound
+that does not depend on torch, because torch's BLAS may have the same fault.
 """
 
 import math
@@ -16,12 +16,11 @@ def assert_as_exact_as_torch(
     """Check that a result satisfies the rule.
 
     Where the formula gives NaN or an infinity, our result must be the same. Where the formula's finite value overflows
-    the dtype, our result must be infinite; if the value is closer to the largest number than the allowed error, our
-    result may be finite or infinite. Torch's result only determines the allowed error, from its finite elements.
+    the dtype, our result must be infinite, or may be finite if the value is closer to the largest number than the
+    allowed error. Torch's result only determines the allowed error, from its finite elements.
 
     Args:
-        ours: our kernel's result.
-        torchs: torch's result in the same dtype.
+        ours, torchs: the results of our kernel and of torch, in the same dtype.
         exact: the formula in float64.
         name: the name of the result in an error message.
         torch_error: torch's largest error on similar inputs, if several inputs were tried.
@@ -58,38 +57,33 @@ def _demand(condition: bool, message: str) -> None:
 
 
 def _first(wrong: Tensor, ours: Tensor, exact: Tensor) -> str:
-    """Describe how many elements are wrong, and the first of them."""
     index = tuple(wrong.nonzero()[0].tolist())
     return f"{int(wrong.sum())} wrong, ours is {ours[index].item()} at {index}, wanted {exact[index].item():.6e}"
 
 
 def largest(exact: Tensor) -> float:
-    """Return the largest magnitude of the finite elements, or 0."""
     return exact.abs().where(exact.isfinite(), 0.0).max().item() if exact.numel() else 0.0
 
 
 def last_rounding(exact: Tensor, dtype: torch.dtype) -> float:
-    """Return the part of the allowed error that comes from rounding a result to its dtype."""
     info = torch.finfo(dtype)
     scale = min(largest(exact), info.max)
-    # The formula in float64 is no more exact than a float64 result. Both may have the rounding errors of a sum.
+    # The formula in float64 and a float64 result both have the rounding errors of a sum.
     rounding = 1e-13 * max(scale, 1) if dtype == torch.float64 else info.eps * scale
     return rounding + info.smallest_normal * info.eps
 
 
 def error_of(result: Tensor, exact: Tensor) -> float:
-    """Return the largest error, or 0, of the elements that are finite in the result and in the rounded formula."""
+    """Elements that are not finite in the result or in the rounded formula do not count."""
     return _finite_errors(result, exact).abs().max().item() if exact.numel() else 0.0
 
 
 def _finite_errors(result: Tensor, exact: Tensor) -> Tensor:
-    """Return result - exact where the result and the rounded formula are finite, and 0 elsewhere."""
     both = result.isfinite() & exact.to(result.dtype).isfinite()
     return (result.double() - exact).where(both, 0.0)
 
 
 def root_mean_square_error(result: Tensor, exact: Tensor) -> float:
-    """Return the root mean square error. Elements that are not finite count as exact."""
     return (_finite_errors(result, exact).norm() / math.sqrt(max(exact.numel(), 1))).item()
 
 
@@ -98,21 +92,10 @@ def assert_norm_as_exact_as_torch(
 ) -> None:
     """Check that the root mean square error is at most four times torch's, plus the rounding of an average element.
 
-    The root mean square averages rounding errors. It therefore detects faults that are smaller than the largest
-    rounding error, such as a few missing terms of a long sum. Rounding errors of equal elements are equal and do not
-    average out, so that the mean's rounding is added. A factor of two would be too strict if a few elements have most
-    of the error. Results with fewer than 1000 elements are not checked, because these are too few for an average, and
-    float64 results are not checked, because the formula has the same rounding errors.
-
-    Args:
-        ours: our kernel's result.
-        torchs: torch's result in the same dtype.
-        exact: the formula in float64.
-        name: the name of the result in an error message.
-        torch_error: torch's largest root mean square error on similar inputs, if several inputs were tried.
-
-    Raises:
-        AssertionError: if the error is too large.
+    The root mean square averages rounding errors, and so detects smaller faults, such as a few missing terms of a long
+    sum. Equal elements have equal rounding errors, which do not average out; therefore the mean's rounding is added. A
+    factor of two would be too strict if a few elements have most of the error. Fewer than 1000 elements are too few for
+    an average.
     """
     if exact.numel() < 1000 or ours.dtype == torch.float64:
         return
@@ -133,30 +116,20 @@ def assert_product(
 ) -> None:
     """Check ``out`` (M, N) = ``a`` (M, K) @ ``b`` (K, N) + ``bias`` against a bound on the error of its arithmetic.
 
-    This is Freivalds' check: ``out @ r`` and ``a @ (b @ r)`` are compared in float64 for 64 vectors r of random signs,
-    which takes little more time than reading the matrices. The mean square of the difference estimates the squared
-    Frobenius norm of the error. The allowed norm is ``1.25 (u |out| + c e (|out| + s))``, where
+    This is Freivalds' check: ``out @ r`` and ``a @ (b @ r)`` are compared in float64 for 64 vectors r of random signs.
+    The mean square of the difference estimates the squared Frobenius norm of the error. The allowed norm is
+    ``1.25 (u |out| + c e (|out| + s))``, where
 
     - 1.25 allows for the error of the estimate;
     - u and e are half of the machine epsilons of the output's dtype and of the sum's dtype;
-    - s^2 is the sum over k of |a[:, k]|^2 |b[k, :]|^2. If the terms had random signs, s would be the norm of the sum;
-    - c is 4 + sqrt(K) (1 + |out| / (4 s)) + K / 16. Of these, 4 is for the bias and for operands that are split into
-      parts. sqrt(K) is for the roundings of partial sums, which are independent; if the terms are equal, |out| is
-      sqrt(K) s, and the second term allows for it. K / 16 is for tensor cores, which truncate after every 16 terms.
+    - s^2 is the sum over k of |a[:, k]|^2 |b[k, :]|^2: with random signs of the terms, s would be the norm of the sum;
+    - c is 4 + sqrt(K) (1 + |out| / (4 s)) + K / 16: 4 for the bias and for split operands; sqrt(K) for the independent
+      roundings of partial sums, and its second term for equal terms, with which |out| is sqrt(K) s; K / 16 for tensor
+      cores, which truncate after every 16 terms.
 
-    For float64, K is replaced by K + N, because the check's own sums are rounded too.
-
-    Args:
-        out: the result. If an element of it or of an operand is not finite, nothing is checked.
-        a: the left operand.
-        b: the right operand.
-        bias: (N), or None.
-        name: the name of the matmul in an error message.
-        accumulation: the relative error of a sum of random terms, if sums have fewer bits than float32. If all terms
-            are equal, their errors are equal and add up, and the sum's error is ``1 + K / 256`` times as large.
-
-    Raises:
-        AssertionError: if the error is too large.
+    For float64, K is replaced by K + N, because the check's sums are rounded too. If an element of the result or of an
+    operand is not finite, nothing is checked. ``accumulation`` is the relative error of a sum of random terms with
+    fewer bits than float32; the error of a sum of equal terms is ``1 + K / 256`` times as large.
     """
     if not out.numel():
         return
@@ -189,24 +162,15 @@ def assert_product(
 class Errors:
     """Our and torch's largest errors of one result in several trials.
 
-    The errors of a trial whose result is larger than the first trial's are scaled down in proportion. The errors of all
-    trials are compared by their root mean square, because the largest error may occur in only a few random trials. An
-    example is a softmax that is nearly always one-hot.
+    All trials are compared by their root mean square error, because the largest error may occur in only a few random
+    trials. Errors are scaled down if a trial's result is larger than the first trial's.
 
-    A result that is no larger than torch's error consists only of the rounding errors of terms that cancel. These
-    rounding errors depend on the order of the sum. Torch's error is then multiplied by four, and is at least ``noise``.
+    A result no larger than torch's error consists only of the rounding errors of terms that cancel, which depend on the
+    order of the sum. Torch's error is then multiplied by four, and is at least ``noise``; otherwise it is multiplied by
+    ``luck``.
 
-    If torch's error is 0 in all trials, its order of summation suits the numbers: 64 equal terms, for example, have no
-    rounding error if they are added in pairs. Torch's error then counts as one rounding of the output.
-
-    Args:
-        noise: the error that sums of cancelling terms may have in this call.
-        luck: the factor of torch's error if the terms do not cancel.
-
-    Attributes:
-        ours: our error in each trial.
-        torchs: torch's error in each trial, multiplied by 4 if the terms cancel, otherwise by ``luck``.
-        norms: torch's root mean square error in each trial.
+    If torch's error is 0 in all trials, its order of summation suits the numbers, as for 64 equal terms that are added
+    in pairs. It then counts as one rounding of the output.
     """
 
     def __init__(self, noise: float = 0.0, luck: float = 1.0) -> None:
@@ -232,19 +196,16 @@ class Errors:
             self.norms.append(norm * factor)
 
     def worst_of_torchs(self) -> float:
-        """Return the largest of torch's errors, or one rounding of the output if all of them are 0."""
         return max(self.torchs) or self.rounding
 
     def worst_norm(self) -> float:
-        """Return the largest of torch's root mean square errors, or a quarter of a rounding if all of them are 0."""
+        """A quarter of a rounding counts if all of torch's errors are 0."""
         return max(self.norms) or self.rounding / 4
 
     def share(self) -> float:
-        """Return our error in the first trial, divided by the allowed error."""
         return self.ours[0] / (2 * self.worst_of_torchs() + self.rounding)
 
     def hold_on_the_whole(self, name: str) -> None:
-        """Check that all trials together satisfy the rule; raise an AssertionError otherwise."""
         ours, torchs = (math.sqrt(sum(e * e for e in es) / len(es)) for es in (self.ours, self.torchs))
         torchs = torchs or self.rounding
         _demand(

@@ -13,8 +13,7 @@ class Result:
 
     Attributes:
         case: the operator's name, followed by the variant's.
-        check: one of ``CHECKS``: a dtype, in which results and gradients are compared with the formula in float64, or
-            torch's ``gradcheck``, ``gradgradcheck`` or ``opcheck``.
+        check: one of ``CHECKS``: a dtype, or torch's ``gradcheck``, ``gradgradcheck`` or ``opcheck``.
         passed: whether the check passed.
         error: for a dtype, our largest error divided by the allowed error, at most 1; otherwise None.
         message: the error message of a check that failed.
@@ -29,13 +28,7 @@ class Result:
 
 @dataclasses.dataclass
 class Report:
-    """The results of all checks. ``print(report)`` shows them as a table.
-
-    Attributes:
-        device: the device of the checks.
-        results: the results in the order of the table.
-        seconds: the duration of the checks.
-    """
+    """The results of all checks on ``device``, and their duration ``seconds``; ``print(report)`` shows a table."""
 
     device: str
     results: list[Result] = dataclasses.field(default_factory=list)
@@ -52,7 +45,7 @@ class Report:
         return [result for result in self.results if not result.passed]
 
     def line(self) -> str:
-        """Return a summary in one line: the numbers of checks and of failures, the device and the duration."""
+        """Return one line: the numbers of checks and of failures, the device and the duration."""
         failed = f"{len(self.failures)} FAILED" if self.failures else "all passed"
         return f"gptkernels: {len(self.results)} checks on {self.device} in {self.seconds:.0f} s: {failed}"
 
@@ -66,7 +59,7 @@ class Report:
         return "\n".join([HEADER, *rows, self.summary()])
 
     def summary(self) -> str:
-        """Return a line for each failure, followed by the line of :meth:`line`."""
+        """Return a line for each failure, followed by :meth:`line`."""
         failures = [f"{result.case}, {result.check}: {result.message}" for result in self.failures]
         return "\n".join([*failures, self.line()])
 
@@ -77,7 +70,6 @@ HEADER += "op".ljust(_NAME) + "".join(f"  {check:>8}" for check in CHECKS)
 
 
 def row(results: Sequence[Result]) -> str:
-    """Return the table's line for the results of one case."""
     cells = {result.check: _cell(result) for result in results}
     return results[0].case.ljust(_NAME) + "".join(
         f"  {cells.get(check, '-').rjust(max(8, len(check)))}" for check in CHECKS

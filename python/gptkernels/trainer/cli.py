@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     0 is success. 1: the training diverged, or a check failed. 2: the command or its input is wrong. 3: the disk is full
     or failing. 4: the training hung, and its watchdog ended it. 128 + N: signal N stopped the command; 130 is Ctrl-C,
-    and 141 a closed pipe for the output. For 1 to 4 the output says why.
+    and 141 a closed pipe for the output.
     """
     prepare_streams()
     try:
@@ -78,7 +78,6 @@ def _status(error: Exception) -> int:
 
 
 def _sentence(command: str, error: Exception) -> str | None:
-    """Return the message for the user; None if the error is a bug of this program."""
     if _is_out_of_memory(error):
         if command != "train":
             return "out of memory"
@@ -98,7 +97,6 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse the arguments; exit with a message about wrong ones."""
     parser, commands = _parser()
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -110,7 +108,6 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    """Make the parser, and return it with the parsers of the commands."""
     parser = argparse.ArgumentParser("gptkernels", description="GPT-2's training kernels at work.")
     parser.add_argument("--version", action="version", version=f"gptkernels {build()['version']}")
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error came from")
@@ -126,7 +123,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
         add_arguments(command)
         command.set_defaults(run=run)
-    commands.choices["train"].usage = "gptkernels train [OPTION ...]"  # argparse would list all options
+    commands.choices["train"].usage = "gptkernels train [OPTION ...]"
     return parser, commands.choices
 
 
@@ -152,7 +149,6 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_option(parser: argparse._ArgumentGroup, option: Field, kind: Any) -> None:
-    """Add a flag for a field of TrainConfig, without a default, so that a resumed run keeps its value."""
     metadata = option.metadata
     names = [name for name in (metadata.get("short"), flag(option.name)) if name]
     keywords: dict[str, Any] = {"default": argparse.SUPPRESS, "help": metadata["help"]}

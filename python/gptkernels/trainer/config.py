@@ -14,14 +14,14 @@ class Preset:
     layers: int
     heads: int
     channels: int
-    positions: int | None  # None: the sequence length
+    positions: int | None
     batch_size: int
     sequence_length: int
     learning_rate: float
-    steps: int | None  # None: one epoch
+    steps: int | None
 
 
-# The learning rates of the GPT-2 sizes are from the GPT-3 paper (Brown et al., 2020), for models of these sizes.
+# The learning rates of the GPT-2 sizes are those of the GPT-3 paper (Brown et al., 2020).
 PRESETS = {
     "tiny": Preset(4, 4, 128, None, 16, 64, 3e-3, 700),
     "gpt2": Preset(12, 12, 768, 1024, 4, 1024, 6e-4, None),
@@ -62,11 +62,7 @@ _EXCLUSIVE = (
 
 
 def _option(group: str, default: Any, help: str, **metadata: Any) -> Any:
-    """Declare a field that is also a command-line flag in one of `GROUPS`.
-
-    Keys of `metadata` are `short`, llm.c's flag; `choices`; `metavar`; `at_least`, `at_most`, `above` or `below`, the
-    bounds of the value; and `fixed`, if the option cannot change in a resumed run.
-    """
+    """`at_least`, `at_most`, `above` and `below` are bounds; a `fixed` option cannot change in a resumed run."""
     return field(default=default, metadata={"help": help, "group": group, **metadata})
 
 
@@ -77,7 +73,7 @@ _data, _model, _batch, _optimizer, _evaluation, _checkpoints, _speed = (partial(
 class TrainConfig:
     """The options of `gptkernels train`, a field for each flag (`batch_size` is `--batch-size`).
 
-    Options that are not given and have no default get the preset's value. One of `steps` and `epochs` is set.
+    Options without a value or a default get the preset's value. One of `steps` and `epochs` is set.
 
     Raises:
         ValueError: if a value is out of its range; the message names the flag, the value and the range.
@@ -300,11 +296,9 @@ class TrainConfig:
 
     @property
     def batch_tokens(self) -> int:
-        """The number of tokens of a batch, B * T."""
         return self.batch_size * self.sequence_length
 
     def accumulation(self, processes: int) -> int:
-        """Return the number of batches whose gradients are averaged for a step."""
         if self.total_batch_tokens is None:
             return self.grad_accumulation or 1
         at_a_time = self.batch_tokens * processes
@@ -317,7 +311,6 @@ class TrainConfig:
         return self.total_batch_tokens // at_a_time
 
     def updated(self, given: dict[str, Any]) -> "TrainConfig":
-        """Return the options of a run that is resumed with the options `given`; some of them cannot change."""
         saved = asdict(self)
         for option in fields(self):
             name = option.name
@@ -333,7 +326,6 @@ class TrainConfig:
 
 
 def flag(name: str) -> str:
-    """Return the long flag of an option: `batch_size` -> `--batch-size`."""
     return "--" + name.replace("_", "-")
 
 

@@ -16,10 +16,7 @@ from gptkernels.trainer.saved import naming, saved_options
 
 
 class Evaluation(NamedTuple):
-    """The results of `evaluate`: the validation loss in nats per token, and the score on `eval_file`'s questions.
-
-    A result is None if there was no data for it.
-    """
+    """The validation loss in nats per token, and the score on `eval_file`'s questions; None without data for it."""
 
     val_loss: float | None
     score: Score | None

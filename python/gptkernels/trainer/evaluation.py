@@ -22,7 +22,6 @@ class Score(NamedTuple):
 
     @property
     def accuracy(self) -> float:
-        """The fraction of correct answers, 0 to 1."""
         return self.correct / self.questions
 
     def __str__(self) -> str:
@@ -33,11 +32,7 @@ class Score(NamedTuple):
 def mean_loss(
     loss: Callable[[Tensor, Tensor], Tensor], data: DataLoader, max_batches: int, processes: Processes
 ) -> float:
-    """Compute the mean loss (nats per token) of the first `max_batches` batches of `data`, averaged over all processes.
-
-    If an epoch has fewer batches, all of its batches are used. `loss` computes the loss of tokens and targets, both
-    (B, T) and on this process's device. `data` is reset first.
-    """
+    """Average the loss (nats per token) of the first `max_batches` batches of an epoch over all processes."""
     data.reset()
     batches = min(data.batches_per_epoch, max_batches)
     total = torch.zeros((), device=processes.device)
@@ -47,7 +42,6 @@ def mean_loss(
 
 
 def check_questions(questions: Sequence[Question], positions: int, path: str | None) -> None:
-    """Raise a ValueError if a question of the file `path` is longer than the model's positions."""
     for i, question in enumerate(questions):
         if question.length > positions:
             raise ValueError(f"{path}: question {i} has {question.length} tokens, the model {positions} positions")
@@ -61,11 +55,9 @@ def answer(
     processes: Processes,
     tick: Callable[[], object] = lambda: None,
 ) -> Score:
-    """Count the questions that a model in evaluation mode answers correctly.
+    """The model's answer is the ending with the lowest mean loss, as in llm.c's accuracy normalised by length.
 
-    The model's answer is the ending with the lowest mean loss, as in llm.c's accuracy normalised by length. The
-    processes share the questions. The model computes about `tokens_per_batch` tokens at a time, and `tick` is called
-    after each batch.
+    The processes share the questions.
     """
     own = questions[processes.rank :: processes.world_size]
     losses = []
@@ -78,7 +70,6 @@ def answer(
 
 
 def _batches(questions: Sequence[Question], tokens_per_batch: int) -> Iterator[list[Question]]:
-    """Yield batches of neighbouring questions. A batch has one row per ending, padded to its longest question."""
     batch: list[Question] = []
     rows = length = 0
     for question in questions:
@@ -92,11 +83,10 @@ def _batches(questions: Sequence[Question], tokens_per_batch: int) -> Iterator[l
 
 
 def _ending_losses(model: GPT2, questions: list[Question], device: torch.device) -> Tensor:
-    """Compute the losses of all tokens of all endings, in order."""
     length = max(question.length for question in questions)
     rows = [(question.context, ending) for question in questions for ending in question.endings]
     tokens = np.zeros((len(rows), length), np.int64)
-    predicting = []  # the indices, in the flattened rows, at which a token of an ending is predicted
+    predicting = []  # where, in the flattened rows, a token of an ending is predicted
     for i, (context, ending) in enumerate(rows):
         tokens[i, : len(context)] = context
         tokens[i, len(context) : len(context) + len(ending)] = ending
@@ -110,7 +100,6 @@ def _ending_losses(model: GPT2, questions: list[Question], device: torch.device)
 
 
 def _count_correct(questions: Sequence[Question], losses: NDArray[np.float64]) -> int:
-    """Count the correct answers from the losses of all tokens of all endings, in order."""
     lengths = np.array([len(ending) for question in questions for ending in question.endings])
     starts = np.concatenate([[0], lengths.cumsum()[:-1]])
     means = np.add.reduceat(losses, starts) / lengths

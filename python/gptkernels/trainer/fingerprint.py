@@ -12,10 +12,10 @@ MAX_BLOCKS = 1 << 10
 
 
 def fingerprint(paths: Sequence[Path]) -> str:
-    """Return a text with the size of a file, and the CRC-32 of at most 256 MiB of it, in evenly spaced blocks.
+    """Return the size of a file, and the CRC-32 of at most 256 MiB of it, in evenly spaced blocks.
 
-    For several files it is the number of files, and the CRC-32 of their fingerprints, which read an equal number of
-    blocks from each file, at least one. The names of the files have no effect.
+    For several files it is their number, and the CRC-32 of their fingerprints, which share the 256 MiB. File names have
+    no effect.
     """
     if len(paths) == 1:
         return _of_file(paths[0], MAX_BLOCKS)

@@ -31,9 +31,9 @@ _VOCAB_SIZES = {"bytes": 256, "gpt2": 50257}
 class Sampling(NamedTuple):
     """The options with which at most `max_new_tokens` tokens are drawn.
 
-    A token is drawn from the `top_k` likeliest tokens (None: from all), and of these from the smallest set of likeliest
-    tokens whose total probability reaches `top_p` (None: from all). Logits are divided by `temperature`; at 0 the
-    likeliest token is taken.
+    A token is drawn from the `top_k` likeliest tokens (None: all), and of these from the smallest set of likeliest
+    tokens whose total probability reaches `top_p` (None: all). Logits are divided by `temperature`; at 0 the likeliest
+    token is taken.
     """
 
     max_new_tokens: int = 256
@@ -51,8 +51,8 @@ class Writer:
     Args:
         checkpoint: the folder of a run, a training checkpoint, or a model in any format that `gptkernels.convert`
             reads.
-        tokenizer: a name or file for `load_tokenizer`. None is the tokenizer that was saved with the checkpoint. If
-            there is none, the size of the vocabulary selects it: bytes for 256, GPT-2's for 50257.
+        tokenizer: a name or file for `load_tokenizer`; None is the checkpoint's. Without one, a vocabulary of 256
+            selects bytes, and 50257 GPT-2's tokenizer.
         device: the name of a device; "auto" is CUDA if available.
         seed: the seed of the random numbers.
 
@@ -107,12 +107,11 @@ class Writer:
     def converse(self, sampling: Sampling) -> None:
         """Read lines from standard input and print their continuations, until end of file. Ctrl-C ends a continuation.
 
-        For a line that the tokenizer cannot encode, an error message is printed. Bytes that are not UTF-8 are decoded
-        with "surrogateescape".
+        A line that the tokenizer cannot encode prints an error. Bytes that are not UTF-8 become surrogate escapes.
         """
         with suppress(ImportError):
-            importlib.import_module("readline")  # gives `input` line editing and a history
-        with suppress(AttributeError):  # stdin may be replaced by another object
+            importlib.import_module("readline")
+        with suppress(AttributeError):
             sys.stdin.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]
         _check(sampling)
         while (prompt := _ask()) is not None:
@@ -155,7 +154,7 @@ def _find_tokenizer(checkpoint: Path, name: str | None, vocab_size: int) -> Toke
     source: str | Path | None = name
     if source is None:
         source = find_tokenizer_file(checkpoint.with_suffix(""))
-    if source is None and is_numbered(checkpoint):  # the tokenizer of the run that wrote the checkpoint
+    if source is None and is_numbered(checkpoint):
         source = find_tokenizer_file(checkpoint.with_name(TOKENIZER_PREFIX))
     if source is None:
         source = next((known for known, size in _VOCAB_SIZES.items() if size == vocab_size), None)

@@ -20,8 +20,8 @@ _MAX_LINE = 4096
 class TrainingStep(NamedTuple):
     """The metrics of a training step. The loss (nats per token) was computed before the update.
 
-    `loss_z` and `gradient_z` are z-scores (`OutlierDetector`), which are NaN in the first steps. `mfu` is a fraction,
-    or None if the device's peak is unknown. `memory` is in bytes.
+    `loss_z` and `gradient_z` are z-scores (`OutlierDetector`), NaN in the first steps. `mfu` is a fraction, or None if
+    the device's peak is unknown. `memory` is in bytes.
     """
 
     step: int
@@ -39,10 +39,10 @@ class TrainingStep(NamedTuple):
 class _Form(NamedTuple):
     """The format that a file must have to be continued."""
 
-    headers: tuple[bytes, ...]  # allowed first lines, of which new files get the first one; empty without a header
+    headers: tuple[bytes, ...]
     line: re.Pattern[bytes]  # its first group is the step
-    unfinished: re.Pattern[bytes]  # the last line, if the process was killed while writing it
-    others: bool  # whether lines of other kinds are kept
+    unfinished: re.Pattern[bytes]  # a last line that a killed process left
+    others: bool
 
     def is_known(self, line: bytes) -> bool:
         return self.others or bool(self.line.fullmatch(line) or self.unfinished.fullmatch(line))
@@ -63,24 +63,13 @@ _CSV = _Form(
 
 
 class TrainingLog:
-    """The files to which a run writes its losses.
+    """The files to which a run writes its losses, in nats per token.
 
-    The log has llm.c's lines: `s:STEP trl:LOSS` for training, `s:STEP tel:LOSS` for validation, and
-    `s:STEP eval:ACCURACY` for questions. The CSV has a row of `CSV_COLUMNS` for each line, with the split "train",
-    "val" or "eval". Losses are in nats per token.
+    The log has llm.c's lines: `s:STEP trl:LOSS` for training, `s:STEP tel:LOSS` for validation, and `s:STEP
+    eval:ACCURACY` for questions.
 
-    Existing files are continued, after lines at their end of `first_step` and later steps are removed. A run wrote
-    these lines after its last checkpoint.
-
-    Args:
-        log_file: the log.
-        csv_file: the CSV.
-        first_step: the step with which the run continues; 0 removes all lines of an earlier run.
-        tensorboard: a folder for TensorBoard's files, or None.
-        keep_log: remove nothing from the log, because it also contains lines of other runs.
-
-    Raises:
-        ValueError: if a file exists and is not such a log, or TensorBoard is requested and not installed.
+    Lines of `first_step` and later steps at the end of existing files, which a run wrote after its last checkpoint, are
+    removed. With `keep_log` the log also has lines of other runs, and nothing is removed from it.
     """
 
     def __init__(
@@ -100,20 +89,18 @@ class TrainingLog:
     def training(self, record: TrainingStep) -> None:
         self._log.write(f"s:{record.step} trl:{record.loss:.4f}\n")
         row = {"split": "train", **record._asdict()}
-        self._rows.writerow({name: "" if value != value else value for name, value in row.items()})  # NaN is empty
+        self._rows.writerow({name: "" if value != value else value for name, value in row.items()})
         if self._board:
             for name in ("loss", "learning_rate", "gradient_norm", "tokens_per_second"):
                 self._board.add_scalar(f"train/{name}", getattr(record, name), record.step)
 
     def validation(self, step: int, loss: float) -> None:
-        """Add the validation loss (nats per token) after `step` updates."""
         self._log.write(f"s:{step} tel:{loss:.4f}\n")
         self._rows.writerow({"step": step, "split": "val", "loss": loss})
         if self._board:
             self._board.add_scalar("val/loss", loss, step)
 
     def evaluation(self, step: int, accuracy: float) -> None:
-        """Add the fraction of questions answered correctly after `step` updates."""
         self._log.write(f"s:{step} eval:{accuracy:.4f}\n")
         self._rows.writerow({"step": step, "split": "eval", "accuracy": accuracy})
         if self._board:
@@ -127,7 +114,6 @@ class TrainingLog:
 
 
 def check_log(path: Path) -> None:
-    """Raise a ValueError if the file exists and is not a log that `TrainingLog` can continue."""
     _check_form(path, _LOG)
 
 
@@ -140,7 +126,7 @@ def _check_form(path: Path, form: _Form) -> None:
         raise ValueError(f"{path}: a symbolic link to nothing") from None
     with open(path, "rb") as file:
         if form.headers:
-            first = file.readline(_MAX_LINE)  # it may be incomplete or empty
+            first = file.readline(_MAX_LINE)
             if not any(header.startswith(first) for header in form.headers):
                 raise ValueError(f"{path}: its first line is not that of this program's CSV, so it is not written to")
         number = 1 + bool(form.headers)
@@ -151,7 +137,6 @@ def _check_form(path: Path, form: _Form) -> None:
 
 
 def _continue(path: Path, form: _Form, first_step: int | None) -> IO[str]:
-    """Open `path` for appending, after removing lines at its end of `first_step` and later steps."""
     _check_form(path, form)
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path, "ab+") as file:
@@ -167,16 +152,11 @@ def _continue(path: Path, form: _Form, first_step: int | None) -> IO[str]:
 
 
 def _columns(csv_file: Path) -> list[str]:
-    """Return the columns in the first line of a CSV."""
-    with open(csv_file, "rb") as file:  # other lines may not be UTF-8
+    with open(csv_file, "rb") as file:
         return file.readline().decode().rstrip("\n").split(",")
 
 
 def _kept_lines(lines: list[bytes], form: _Form, first_step: int | None) -> list[bytes]:
-    """Return the lines to keep, without an unfinished last line.
-
-    After the last line of a step before `first_step`, lines of `first_step` and later steps are not kept either.
-    """
     if lines and not lines[-1].endswith(b"\n"):
         lines = lines[:-1]
     if first_step is None:

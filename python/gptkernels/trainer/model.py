@@ -23,18 +23,11 @@ attention's output (1) and the GELU's input (4)."""
 
 
 def model_file(path: str | os.PathLike[str]) -> Path:
-    """Return the file or folder of the model that a user names, in any format that `gptkernels.convert` reads."""
     return find(path)[1]
 
 
 def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | None = None) -> GPT2:
-    """Build the model of a resumed run, the model of `--init-from`, or a new model.
-
-    The model is on the CPU, and has the dtype that the options request.
-
-    A ValueError says that the file of `--init-from` is damaged or has another size than the options, or that the model
-    is too small for the sequences or the vocabulary.
-    """
+    """Build a resumed run's model, the model of `--init-from`, or a new model, on the CPU and in the options' dtype."""
     sizes: dict[str, Any] = {
         "n_layer": config.layers,
         "n_head": config.heads,
@@ -67,7 +60,6 @@ def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | Non
 
 
 def _check_memory(sizes: dict[str, Any]) -> None:
-    """Raise a ValueError if the model does not fit into this machine's memory, before a part of it is allocated."""
     L, C = sizes["n_layer"], sizes["n_embd"]
     parameters = L * (12 * C * C + 13 * C) + (sizes["vocab_size"] + sizes["block_size"] + 2) * C
     needed = BYTES_PER_PARAMETER * parameters + LAYER_BYTES * L
@@ -80,7 +72,6 @@ def _check_memory(sizes: dict[str, Any]) -> None:
 
 
 def _check_activations(config: TrainConfig, sizes: dict[str, Any]) -> None:
-    """Raise a ValueError if what a batch keeps for its backward pass certainly exceeds this machine's memory."""
     values = sizes["n_layer"] * sizes["n_embd"] * (1 if config.recompute == "blocks" else CHANNELS_KEPT)
     item = 4 if config.dtype == "float32" and not config.fp8 else 2
     needed = config.batch_tokens * values * item
@@ -93,7 +84,6 @@ def _check_activations(config: TrainConfig, sizes: dict[str, Any]) -> None:
 
 
 def _memory_of_machine() -> int:
-    """Return the bytes of memory of the CPU or of all GPUs, whichever is larger."""
     cpu = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     gpus = (torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
     return max(cpu, sum(gpus))
@@ -116,10 +106,7 @@ def _check_fits(sizes: dict[str, Any], sequence_length: int, vocab_size: int) ->
 
 
 class BatchLoss:
-    """A function that computes the loss of a batch, in the precision that the options request.
-
-    With the option `compile`, the model is compiled.
-    """
+    """Computes the loss of a batch in the precision of the options, by a compiled model if they request it."""
 
     def __init__(self, model: GPT2, config: TrainConfig) -> None:
         self._call = torch.compile(model) if config.compile else model
@@ -131,5 +118,4 @@ class BatchLoss:
             return self._call(tokens, targets, return_logits=False)[1]
 
     def precision(self, device: torch.device) -> torch.autocast:
-        """Return the autocast context in which the model is called."""
         return torch.autocast(device.type, torch.bfloat16, enabled=self._autocasts)

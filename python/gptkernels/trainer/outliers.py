@@ -12,7 +12,7 @@ WINDOW = 128
 class OutlierDetector:
     """The last 128 losses and gradient norms, from which a step's z-scores are computed.
 
-    A z-score is the number of standard deviations above the mean. It is NaN until there are 128 earlier values. The
+    A z-score is the number of standard deviations above the mean, and NaN until there are 128 earlier values. The
     computation does not synchronise, and changes the window in place, so that a CUDA graph can capture it.
     """
 
@@ -20,7 +20,6 @@ class OutlierDetector:
         self._window = torch.full((WINDOW, 2), math.nan, dtype=torch.float64, device=device)
 
     def scores(self, loss_and_norm: Tensor) -> Tensor:
-        """Add a step's loss and gradient norm, (2,), to the window, and return their z-scores, (2,) float64."""
         values = loss_and_norm.double()
         unknown = self._window[0] * 0  # NaN until the window is full
         self._window.copy_(torch.cat([self._window[1:], values.unsqueeze(0)]))
@@ -31,7 +30,6 @@ class OutlierDetector:
         return {"window": self._window}
 
     def load_state_dict(self, state: Any) -> None:
-        """Continue with the window of `state`; raise a ValueError if `state` has none."""
         window = state.get("window") if isinstance(state, dict) else None
         if not isinstance(window, Tensor) or window.shape != self._window.shape or window.dtype != torch.float64:
             raise ValueError(f"outliers: window must be a float64 tensor of shape {tuple(self._window.shape)}")
@@ -46,5 +44,4 @@ class Skipping:
         self._limits = torch.tensor(limits, dtype=torch.float64, device=device)
 
     def found(self, scores: Tensor) -> Tensor:
-        """Return 1 if one of the two scores is above its limit, otherwise 0; 0-dim float32, for AdamW's `found_inf`."""
         return (scores > self._limits).any().float()

@@ -11,7 +11,6 @@ from typing import TextIO
 
 
 def command_line(*arguments: object) -> str:
-    """Return what a user types for a command of this program, also in a shell that does not find `gptkernels`."""
     is_found = shutil.which("gptkernels") == str(Path(sys.executable).with_name("gptkernels"))
     start = ["gptkernels"] if is_found else [sys.executable, "-m", "gptkernels"]
     return shlex.join([*start, *map(str, arguments)])
@@ -20,9 +19,8 @@ def command_line(*arguments: object) -> str:
 class SafeOutput(io.TextIOBase):
     """A stream that writes to another stream without raising errors.
 
-    Characters that the stream's encoding lacks become escapes such as `\\xe9`. Text is lost if the stream cannot be
-    written, because of a closed pipe or a full disk, or if it is None. (`sys.stdout` is None if it was closed when the
-    process started.)
+    Characters that the stream's encoding lacks become escapes such as `\\xe9`. Text is lost if the stream is a closed
+    pipe, on a full disk, or None, as `sys.stdout` is if it was closed when the process started.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -46,9 +44,8 @@ class SafeOutput(io.TextIOBase):
         return True
 
     def write(self, text: str) -> int:
-        """Write as much of the text as possible, and return its length."""
         if self._stream is not None:
-            with suppress(OSError, ValueError):  # ValueError: the stream is closed
+            with suppress(OSError, ValueError):
                 self._stream.write(text.encode(self.encoding, "backslashreplace").decode(self.encoding))
         return len(text)
 
@@ -73,14 +70,14 @@ def prepare_streams() -> None:
 
 
 def write_error(text: str) -> None:
-    """Write to standard error without `sys.stderr`'s buffer, which an interrupted write or a thread may have locked."""
+    """Bypass `sys.stderr`'s buffer, which an interrupted write or a thread may have locked."""
     if sys.__stderr__ is not None:
         with suppress(OSError, ValueError):
             os.write(sys.__stderr__.fileno(), text.encode(errors="backslashreplace"))
 
 
 def flush_streams() -> None:
-    """Flush the standard streams, so that Python's flush at exit cannot fail and change the exit status."""
+    """Python's flush at exit could fail and change the exit status."""
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

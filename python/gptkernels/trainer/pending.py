@@ -1,4 +1,4 @@
-"""A step that is launched and whose numbers are not yet read, and the time of a step on the device."""
+"""A step that is launched and whose numbers are not yet read."""
 
 import time
 
@@ -23,17 +23,13 @@ class Mark:
             self._event.synchronize()
 
     def seconds_since(self, earlier: "Mark") -> float:
-        """Return the seconds between two points in time that are in the past."""
         if self._event is not None and earlier._event is not None:
             return earlier._event.elapsed_time(self._event) / 1e3
         return self._seconds - earlier._seconds
 
 
 class PendingStep:
-    """The numbers of a step, which are being copied from the device until the time `end`.
-
-    The numbers are those that `Step` returns, and a request to stop.
-    """
+    """The numbers that `Step` returns, and a request to stop, which are being copied from the device until `end`."""
 
     def __init__(self, step: int, learning_rate: float, numbers: Tensor) -> None:
         self.step = step

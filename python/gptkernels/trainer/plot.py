@@ -7,7 +7,6 @@ from gptkernels.files.writing import replace_file
 
 
 def read_losses(csv_file: Path) -> dict[str, tuple[list[int], list[float]]]:
-    """Read steps and losses from a run's CSV, for "train" and "val"; other rows are skipped."""
     curves: dict[str, tuple[list[int], list[float]]] = {"train": ([], []), "val": ([], [])}
     with open(csv_file, newline="", encoding="utf-8", errors="replace") as file:
         for row in csv.DictReader(file):
@@ -22,7 +21,6 @@ def read_losses(csv_file: Path) -> dict[str, tuple[list[int], list[float]]]:
 
 
 def plot_losses(csv_file: Path, png_file: Path, unit: str = "nats per token") -> None:
-    """Plot the losses of a run's CSV as a PNG, by matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

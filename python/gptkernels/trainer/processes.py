@@ -14,9 +14,9 @@ Value = TypeVar("Value")
 
 
 class Processes:
-    """The rank and the device of this process, and the exchange of values with the run's other processes.
+    """The rank and device of this process, and the exchange of values.
 
-    The argument is a torch device or "auto". For "auto" and "cuda" each process has its own GPU.
+    For "auto" and "cuda" each process has its own GPU.
     """
 
     def __init__(self, device: str = "auto") -> None:
@@ -30,11 +30,10 @@ class Processes:
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the process that writes files and prints."""
+        """The main process writes files and prints."""
         return self.rank == 0
 
     def average_gradients(self, parameters: Iterable[Tensor]) -> None:
-        """Replace each gradient by its mean over the processes, by one all-reduce for each dtype."""
         if self.world_size == 1:
             return
         buckets: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
@@ -49,14 +48,12 @@ class Processes:
             )
 
     def average(self, values: Tensor) -> Tensor:
-        """Replace `values` by their mean over the processes."""
         if self.world_size > 1:
             distributed.all_reduce(values)
             values /= self.world_size
         return values
 
     def from_main(self, value: Value) -> Value:
-        """Return the main process's `value` in every process."""
         if self.world_size == 1:
             return value
         values = [value]

@@ -12,7 +12,7 @@ SECONDS_BETWEEN_LINES = 2.0
 
 
 def printable(text: str) -> str:
-    """Replace control characters, which could change a terminal's state, by U+FFFD."""
+    """Control characters could change a terminal's state."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
@@ -30,7 +30,7 @@ class Progress:
 
 
 class Lines(Progress):
-    """A display of lines for the first and the last step, and at most one line every two seconds for other steps."""
+    """Lines for the first and the last step, and at most one every two seconds for other steps."""
 
     def __init__(self, total_steps: int, output: SafeOutput) -> None:
         self._total = total_steps
@@ -55,7 +55,7 @@ class Lines(Progress):
 
 
 class Bar(Progress):
-    """A progress bar of `rich` with loss, tokens/s, ms/step and the remaining time. Texts are printed above it."""
+    """A progress bar of `rich`. Texts are printed above it."""
 
     def __init__(self, total_steps: int, first_step: int, output: SafeOutput) -> None:
         from rich import progress
@@ -85,12 +85,10 @@ class Bar(Progress):
 
 
 def _score(z: float) -> str:
-    """Format a z-score as llm.c does; return an empty string if it is NaN."""
     return "" if math.isnan(z) else f" ({z:+.2f}z)"
 
 
 def _use(record: TrainingStep, separator: str) -> str:
-    """Format the device's utilisation and memory, if they are known."""
     mfu = "" if record.mfu is None else f"{separator}{100 * record.mfu:.1f}% MFU"
     return mfu + (f"{separator}{record.memory / 2**30:.2f} GiB" if record.memory else "")
 
@@ -108,7 +106,6 @@ class ByteProgress:
         self._shown = ""
 
     def __call__(self, what: str, done: int, total: int) -> None:
-        """Show that `done` of `total` bytes are read, every few seconds and at the end."""
         now = time.monotonic()
         wait = SECONDS_BETWEEN_LINES / 10 if self._shown and self._overwrite else SECONDS_BETWEEN_LINES
         if now - self._last < wait and not (done >= total and self._shown):
@@ -117,7 +114,6 @@ class ByteProgress:
         self._write(f"{what}: {done / 1e6:,.1f} of {total / 1e6:,.1f} MB", end="" if self._overwrite else "\n")
 
     def close(self) -> None:
-        """Remove the line, if one is shown on a terminal."""
         if self._shown and self._overwrite:
             self._write("", end="\r")
 
@@ -128,7 +124,6 @@ class ByteProgress:
 
 
 def show_progress(total_steps: int, first_step: int, is_main: bool) -> Progress:
-    """Choose the display for this process and its standard output."""
     if not is_main:
         return Progress()
     output = SafeOutput(sys.stdout)

@@ -17,21 +17,18 @@ def numbered(folder: Path, step: int) -> Path:
 
 
 def is_numbered(path: Path) -> bool:
-    """Return whether a file has the name of a kept checkpoint."""
     return bool(_NAME.fullmatch(path.name))
 
 
 def kept_steps(folder: Path) -> list[int]:
-    """Return the steps of the kept checkpoints in a folder, in order."""
     return sorted(int(match[1]) for path in folder.glob(NUMBERED) if (match := _NAME.fullmatch(path.name)))
 
 
 def retain(newest: Path, step: int, keep_last: int, keep_every: int) -> None:
-    """Keep the newest checkpoint under a name with its step, `step`, and remove older checkpoints.
+    """Keep the newest checkpoint under a name with its step, and remove older checkpoints.
 
-    The last `keep_last` checkpoints are kept, including the newest one. If `keep_every` is not 0, checkpoints whose
-    step is a multiple of it are kept too. With a `keep_last` of 1 nothing is removed. The name is a hard link to the
-    file, which takes no space, or on a file system without hard links a copy.
+    The last `keep_last` are kept, and those whose step is a multiple of `keep_every`. With a `keep_last` of 1 nothing
+    is removed. The name is a hard link, which takes no space, or on a file system without hard links a copy.
     """
     folder = newest.parent
     if keep_last > 1 or _is_multiple(step, keep_every):

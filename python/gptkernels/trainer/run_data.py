@@ -28,8 +28,7 @@ class HeldOutData:
     Attributes:
         tokenizer: the tokenizer of the data, or None; without a tokenizer, tokens are assumed to be GPT-2's.
         vocab_size: the number of tokens; by default the tokenizer's.
-        val: the validation data of this process, or None.
-        why_no_val: the reason why `val` is None; otherwise empty.
+        val: the validation data of this process, or None, for the reason `why_no_val`.
         questions: the questions of `eval_file`.
     """
 
@@ -52,11 +51,10 @@ class HeldOutData:
 
     @property
     def first_token(self) -> int:
-        """The first token of a text: the end-of-text token, which precedes every document, if there is one."""
+        """The end-of-text token, which precedes every document, if there is one."""
         return self.tokenizer.start if self.tokenizer else GPT2_VOCAB_SIZE - 1
 
     def text(self, tokens: list[int]) -> str:
-        """Return the tokens as text, or as numbers if there is no tokenizer."""
         return printable(self.tokenizer.decode(tokens)) if self.tokenizer else " ".join(map(str, tokens))
 
     def _loader(self, paths: list[Path], is_training: bool) -> DataLoader:
@@ -74,7 +72,6 @@ class HeldOutData:
         )
 
     def _reason_not_to_validate(self, paths: list[Path]) -> str:
-        """Return the reason why there is no validation data, or an empty string."""
         if not self._config.val_max_batches or not (self._config.val_every or self._config.eval_only):
             return "not asked for"
         if not paths:
@@ -89,7 +86,7 @@ class HeldOutData:
 
 
 class RunData(HeldOutData):
-    """The data of a run: `HeldOutData`, and the training data of this process, `train`."""
+    """The data of a run, with the training data of this process, `train`."""
 
     def __init__(self, config: TrainConfig, processes: Processes) -> None:
         super().__init__(config, processes)
@@ -101,9 +98,9 @@ class RunData(HeldOutData):
 
 
 class _Files(NamedTuple):
-    prefix: str | None  # the prefix of the tokenizer's file
+    prefix: str | None
     train: list[Path]
-    val: list[Path]  # these need not exist
+    val: list[Path]
 
 
 def _find_files(config: TrainConfig, processes: Processes) -> _Files:
@@ -117,7 +114,6 @@ def _find_files(config: TrainConfig, processes: Processes) -> _Files:
 
 
 def _pattern(config: TrainConfig) -> str | None:
-    """Return the pattern of the training files; None if the options have a data prefix instead."""
     if config.train_files is not None or config.data is None:
         return config.train_files
     is_files = (is_pattern(config.data) or config.data.endswith(".bin")) and not os.path.exists(

@@ -20,15 +20,12 @@ FILES = (CHECKPOINT, LOG, CSV, PLOT, f"{TOKENIZER_PREFIX}_tokenizer.bin", f"{TOK
 STANDARD_LIBRARY = RUNS / "data" / "standard_library"
 LOCK_FILE = ".gptkernels"
 """The locked file. It remains in the folder, and marks the folder as a run of this program."""
-# Errors of flock on a file system without locks, such as some network file systems.
+# flock's errors on a file system without locks, such as some network file systems
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def new_run(folder: str | None, model: str) -> Path:
-    """Make the folder of a new run: the named folder, or the first free one of runs/MODEL, runs/MODEL-2, ...
-
-    A ValueError says that the named folder contains a checkpoint, or a file with the name of a run's file but no run.
-    """
+    """A ValueError says that the named folder has a checkpoint, or a file with the name of a run's file but no run."""
     if folder is not None:
         path = Path(folder)
         _check_own(path)
@@ -50,7 +47,6 @@ def new_run(folder: str | None, model: str) -> Path:
 
 
 def _check_own(folder: Path) -> None:
-    """Raise a ValueError if a folder has files with the names of a run's files, but was never locked by a run."""
     if (folder / LOCK_FILE).exists() or (folder / CHECKPOINT).exists():
         return
     for name in (*FILES, *(path.name for path in folder.glob(NUMBERED))):
@@ -60,10 +56,9 @@ def _check_own(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder while the body runs. The lock is also released if the process is killed.
+    """Lock a folder while the body runs, or until the process is killed.
 
-    If another process has the lock, a ValueError gives its process id. On a file system without locks nothing is
-    locked.
+    If another process has the lock, a ValueError gives its process id. A file system without locks locks nothing.
     """
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:
@@ -91,7 +86,6 @@ def _lock(descriptor: int, folder: Path) -> None:
 
 @contextmanager
 def open_run(folder: Path, is_main: bool) -> Iterator[None]:
-    """Lock the run's folder in the main process, check its files, and remove temporary files of killed processes."""
     if not is_main:
         yield
         return
@@ -103,7 +97,6 @@ def open_run(folder: Path, is_main: bool) -> Iterator[None]:
 
 
 def log_of_run(log_file: str | None, folder: Path) -> str | None:
-    """Return the log that a checkpoint names if it is in the run's folder; otherwise None, the default log."""
     if log_file is None:
         return None
     real, parent = (os.path.realpath(path) for path in (log_file, folder))
@@ -111,14 +104,12 @@ def log_of_run(log_file: str | None, folder: Path) -> str | None:
 
 
 def is_other_file(log_file: str, folder: Path) -> bool:
-    """Return whether a log of this name would overwrite the checkpoint or another file of the run in `folder`."""
     others = [folder / name for name in (*FILES, LOCK_FILE) if name != LOG]
     others += [numbered(folder, step) for step in kept_steps(folder)]
     return os.path.realpath(log_file) in map(os.path.realpath, others)
 
 
 def find_run(folder: str | None) -> Path:
-    """Return the folder of a run to resume: the named folder, or the folder in runs/ with the newest checkpoint."""
     if folder is None:
         checkpoints = sorted(RUNS.glob(f"*/{CHECKPOINT}"), key=lambda path: path.stat().st_mtime)
         if not checkpoints:
@@ -130,9 +121,8 @@ def find_run(folder: str | None) -> Path:
 
 
 def standard_library() -> str:
-    """Return the data prefix of the standard library's sources, after preparing them if they do not exist."""
     try:
-        tokenizer_for_prefix(STANDARD_LIBRARY)  # this file is written last
+        tokenizer_for_prefix(STANDARD_LIBRARY)
     except ValueError:
         prepare_standard_library(STANDARD_LIBRARY)
     return str(STANDARD_LIBRARY)

@@ -1,6 +1,6 @@
 """Checks a checkpoint before a run is resumed from it, because another program may have made or changed the file.
 
-Every size is compared with the file's tensors. The file's checksums are verified before these checks.
+Every size is compared with the file's tensors, after the file's checksums are verified.
 """
 
 import math
@@ -36,11 +36,7 @@ _DESCRIPTIONS: dict[tuple[type, ...], str] = {
 
 
 def saved_options(saved: TrainingState, path: Path) -> TrainConfig:
-    """Check a checkpoint's options, model, counters and generators, and return the options.
-
-    A ValueError names the entry of the checkpoint at `path` that is missing, of another type, out of its range, or
-    inconsistent with other entries.
-    """
+    """Check a checkpoint's options, model, counters and generators, and return the options."""
     options = _check_options(saved.trainer.get("options"), path)
     _check_model(saved, options, path)
     _check_counters(saved.trainer, options, path)
@@ -52,7 +48,6 @@ def saved_options(saved: TrainingState, path: Path) -> TrainConfig:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Return a context that adds the name of the checkpoint, which may be the cause, to a ValueError."""
     try:
         yield
     except ValueError as error:
@@ -79,10 +74,6 @@ def _check_options(options: Any, path: Path) -> TrainConfig:
 
 
 def _has_type(value: Any, wanted: tuple[type, ...]) -> bool:
-    """Return whether a value has one of these types. True and False do not count as integers.
-
-    An infinity, a NaN, and an integer whose magnitude is 2^62 or more are refused.
-    """
     if type(value) not in wanted:
         return False
     if type(value) is float:
@@ -149,7 +140,6 @@ def _check_generators(rng: Mapping[str, Any], path: Path) -> None:
 
 
 def check_optimizer(saved: Mapping[str, Any], optimizer: torch.optim.Optimizer, step: int, path: Path) -> None:
-    """Check that a saved state after `step` updates fits the optimizer."""
     wanted = optimizer.state_dict()["param_groups"]
     groups, states = saved.get("param_groups"), saved.get("state")
     if not isinstance(groups, list) or not all(isinstance(group, dict) for group in groups):
@@ -186,7 +176,6 @@ def _check_parameter_state(state: Any, parameter: Tensor, has_masters: bool, whe
 
 
 def _named_tensors(where: str, value: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield the floating-point tensors in nested dicts, lists and tuples, each with its path."""
     if isinstance(value, Tensor):
         if value.is_floating_point():
             yield where, value

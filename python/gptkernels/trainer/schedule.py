@@ -8,9 +8,9 @@ WSD_DECAY = 5
 
 
 class Schedule(NamedTuple):
-    """Linear warm-up to `peak`, and then a decay to `final`, as in llm.c. (Only llm.c's "constant" has no warm-up.)
+    """Linear warm-up to `peak`, and then a decay to `final`, as in llm.c (whose "constant" has no warm-up).
 
-    Steps are counted from 0. The first step has `peak / warmup_steps`, and step `warmup_steps` has `peak`. Then follows
+    The first step, 0, has `peak / warmup_steps`, and step `warmup_steps` has `peak`. Then follows
 
     - "cosine" or "linear": half a cosine or a line to `final` at step `decay_steps` (None: `total_steps`);
     - "wsd" (warm-up, stable, decay): `peak` until the last `decay_steps` steps (None: a fifth of all), and then
@@ -26,7 +26,6 @@ class Schedule(NamedTuple):
     decay_steps: int | None = None
 
     def rate(self, step: int) -> float:
-        """Return the learning rate of a step, which is `final` after the decay."""
         if step < self.warmup_steps:
             return self.peak * (step + 1) / self.warmup_steps
         if self.kind == "constant":
@@ -36,7 +35,6 @@ class Schedule(NamedTuple):
         return self.final + (self.peak - self.final) * _FACTORS[self.kind](min(1.0, max(0.0, progress)))
 
     def _decay(self) -> tuple[int, int]:
-        """Return the first step of the decay and the step at which it has ended."""
         if self.kind != "wsd":
             return self.warmup_steps, self.total_steps if self.decay_steps is None else self.decay_steps
         length = -(-self.total_steps // WSD_DECAY) if self.decay_steps is None else self.decay_steps

@@ -18,7 +18,7 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Record the first SIGINT or SIGTERM in the StopRequest, and print a message; a second signal has its usual effect.
+    """Record the first SIGINT or SIGTERM; a second signal has its usual effect.
 
     Outside the main thread Python cannot handle signals, and none is recorded.
     """

@@ -13,12 +13,10 @@ from gptkernels.trainer.processes import Processes
 
 
 class Step:
-    """A function that makes an update without waiting for the device; on CUDA it replays a CUDA graph if possible.
+    """Makes an update without waiting for the device; on CUDA it replays a CUDA graph if possible.
 
     Args:
         loss: computes the loss of a batch of tokens and targets, both (B, T) and on this process's device.
-        optimizer: the optimizer, which computes the norm of the gradients.
-        processes: the processes that average their gradients.
         max_scores: the z-scores of the loss and of the gradient's norm above which the update is skipped; 0 never
             skips.
         capture: False runs every step eagerly.
@@ -51,15 +49,13 @@ class Step:
 
     @property
     def is_captured(self) -> bool:
-        """Whether steps are now replayed as a CUDA graph."""
         return self._step.captures > 0 and self._step.eager_because is None
 
     def __call__(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Update the parameters with the mean gradient of the batches, or skip the update.
 
-        Returns:
-            A tensor (2,) on the device: this process's loss and the norm of the averaged gradients. If updates may be
-            skipped, it is (5,), with the two z-scores, and 1 if this update was skipped, otherwise 0.
+        Return a tensor (2,) on the device: this process's loss and the norm of the averaged gradients. If updates may
+        be skipped, it is (5,), with the two z-scores, and 1 if this update was skipped, otherwise 0.
         """
         self._batches = len(batches)
         if self._skipping:
@@ -73,7 +69,6 @@ class Step:
         return torch.stack(numbers)
 
     def _noted_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Compute the loss; if updates may be skipped, also sum it over the batches of the step."""
         loss = self._loss(tokens, targets)
         if self._skipping:
             self._total += loss.detach()

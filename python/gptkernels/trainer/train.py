@@ -63,8 +63,7 @@ class TrainResult(NamedTuple):
     """The result of a run. Losses are in nats per token; a value that was not computed is None.
 
     `train_loss` is the loss of the last step before its update. `val_loss` and `accuracy`, the fraction of correctly
-    answered questions of `eval_file`, are computed from the saved model. `signal` is the number of the signal that
-    stopped the run, or 0 if the run is complete.
+    answered questions of `eval_file`, are those of the saved model. `signal` is the signal that stopped the run, or 0.
     """
 
     step: int
@@ -120,13 +119,7 @@ def resume(run: str | None = None, **given: Any) -> TrainResult:
 class Trainer:
     """A run: the model, its data, the optimizer, and their progress.
 
-    The constructor checks the options and the data. `run()` trains, and can be called once.
-
-    Args:
-        config: the options.
-        output: the folder of a resumed run; None makes the folder of a new run.
-        saved: the state to resume, checked by `saved_options`.
-        keep_log: whether the log contains lines of other runs.
+    The constructor checks the options and the data. ``saved`` is the state to resume, checked by `saved_options`.
     """
 
     def __init__(
@@ -199,7 +192,7 @@ class Trainer:
                 "with the training data it had"
             )
         self.data.train.load_state_dict(saved.trainer["data"])
-        groups = self.optimizer.state_dict()["param_groups"]  # from the options
+        groups = self.optimizer.state_dict()["param_groups"]
         self.optimizer.load_state_dict({"state": saved.optimizer["state"], "param_groups": groups})
         if step:  # if no further step is made, the checkpoint has the last step's learning rate
             self._set_learning_rate(step - 1)
@@ -211,7 +204,7 @@ class Trainer:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def run(self) -> TrainResult:
-        """Train to the end, or until Ctrl-C or SIGTERM; then write the checkpoint and the plot."""
+        """Train to the end, or until Ctrl-C or SIGTERM; then write the checkpoint and the plot. Can be called once."""
         self._progress = show_progress(self.total_steps, self.step, self.processes.is_main)
         self._log: TrainingLog | None = None
         try:
@@ -285,7 +278,6 @@ class Trainer:
         self._finish(pending)
 
     def _finish(self, pending: PendingStep | None) -> None:
-        """Wait for a step's numbers, then log and show them."""
         if pending is None:
             return
         with self._watchdog.watch(f"waiting for {self.processes.device}, which does not answer"):
@@ -324,7 +316,6 @@ class Trainer:
         )
 
     def _utilization(self, tokens_per_second: float) -> float | None:
-        """Return the model's flops per second divided by the devices' peak; None if the peak is unknown."""
         if self._peak_flops is None:
             return None
         flops = tokens_per_second * self.model.flops_per_token(self.config.sequence_length)
@@ -344,7 +335,6 @@ class Trainer:
         return f"The checkpoint of step {self._saved_step} is kept"
 
     def _report_stall(self, what: str) -> None:
-        """Report what the run waits for, with the stacks of all threads, and close the logs."""
         config, processes = self.config, self.processes
         finished = "" if self._finished_step is None else f", whose last finished step is {self._finished_step}"
         who = f"process {processes.rank} of {processes.world_size}, " if processes.world_size > 1 else ""
@@ -368,7 +358,6 @@ class Trainer:
     # ---- between steps -----------------------------------------------------------------------------------------------
 
     def _validate(self) -> float | None:
-        """Compute, log and show the loss on the validation data, in nats per token; None without such data."""
         if self.data.val is None:
             return None
         self._finish_pending()
@@ -385,7 +374,6 @@ class Trainer:
         return loss
 
     def _answer(self) -> float | None:
-        """Compute, log and show the fraction of correctly answered questions; None without questions."""
         if not self.data.questions:
             return None
         self._finish_pending()
@@ -402,7 +390,6 @@ class Trainer:
 
     @torch.no_grad()
     def _sample(self) -> str | None:
-        """Generate and show text without a prompt; the same seed and step give the same text."""
         if not self.config.sample_length or not self.processes.is_main:
             return None
         self._finish_pending()
@@ -427,7 +414,6 @@ class Trainer:
         return text
 
     def _save(self) -> None:
-        """Write the checkpoint atomically, if all its tensors are finite."""
         self._finish_pending()
         with self._watchdog.watch("saving the checkpoint"):
             state = (tensor for state in self.optimizer.state.values() for tensor in state.values())
@@ -502,7 +488,7 @@ class Trainer:
         self._save()
         self._plot()
         self._progress.say(f"stopped at step {self.step} of {self.total_steps}; to go on: {self._resume_line()}")
-        number = self._request.signal or signal.SIGTERM  # the signal may have been sent to another process
+        number = self._request.signal or signal.SIGTERM
         return TrainResult(self.step, self._train_loss, None, None, self.output, number)
 
     def _resume_line(self) -> str:

@@ -7,7 +7,6 @@ import torch
 
 
 def peak_memory(device: torch.device) -> int:
-    """Return the peak memory in bytes: on a GPU what torch has allocated, on the CPU what is resident."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     unit = 1 if sys.platform == "darwin" else 1024

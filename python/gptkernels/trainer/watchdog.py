@@ -13,15 +13,11 @@ REPORT_SECONDS = 10.0
 
 
 class Watchdog:
-    """A thread that ends the process if no unit of work is finished for some minutes.
+    """Ends the process if no unit of work is finished for some minutes.
 
-    The thread counts intervals, not seconds. The time for which the process is stopped (Ctrl-Z, a debugger) therefore
-    counts as one interval. Only work inside `watch` is watched, because printing, for example, may wait for a reader.
-
-    Args:
-        minutes: the longest time for a unit of work; 0 disables the watchdog.
-        report: called in another thread with the argument of `watch`, to inform the user. The process ends when
-            `report` returns, or after `REPORT_SECONDS`.
+    The thread counts intervals, not seconds, so that a stop of the process (Ctrl-Z, a debugger) counts as one interval.
+    Only work inside `watch` is watched, because printing, for example, may wait for a reader. The process ends when
+    `report`, called in another thread with the argument of `watch`, returns, or after `REPORT_SECONDS`.
     """
 
     def __init__(self, minutes: float, report: Callable[[str], object]) -> None:
@@ -41,7 +37,6 @@ class Watchdog:
 
     @contextmanager
     def watch(self, what: str) -> Iterator[None]:
-        """Watch the body, which is one unit of work, or several if it calls `tick`; the report names it `what`."""
         self._what = what
         try:
             yield
@@ -50,7 +45,6 @@ class Watchdog:
             self.tick()
 
     def tick(self) -> None:
-        """Record that a unit of work is finished."""
         self._finished += 1
 
     def _run(self) -> None:

@@ -1,13 +1,10 @@
-// Attention's backward by mma.sync and cp.async, in two kernels. With P = exp(scale q k' - logsumexp), g the gradient
-// of out, and ' the transpose,
+// Attention's backward by mma.sync and cp.async. P = exp(scale q k' - logsumexp), g is the gradient of out, '
+// transposes:
 //
 //   dv = P' g, dq = scale dS k, dk = scale dS' q, where dS = P (g v' - delta) and delta = sum(dout * out) - dlogsumexp.
 //
-// Dropout is applied to P in dv, and to g v'.
-//
-// The kernel for dq computes a tile of queries in a loop over tiles of keys, and stores delta for the other kernel. The
-// kernel for dk and dv computes a tile of keys in a loop over tiles of queries. Both kernels compute P and g v', so
-// that each can sum its gradients in registers. Nothing is added in memory, so the results are bitwise reproducible.
+// Dropout is applied to P in dv, and to g v'. One kernel computes dq and stores delta; the other computes dk and dv.
+// Both compute P and g v', so that gradients are summed in registers, in a fixed order.
 #include "cuda/attention/logsumexp_correction.cuh"
 #include "cuda/attention/variants.h"
 #include "tiles.cuh"
@@ -15,15 +12,14 @@
 namespace gptkernels::cuda {
 namespace {
 
-// Whether a kernel multiplies the probabilities by a correction (logsumexp_correction.cuh). It does so if it computes
-// float32 exactly, or if a mask may have far biases (lowest_bias.cuh).
+// Exact float32 and far biases (lowest_bias.cuh) need logsumexp_correction.cuh.
 template <bool kGeneral, bool kExact>
 constexpr bool kCorrects = kGeneral || kExact;
 
-// The arrays (B, NH, Tq) that the kernel for dq stores for the kernel for dk and dv.
+// Arrays (B, NH, Tq) that the kernel for dq stores for the kernel for dk and dv.
 struct RowStatistics {
   float* delta;
-  float* correction;  // only used by kernels with kCorrects
+  float* correction;
 
   __device__ RowStatistics(void* workspace, const AttentionSizes& s)
       : delta(static_cast<float*>(workspace)), correction(delta + s.batches * s.heads * s.queries) {}
@@ -31,24 +27,22 @@ struct RowStatistics {
 
 // ---- dq -------------------------------------------------------------------------------------------------------------
 
-// A warp computes 16 queries, or 32 if kM = 2. With 32 queries, keys and values are loaded from shared memory, and
-// rounded in shared memory, half as often per query.
+// With 32 queries per warp (kM = 2), keys and values are loaded and rounded half as often per query.
 template <typename T, int HS, bool kExact>
 struct DqueryShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kThreads = 128;
   static constexpr int kM = sizeof(T) == 4 && kBytes == 256 ? 2 : 1;
-  static constexpr int kBlocks = kM;  // least number of thread blocks that an SM has registers for
+  static constexpr int kBlocks = kM;  // thread blocks per SM
   static constexpr int kRows = 64 * kM;
   static constexpr int kKeys = kBytes <= (sizeof(T) == 2 ? 256 : 128) ? 64 : kBytes <= 256 ? 32 : 16;
   static constexpr bool kKeepRows = !kExact && kBytes <= 128;
   static constexpr int kTileBytes = kRows * kBytes;
-  static constexpr int kStageBytes = kKeys * kBytes;  // of keys or of values
+  static constexpr int kStageBytes = kKeys * kBytes;
   static constexpr int kSharedBytes = 2 * kTileBytes + 4 * kStageBytes;
   static_assert(kSharedBytes <= 99 << 10);
 };
 
-// Returns sum(dout * out) of one row. The four lanes of a quad compute it together.
 template <typename T>
 __device__ float quad_dot(const T* dout, const T* out, int head_size) {
   float sum = 0;
@@ -100,8 +94,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
   copy_rows<T, HS, Shape::kRows, kThreads>(dout_tile, p.dout.at(b, h, row), p.dout.token, 0, queries - row, head_size);
   if (first < end) copy_stage(first, 0);
 
-  // Each of this thread's rows sees the keys from `low` to `high` - 1. `reference` is the row's logsumexp in units of
-  // log2.
+  // The thread's rows see the keys in [low, high). `reference` is the logsumexp in units of log2.
   int low[kM][2], high[kM][2];
   float reference[kM][2], delta[kM][2];
 #pragma unroll
@@ -122,7 +115,6 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
       reference[m][r] = sees ? in_units_of_log2(logsumexp, has_bias) : 0;
       if (inside && lane % 4 == 0) statistics.delta[statistic] = delta[m][r];
     }
-  // All of the warp's queries see the keys before narrow_end, and none sees a key from wide_end on.
   const int narrow_end = p.mask.causal ? min(bounds.end, row + warp_row + offset + 1) : bounds.end;
   const int wide_end = p.mask.causal ? min(bounds.end, row + warp_row + 16 * kM + offset) : bounds.end;
 
@@ -136,7 +128,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
   const float factor = score_factor<kGeneral>(p.mask, p.scale);
   const DropoutDraw dropout(p.dropout);
   const float keep_scale = kGeneral && dropout.drops() ? static_cast<float>(dropout.keep_scale) : 1;
-  float dquery[kM][HS / 8][4] = {}, sum[kM][2] = {};  // `sum` is the sum of the probabilities
+  float dquery[kM][HS / 8][4] = {}, sum[kM][2] = {};  // sum of probabilities
   int stage = 0;
   for (int start = first; start < end; start += kKeys, stage ^= 1) {
     copy_async_wait();
@@ -164,12 +156,12 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
         for (int e = 0; e < 4; ++e)
           weights[m][n][e] = exp2_approximately(fmaf(weights[m][n][e], factor, -reference[m][e / 2]));
     if (kExact || has_bias) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m)
-#pragma unroll
-        for (int n = 0; n < kN; ++n)
-#pragma unroll
-          for (int e = 0; e < 4; ++e) sum[m][e / 2] += weights[m][n][e];
+      // Each tile is summed first: the rounding errors of a long sum of equal terms would not average out.
+      for_rows<kM>([&](int m, int r) {
+        float part = 0;
+        for_columns<kN>([&](int n, int c) { part += weights[m][n][2 * r + c]; });
+        sum[m][r] += part;
+      });
     }
 
     multiply_transposed<T, HS, kExact>(gradients, dout, key_tile + Shape::kStageBytes, head_size);
@@ -209,28 +201,26 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
 
 // ---- dk and dv ------------------------------------------------------------------------------------------------------
 
-// A warp computes dk and dv of 16 * kM keys. If its registers cannot hold all columns of dk and dv, two warps compute
-// the same keys, and half of the columns each (kParts = 2).
+// With kParts = 2, two warps share the same keys, and each sums half of the columns of dk and dv, for lack of
+// registers.
 template <typename T, int HS>
 struct DkeyShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kParts = HS > 128 ? 2 : 1;
   static constexpr int kThreads = 128 * kParts;
   static constexpr int kM = sizeof(T) == 4 && kBytes == 256 ? 2 : 1;
-  static constexpr int kBlocks = kM;  // least number of thread blocks that an SM has registers for
+  static constexpr int kBlocks = kM;  // thread blocks per SM
   static constexpr int kRows = 64 * kM;
   static constexpr int kQueries = kBytes <= 128 ? 64 : kBytes <= 256 ? 32 : 16;
   static constexpr bool kKeepRows = false;
   static constexpr int kTileBytes = kRows * kBytes;
-  static constexpr int kStageBytes = kQueries * kBytes;  // of queries or of dout
+  static constexpr int kStageBytes = kQueries * kBytes;
   static constexpr int kStatisticsAt = 2 * kTileBytes + 4 * kStageBytes;
-  static constexpr int kStatistics = 3;  // per query: logsumexp, delta, correction
+  static constexpr int kStatistics = 3;  // logsumexp, delta, correction
   static constexpr int kSharedBytes = kStatisticsAt + 2 * kStatistics * kQueries * static_cast<int>(sizeof(float));
   static_assert(kSharedBytes <= 99 << 10);
 };
 
-// Starts copying the statistics of a stage's queries to shared memory. `head` is the index of the query head, counted
-// over all batches, and `start` is the first query.
 template <typename Shape, bool kCopyCorrection>
 __device__ void copy_statistics(uint32_t shared, int stage, const float* logsumexp, const RowStatistics& statistics,
                                 int64_t head, int start, int queries) {
@@ -246,8 +236,6 @@ __device__ void copy_statistics(uint32_t shared, int stage, const float* logsume
   }
 }
 
-// Replaces scores by P. `logsumexp` and `correction` point to the statistics of this thread's first column in shared
-// memory.
 template <bool kCorrect, int kM, int kN>
 __device__ void probabilities_of_columns(float (&scores)[kM][kN][4], float factor, const float* logsumexp,
                                          const float* correction, bool has_bias) {
@@ -262,7 +250,7 @@ __device__ void probabilities_of_columns(float (&scores)[kM][kN][4], float facto
   });
 }
 
-// Replaces g v' by dS. A dropped element of P has been marked by a negative sign, and becomes 0.
+// A negative sign marks an element of P that dropout drops.
 template <bool kGeneral, int kM, int kN>
 __device__ void gradients_of_columns(float (&gradients)[kM][kN][4], float (&weights)[kM][kN][4], const float* delta,
                                      float keep_scale) {
@@ -299,13 +287,11 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
   const int group = static_cast<int>(s.heads / s.key_heads);
   const int64_t b = tile.head / s.key_heads, key_head = tile.head % s.key_heads;
 
-  // Each of this thread's keys is seen by the queries from its `low` to its `high` - 1. Queries before `first` see no
-  // key of the tile, and queries before wide_begin see none of the warp's keys. Queries from narrow_begin on see all of
-  // the warp's keys.
+  // The thread's keys are seen by the queries in [low, high). Queries before `first` see no key of the tile, queries
+  // before wide_begin see no key of the warp, and queries from narrow_begin on see all keys of the warp.
   const KeyBounds<kGeneral> bounds(p.mask, s, b);
   const bool any = row < bounds.end && row + Shape::kRows > bounds.begin;
   const int first = p.mask.causal ? max(row - offset, 0) / kQueries * kQueries : 0;
-  // The loop iterates over the queries of all heads that share the key head.
   struct Place {
     int64_t head;
     int start;
@@ -346,7 +332,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
   Place place = {key_head * group, first};
   if (place.head < last_head) copy_stage(place, 0);
   copy_async_wait();
-  round_rows<T, HS, kExact, 2 * Shape::kRows, kThreads>(shared_bytes);  // the values follow the keys
+  round_rows<T, HS, kExact, 2 * Shape::kRows, kThreads>(shared_bytes);
   __syncthreads();
   const RowOperand<T, HS, kM, Shape::kKeepRows> key(key_tile, warp_row);
   const RowOperand<T, HS, kM, Shape::kKeepRows> value(value_tile, warp_row);
@@ -385,7 +371,6 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
     multiply_transposed<T, HS, kExact>(gradients, value, query_tile + Shape::kStageBytes, head_size);
     if constexpr (kGeneral)
       if (dropout.drops()) {
-        // Until dS is computed, a dropped element of P is marked by its sign.
         for_dropped_transposed<kM, kN>(dropout, b * s.heads + h, row + warp_row, start, [&](int m, int n, int e) {
           gradients[m][n][e] = 0;
           weights[m][n][e] = -weights[m][n][e];
@@ -393,8 +378,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
       }
     gradients_of_columns<kGeneral>(gradients, weights, delta, keep_scale);
     add_product<T, HS, kExact>(dvalue, weights, query_tile + Shape::kStageBytes, warp_column);
-    // This condition is always true. It keeps ptxas from computing both matmuls at once, for which there are not enough
-    // registers.
+    // This condition is always true. Without it, ptxas would compute both matmuls at once and run out of registers.
     if (!kExact || head_size > 0) add_product<T, HS, kExact>(dkey, gradients, query_tile, warp_column);
   }
 

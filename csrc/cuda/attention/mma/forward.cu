@@ -1,6 +1,5 @@
-// Attention's forward by mma.sync and cp.async (Dao, FlashAttention-2, 2023), for sm_80 and later: bfloat16, float16,
-// and float32 as TF32 or exactly, with masks, bounds and dropout. A thread block computes a tile of queries of one
-// head:
+// Attention's forward by mma.sync and cp.async (Dao, FlashAttention-2, 2023) for sm_80 and later. A thread block
+// computes a tile of queries of one head:
 //
 //   start loading q and the first key tile
 //   for each key tile j that the queries see:
@@ -17,20 +16,18 @@
 namespace gptkernels::cuda {
 namespace {
 
-// A warp computes 16 queries, or 32 if kM = 2. With 32 queries, it loads keys and values from shared memory half as
-// often per query. With 16-bit types, it then has no registers left for masks and dropout. Shared memory fits into the
-// 99 KB of sm_86 and sm_89.
+// With 32 queries per warp (kM = 2), keys and values are loaded half as often per query, but 16-bit types then leave no
+// registers for masks and dropout. Shared memory fits in the 99 KB of sm_86 and sm_89.
 template <typename T, int HS, bool kGeneral, bool kExact>
 struct ForwardShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
   static constexpr int kThreads = 128;
   static constexpr int kM = (sizeof(T) == 2 ? kBytes <= 128 && !kGeneral : kBytes == 256) ? 2 : 1;
-  static constexpr int kBlocks =
-      kM == 2 || kBytes >= 256 || kExact ? 2 : 3;  // thread blocks that an SM has registers for
+  static constexpr int kBlocks = kM == 2 || kBytes >= 256 || kExact ? 2 : 3;  // thread blocks per SM
   static constexpr int kRows = 64 * kM;
   static constexpr int kKeys = kBytes <= (sizeof(T) == 2 ? 256 : 128) ? 64 : 32;  // of a key tile
   static constexpr bool kKeepQuery = !kExact && kBytes <= (sizeof(T) == 2 ? 256 : 128);
-  static constexpr int kStageBytes = kKeys * kBytes;  // of keys or of values
+  static constexpr int kStageBytes = kKeys * kBytes;
   static constexpr int kSharedBytes = kRows * kBytes + 4 * kStageBytes;
   static_assert(kSharedBytes <= 99 << 10);
 };
@@ -56,9 +53,8 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
   const T* key = p.key.at(b, key_head, 0);
   const T* value = p.value.at(b, key_head, 0);
 
-  // The keys from `first` to `end` - 1 are loaded. Each of this thread's queries sees the keys from its `low` to its
-  // `high` - 1. All of the warp's queries see the keys from bounds.begin to narrow_end - 1, and none sees a key from
-  // wide_end on.
+  // Keys in [first, end) are loaded. The thread's queries see keys in [low, high). All of the warp's queries see the
+  // keys before narrow_end, and none of them sees a key from wide_end on.
   const KeyBounds<kGeneral> bounds(p.mask, s, b);
   const int first = bounds.begin / kKeys * kKeys;
   const int end = p.mask.causal ? min(bounds.end, row + Shape::kRows + offset) : bounds.end;
@@ -88,7 +84,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
   const float scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
   const float factor = score_factor<kGeneral>(p.mask, p.scale);
   const bool has_bias = kGeneral && p.mask.bias;
-  const float natural = factor == 1 ? kLn2 : static_cast<float>(p.scale);  // converts scores to exponents of e
+  const float natural = factor == 1 ? kLn2 : static_cast<float>(p.scale);  // from units of log2
   const DropoutDraw dropout(p.dropout);
   float out[kM][HS / 8][4] = {}, maximum[kM][2], sum[kM][2] = {};
   for_rows<kM>([&](int m, int r) { maximum[m][r] = -INFINITY; });
@@ -96,7 +92,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
   for (int start = first; start < end; start += kKeys, stage ^= 1) {
     copy_async_wait();
     round_rows<T, HS, kExact, 2 * kKeys, kThreads>(shared_bytes + Shape::kRows * Shape::kBytes +
-                                                   stage * 2 * Shape::kStageBytes);  // the values follow the keys
+                                                   stage * 2 * Shape::kStageBytes);
     __syncthreads();  // this stage is loaded, and no warp reads the other stage any more
     if (start + kKeys < end) copy_stage(start + kKeys, stage ^ 1);
     if (start >= wide_end) continue;

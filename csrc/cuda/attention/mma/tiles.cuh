@@ -1,10 +1,8 @@
-// Code that the attention kernels with mma.sync share: tiles in shared memory, the two matmuls, the softmax, masks,
-// dropout, and the checks that determine which calls the kernels support.
+// Tiles in shared memory, the two matmuls, softmax, masks and dropout of the attention kernels with mma.sync.
 //
-// A warp computes 16 * kM rows and all columns of a tile of scores. In the forward and in the kernel for dq, rows are
-// queries and columns are keys. In the kernel for dk and dv, rows are keys and columns are queries. The warp also
-// computes the same rows of the results. After the exponential, its scores are therefore the A operand of the second
-// matmul without leaving the registers.
+// A warp computes 16 * kM rows of scores and the same rows of the results, so that its exponentials are the A operand
+// of the second matmul without leaving the registers. Rows are queries in the forward and in the kernel for dq, and
+// keys in the kernel for dk and dv.
 #pragma once
 
 #include <algorithm>
@@ -26,9 +24,8 @@ namespace gptkernels::cuda {
 
 // ---- a warp's accumulators ------------------------------------------------------------------------------------------
 
-// An array float[kM][kN][4] holds kM x kN accumulator tiles of 16 rows and 8 columns. This thread's element (m, n, 2 *
-// r + c) is in row 16 * m + 8 * r + lane / 4 and column 8 * n + lane % 4 * 2 + c. The loops below call `apply` in a
-// fixed order.
+// float[kM][kN][4] holds kM x kN accumulator tiles of 16 rows and 8 columns. A lane's element (m, n, 2 * r + c) is in
+// row 16 * m + 8 * r + lane / 4 and column 8 * n + lane % 4 * 2 + c.
 
 template <int kM, typename Apply>
 __device__ void for_rows(const Apply& apply) {
@@ -63,21 +60,20 @@ __device__ void clear(float (&d)[kM][kN][4]) {
 
 // ---- tiles in shared memory -----------------------------------------------------------------------------------------
 
-// Each row of a tile has HS elements. Elements beyond the head size are 0. The 16-byte chunks of a row are permuted, so
-// that the same chunk of 8 neighbouring rows is in different banks.
+// Elements beyond the head size are 0. The 16-byte chunks of a row are permuted, so that the same chunk of 8
+// neighbouring rows is in different banks.
 template <typename T, int HS>
 struct MmaRows {
   static constexpr int kBytes = HS * sizeof(T);
   static constexpr int kChunks = kBytes / 16;
-  static constexpr int kSteps = kBytes / 32;  // MMAs along HS
+  static constexpr int kSteps = kBytes / 32;
   static constexpr int kSpread = kBytes >= 128 ? 8 : kChunks;
 
   __device__ static uint32_t swizzle(int row) { return row / (8 / kSpread) % kSpread; }
   __device__ static uint32_t at(int row, int chunk) { return row * kBytes + ((chunk ^ swizzle(row)) * 16); }
 };
 
-// Starts copying kRows rows to shared memory. Rows outside [begin, end) and columns beyond the head size are not read,
-// and become 0 in shared memory.
+// Rows outside [begin, end) and columns beyond the head size become 0.
 template <typename T, int HS, int kRows, int kThreads>
 __device__ void copy_rows(uint32_t shared, const T* global, int64_t stride, int begin, int end, int head_size) {
   using Rows = MmaRows<T, HS>;
@@ -99,8 +95,7 @@ __device__ inline float4 round_to_tf32(const float4& x) {
           __uint_as_float(round_to_tf32(x.w))};
 }
 
-// Rounds to TF32 the float32 rows that copy_rows() has copied, unless kExact. Each thread rounds the chunks that it has
-// copied itself, so it needs to wait only for its own copies.
+// Each thread rounds the chunks that it has copied itself, and needs no barrier.
 template <typename T, int HS, bool kExact, int kRows, int kThreads>
 __device__ void round_rows(uint8_t* shared) {
   if constexpr (std::is_same_v<T, float> && !kExact) {
@@ -117,26 +112,23 @@ __device__ void round_rows(uint8_t* shared) {
 
 // ---- operands of MMAs -----------------------------------------------------------------------------------------------
 
-// An MMA sums over 32 bytes of each operand: 16 elements of 2 bytes, or 8 elements of float32. Such 32 bytes along HS
-// are called a step.
+// A step is 32 bytes of each operand, which one MMA sums: 16 elements of 2 bytes, or 8 of float32.
 
-// Loads step `step` of the 16 rows from `row` on, as operand A.
 template <typename T, int HS>
 __device__ void load_a(uint32_t (&a)[4], uint32_t shared, int row, int step) {
   const int lane = threadIdx.x % 32;
   load_matrices(a, shared + MmaRows<T, HS>::at(row + lane % 16, 2 * step + lane / 16));
 }
 
-// Loads step `step` of the 16 rows from `row` on, as two operands B whose columns are these rows. Words 0 and 1 of `b`
-// are the operand of the first 8 rows, and words 2 and 3 are the operand of the last 8 rows.
+// The 16 rows from `row` on become the columns of two B operands: rows 0 to 7 in b[0..1], rows 8 to 15 in b[2..3].
 template <typename T, int HS>
 __device__ void load_b(uint32_t (&b)[4], uint32_t shared, int row, int step) {
   const int lane = threadIdx.x % 32;
   load_matrices(b, shared + MmaRows<T, HS>::at(row + lane / 16 * 8 + lane % 8, 2 * step + lane / 8 % 2));
 }
 
-// Loads 16 columns, from `column` on, of 16 rows (8 rows of float32), from `row` on, as two operands B of 8 columns
-// each. The 8 rows of float32 are in the order 0, 2, 4, 6, 1, 3, 5, 7, as to_a() orders columns.
+// Loads two B operands of 8 columns each, from 16 rows of 2-byte elements or 8 rows of float32. The 8 rows of float32
+// are in the order 0, 2, 4, 6, 1, 3, 5, 7 (see to_a()).
 template <typename T, int HS>
 __device__ void load_b_rows(uint32_t (&b)[4], uint32_t shared, int row, int column) {
   using Rows = MmaRows<T, HS>;
@@ -151,10 +143,9 @@ __device__ void load_b_rows(uint32_t (&b)[4], uint32_t shared, int row, int colu
   }
 }
 
-// Converts the accumulator tiles from `d` on (two tiles, or one tile for float32) to the operand A of a matmul whose
-// operand B is loaded by load_b_rows(). In TF32, a lane holds columns 2 * t and 2 * t + 1 of an accumulator tile (t =
-// lane % 4), but needs columns t and t + 4 of A. The sum over the columns may be in any order. Therefore column 2 * t
-// becomes column t, column 2 * t + 1 becomes column t + 4, and the lanes need not exchange elements.
+// Converts two accumulator tiles (one for float32) to an A operand. For TF32, a lane holds columns 2 * t and 2 * t + 1
+// (t = lane % 4) but needs columns t and t + 4 of A. Since a sum's terms may be in any order, column 2 * t becomes
+// column t, column 2 * t + 1 becomes column t + 4, and lanes exchange nothing.
 template <typename T>
 __device__ void to_a(uint32_t (&a)[4], const float (*d)[4]) {
   if constexpr (std::is_same_v<T, float>) {
@@ -169,8 +160,6 @@ __device__ void to_a(uint32_t (&a)[4], const float (*d)[4]) {
   }
 }
 
-// A warp's rows of a tile as operand A. With kKeep the constructor loads the rows into registers. Otherwise get() loads
-// them from shared memory.
 template <typename T, int HS, int kM, bool kKeep>
 struct RowOperand {
   static constexpr int kSteps = MmaRows<T, HS>::kSteps;
@@ -197,14 +186,12 @@ struct RowOperand {
 
 // ---- exact float32 --------------------------------------------------------------------------------------------------
 
-// Matmuls of float32 by TF32 MMAs, with about the rounding error of float32 FMAs. An operand x is split into two TF32
-// numbers, x = hi + lo (split_tf32()). The product of two operands is computed as hi * hi + hi * lo + lo * hi. The term
-// lo * lo is left out, because it is at most 2^-22 of the product.
+// Float32 matmuls by TF32 MMAs, about as exact as float32 FMAs. An operand x is split into two TF32 numbers, x = hi +
+// lo, and a product is hi * hi + hi * lo + lo * hi; lo * lo is at most 2^-22 of the product.
 //
-// Tensor cores truncate their sums, always towards 0, so the errors of a long sum would add up. Therefore one
-// accumulator sums hi * hi over few steps only, and ordinary additions, which round to nearest, add these sums. The
-// number of steps is one for scores, because the backward subtracts the logsumexp from them, and kExactSteps for
-// results. The small terms, hi * lo and lo * hi, have a separate accumulator.
+// Tensor cores truncate their sums towards 0, so the errors of long sums would add up. Therefore float32 additions,
+// which round to nearest, add hi * hi after each step for scores, because the backward subtracts the logsumexp from
+// scores, and after kExactSteps steps for results. hi * lo and lo * hi have a separate accumulator.
 constexpr int kExactSteps = 4;
 
 struct SplitOperand {
@@ -217,8 +204,8 @@ struct SplitOperand {
   }
 };
 
-// Adds to two neighbouring accumulator tiles: large += hi * hi, small += hi * lo + lo * hi. MMAs that add to the same
-// tile are not adjacent, so that they need not wait for each other. With kFour, lo * lo is added to `small` as well.
+// large += hi * hi, small += hi * lo + lo * hi (with kFour, also lo * lo). MMAs that add to the same accumulator are
+// not adjacent, because the second one would wait.
 template <bool kFour>
 __device__ void multiply_split(float (*large)[4], float (*small)[4], const SplitOperand& a, const SplitOperand& b) {
   if constexpr (kFour) {
@@ -233,15 +220,13 @@ __device__ void multiply_split(float (*large)[4], float (*small)[4], const Split
   mma<float>(small[1], a.lo, b.hi[2], b.hi[3]);
 }
 
-// Returns `small`, but a finite number in place of NaN. If an operand is infinite, its lo is NaN, and so is the sum of
-// small terms. The sum of hi * hi is then already the correct result (infinite or NaN), and adding a finite number does
-// not change it.
+// If an operand is infinite, its lo is NaN, and so is the sum of small terms. The sum of hi * hi is then already
+// correct, and adding a finite number keeps it.
 __device__ inline float unless_nan(float small) {
   return fminf(small, 3.402823466e38f);
 }
 
-// Computes d = rows * tile' (a matmul), where tile' is the transpose and the tile has 8 * kN rows. The loop ends with
-// the group of kExactSteps steps that contains the head's last column. Columns beyond the head size are 0.
+// The loop may run past the head size, to a multiple of kExactSteps.
 template <int HS, int kM, int kN>
 __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOperand<float, HS, kM, false>& rows,
                                             uint32_t tile, int head_size) {
@@ -279,7 +264,6 @@ __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOper
   for_elements(d, [&](float& x, int m, int n, int e) { x += unless_nan(small[m][n][e]); });
 }
 
-// Computes sums += weights * tile (a matmul) for the tile's 8 * kN rows and 8 * kOut columns from `column` on.
 template <int HS, int kM, int kN, int kOut>
 __device__ void add_product_exactly(float (&sums)[kM][kOut][4], const float (&weights)[kM][kN][4], uint32_t tile,
                                     int column) {
@@ -315,8 +299,7 @@ __device__ void add_product_exactly(float (&sums)[kM][kOut][4], const float (&we
 
 // ---- the two matmuls ------------------------------------------------------------------------------------------------
 
-// Computes d = rows * tile' (a matmul), where tile' is the transpose and the tile has 8 * kN rows. float32 is
-// multiplied exactly if kExact, and otherwise as TF32.
+// d = rows * tile', where the tile has 8 * kN rows. Without kExact, float32 is multiplied as TF32.
 template <typename T, int HS, bool kExact, int kM, int kN, bool kKeep>
 __device__ void multiply_transposed(float (&d)[kM][kN][4], const RowOperand<T, HS, kM, kKeep>& rows, uint32_t tile,
                                     int head_size) {
@@ -343,7 +326,7 @@ __device__ void multiply_transposed(float (&d)[kM][kN][4], const RowOperand<T, H
   }
 }
 
-// Computes sums += weights * tile (a matmul) for the tile's 8 * kN rows and 8 * kOut columns from `column` on.
+// sums += weights * tile, for the tile's 8 * kN rows and 8 * kOut columns from `column` on.
 template <typename T, int HS, bool kExact, int kM, int kN, int kOut>
 __device__ void add_product(float (&sums)[kM][kOut][4], const float (&weights)[kM][kN][4], uint32_t tile, int column) {
   if constexpr (kExact) {
@@ -369,10 +352,8 @@ __device__ void add_product(float (&sums)[kM][kOut][4], const float (&weights)[k
   }
 }
 
-// Multiplies each row of a warp's sums by its factor, and stores it to global memory in chunks of 16 bytes. The warp
-// first writes the rows to shared memory, to its rows of `tile` from `first_row` on, which no warp reads any more.
-// `global` points to the warp's first row in global memory. Only the first `rows` rows from there on exist, and are
-// stored. The sums are the head's columns from `column` on.
+// Stores `sums * factor` as columns from `column` on of the rows at `global`, of which `rows` exist. The results pass
+// through the warp's rows of `tile`, which no warp reads any more.
 template <typename T, int HS, int kM, int kOut>
 __device__ void store_rows(uint8_t* tile, int first_row, const float (&sums)[kM][kOut][4], const float (&factor)[kM][2],
                            int column, T* global, int64_t stride, int rows, int head_size) {
@@ -403,14 +384,12 @@ __device__ void store_rows(uint8_t* tile, int first_row, const float (&sums)[kM]
 
 // ---- the softmax ----------------------------------------------------------------------------------------------------
 
-// Replaces the scores of a key tile by exponentials relative to each row's maximum over this and the earlier key tiles.
-// Rescales `sum`, this thread's part of a row's sum, to the new maximum, and adds the exponentials to it. Sets
-// `rescale` to the factor by which the caller must multiply the row's other sums. Returns whether the maximum of any of
-// the thread's rows has changed. `factor` converts scores to exponents of 2.
+// Online softmax: replaces scores by exponentials relative to the row's maximum so far. `sum` is this thread's part of
+// the row's sum; `rescale` is the factor for the row's other sums. Returns whether any of the thread's maxima has
+// changed. `factor` converts scores to exponents of 2.
 //
-// With kExact the maximum is subtracted first, so that the exponential of the largest score is exactly 1. Otherwise one
-// FMA computes score * factor - maximum * factor, unless maximum * factor is so large that its rounding would matter.
-// In this case the maximum is subtracted first, too.
+// With kExact the maximum is subtracted first, so that the largest exponential is exactly 1. Otherwise one FMA computes
+// score * factor - maximum * factor, unless maximum * factor is so large that its rounding would matter.
 template <typename T, bool kExact, int kM, int kN>
 __device__ bool add_exponentials(float (&scores)[kM][kN][4], float (&maximum)[kM][2], float (&sum)[kM][2],
                                  float (&rescale)[kM][2], float factor) {
@@ -442,7 +421,6 @@ __device__ bool add_exponentials(float (&scores)[kM][kN][4], float (&maximum)[kM
 
 // ---- which columns count --------------------------------------------------------------------------------------------
 
-// The range [begin, end) of a sequence's keys. Without kGeneral, it contains all keys.
 template <bool kGeneral>
 struct KeyBounds {
   int begin;
@@ -456,7 +434,6 @@ struct KeyBounds {
   }
 };
 
-// Sets scores of columns outside [low, high) of their row to -inf. `first` is the tile's first column.
 template <int kM, int kN>
 __device__ void keep_columns(float (&scores)[kM][kN][4], const int (&low)[kM][2], const int (&high)[kM][2], int first) {
   const int lane = threadIdx.x % 32;
@@ -471,16 +448,15 @@ __device__ void scale_scores(float (&scores)[kM][kN][4], float factor) {
   for_elements(scores, [&](float& score, int, int, int) { score *= factor; });
 }
 
-// Returns the factor that converts dot products of queries and keys to exponents of 2, or 1 if the kernel multiplies
-// them by this factor beforehand. The kernel does so if it adds a mask to the scores, or if the scale is not positive,
-// because the largest dot product then need not have the largest score.
+// The factor that converts dot products to exponents of 2. It is 1 if the kernel has applied the factor already: if a
+// mask is added to scores, or if the scale is not positive, so that the largest dot product need not have the largest
+// score.
 template <bool kGeneral, typename T>
 __device__ float score_factor(const AttentionMask<T>& mask, double scale) {
   const bool scaled = kGeneral && (scale <= 0 || mask.allowed || mask.bias);
   return scaled ? 1 : static_cast<float>(scale * 1.4426950408889634);
 }
 
-// Applies element `at` of a boolean or additive mask to a score in units of log2.
 template <typename T>
 __device__ void add_mask_element(float& score, const AttentionMask<T>& mask, int64_t at) {
   if (mask.allowed) {
@@ -490,10 +466,8 @@ __device__ void add_mask_element(float& score, const AttentionMask<T>& mask, int
   }
 }
 
-// Calls apply(m, n, e, element) for each of this thread's scores, with the mask's element for this score. The warp's
-// first score is in row `row` and column `column`, and `mask` points to the head's first element. For scores beyond the
-// last row or column, which are not used, apply() gets another element. With kPairs, one aligned load reads the
-// elements of two neighbouring columns.
+// Calls apply(m, n, e, element) for each of the thread's scores. `mask` points to the head's first element. Scores
+// beyond the last row or column, which are not used, get another score's element.
 template <bool kPairs, int kM, int kN, typename M, typename Apply>
 __device__ void for_mask(const M* mask, int row, int rows, int64_t row_stride, int column, int columns,
                          int64_t column_stride, const Apply& apply) {
@@ -529,7 +503,7 @@ __device__ void for_mask(const M* mask, int row, int rows, int64_t row_stride, i
     for_mask<false, kM, kN>(mask, row, rows, row_stride, column, columns, column_stride, apply);
 }
 
-// Applies a mask to a warp's scores in units of log2. Element `base` of the mask is the head's first element.
+// Scores are in units of log2; `base` is the index of the head's first mask element.
 template <typename T, int kM, int kN>
 __device__ void add_mask(float (&scores)[kM][kN][4], const AttentionMask<T>& mask, int64_t base, int row, int rows,
                          int64_t row_stride, int column, int columns, int64_t column_stride) {
@@ -546,8 +520,7 @@ __device__ void add_mask(float (&scores)[kM][kN][4], const AttentionMask<T>& mas
 
 // ---- dropout --------------------------------------------------------------------------------------------------------
 
-// Calls drop(m, n, e) for each of this thread's scores that dropout drops. Rows are queries from `query` on, and
-// columns are keys from `key` on. The thread's 8 elements of two neighbouring accumulator tiles are one group of
+// Rows are queries, columns are keys. A thread's 8 elements of two neighbouring accumulator tiles are one group of
 // philox.h.
 template <int kM, int kN, typename Drop>
 __device__ void for_dropped(const DropoutDraw& dropout, int64_t head, int query, int key, const Drop& drop) {
@@ -564,8 +537,8 @@ __device__ void for_dropped(const DropoutDraw& dropout, int64_t head, int query,
     }
 }
 
-// Calls drop() as for_dropped() does, but rows are keys and columns are queries. Two lanes with neighbouring keys need
-// halves of the same two groups. Each of the two lanes draws one group, and they exchange words.
+// Rows are keys, columns are queries. Two lanes with neighbouring keys need halves of the same two groups: each lane
+// draws one group, and the lanes exchange words.
 template <int kM, int kN, typename Drop>
 __device__ void for_dropped_transposed(const DropoutDraw& dropout, int64_t head, int key, int query, const Drop& drop) {
   const int lane = threadIdx.x % 32;
@@ -577,7 +550,7 @@ __device__ void for_dropped_transposed(const DropoutDraw& dropout, int64_t head,
       const PhiloxWords own = dropout_words(dropout.seed, dropout.offset, static_cast<uint32_t>(head),
                                             (query + 8 * n) / 2 + lane % 4 * 2 + odd, (key + 16 * m) / 4 + lane / 8);
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {  // query + 8 * (w / 2), key + 8 * (w % 2)
+      for (int w = 0; w < 4; ++w) {
         const uint32_t other = __shfl_xor_sync(~0u, own.word[w], 4);
         const uint32_t words[2] = {odd ? other : own.word[w], odd ? own.word[w] : other};
 #pragma unroll
@@ -589,8 +562,6 @@ __device__ void for_dropped_transposed(const DropoutDraw& dropout, int64_t head,
 
 // ---- the order of thread blocks -------------------------------------------------------------------------------------
 
-// Returns the order of thread blocks, each of which computes one tile. For its tile, a thread block iterates over up to
-// `rows` rows of two tensors: keys and values, or queries and dout.
 template <typename T>
 HeadTiles mma_order(int64_t tiles, int64_t heads, int64_t rows, int64_t head_size, bool longest_last) {
   constexpr int64_t kSectionBytes = 32 << 20;
@@ -600,7 +571,6 @@ HeadTiles mma_order(int64_t tiles, int64_t heads, int64_t rows, int64_t head_siz
 
 // ---- which calls the kernels support --------------------------------------------------------------------------------
 
-// Returns whether all rows begin at multiples of 16 bytes.
 template <typename T>
 bool suits_chunks(const HeadsView<T>& t) {
   constexpr int kElements = kPack<std::remove_const_t<T>>;
@@ -608,8 +578,7 @@ bool suits_chunks(const HeadsView<T>& t) {
          t.token % kElements == 0;
 }
 
-// Returns whether the current device runs code of this kernel that was compiled for sm_80 or later, so that mma.sync is
-// present.
+// Whether the code that this device runs was compiled for sm_80 or later, and has mma.sync.
 template <auto kKernel>
 bool built_for_mma() {
   return once_a_device([](int) {
@@ -619,17 +588,15 @@ bool built_for_mma() {
          }) >= 80;
 }
 
-// The largest head size for which kernels are compiled. With more than 128 channels of float32, shared memory holds too
-// few rows for these kernels to be faster.
+// With more than 128 channels of float32, shared memory holds too few rows for these kernels to be faster.
 template <typename T>
 constexpr int kMmaLargestHead = sizeof(T) == 2 ? 256 : 128;
 
-// With fewer keys (for the backward, also with fewer queries), the kernels of simple/ compute exact float32. For sums
-// of so few terms, FMAs are more exact than MMAs, and as fast.
+// With fewer keys (for the backward, also with fewer queries), exact float32 is left to simple/: FMAs are then more
+// exact than MMAs, and as fast.
 constexpr int64_t kFewestExact = 64;
 
-// Returns whether the kernels support a call: the head size is a multiple of 8 and not too large, the rows are aligned,
-// the numbers of queries, keys and tiles (of at least 16 rows) fit into 32 bits, and exact sums have enough terms.
+// Indices of queries, keys and tiles (of at least 16 rows) must fit in 32 bits.
 template <typename T, typename Params>
 bool mma_supports(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
@@ -640,17 +607,14 @@ bool mma_supports(const Params& p) {
          suits_chunks(p.query) && suits_chunks(p.key) && suits_chunks(p.value) && suits_chunks(p.out);
 }
 
-// Returns whether a call has a positive scale, and no dropout, key bounds or mask except causality. With a positive
-// scale, the largest dot product of queries and keys has the largest score.
 template <typename T, typename Params>
 bool is_plain(const Params& p) {
   return p.scale > 0 && p.dropout.probability == 0 && !p.mask.key_begin && !p.mask.key_end && !p.mask.allowed &&
          !p.mask.bias;
 }
 
-// Returns fn.template operator()<HS, kGeneral, kExact>() for the smallest compiled HS that is at least head_size. Calls
-// that are not plain need kGeneral. Kernels without kGeneral are compiled for 64 and 128 channels only, the usual head
-// sizes of models.
+// Calls that are not plain need kGeneral. Kernels without kGeneral are compiled for 64 and 128 channels only, the usual
+// head sizes of models.
 template <typename T, bool kExact, typename Fn>
 Status for_mma_shape(int64_t head_size, bool plain, const Fn& fn) {
   if (head_size <= 32) return fn.template operator()<32, true, kExact>();
@@ -661,7 +625,6 @@ Status for_mma_shape(int64_t head_size, bool plain, const Fn& fn) {
   return plain ? fn.template operator()<128, false, kExact>() : fn.template operator()<128, true, kExact>();
 }
 
-// Calls for_mma_shape() with kExact = true if T is float32 and the call does not allow TF32.
 template <typename T, typename Fn>
 Status for_mma_shape(int64_t head_size, bool plain, bool tf32, const Fn& fn) {
   if constexpr (std::is_same_v<T, float>)

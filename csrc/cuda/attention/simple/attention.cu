@@ -1,7 +1,6 @@
-// Attention without tensor cores, for every dtype, supported head size, mask and device. These kernels compute all
-// float64 calls, and all calls that the kernels with tensor cores do not support. A thread block of 256 threads
-// computes tiles of 64 rows by 64 columns. With tx = threadIdx.x % 16 and ty = threadIdx.x / 16, a thread computes rows
-// 4 * ty + i and columns tx + 16 * j of each tile.
+// Attention without tensor cores, for every dtype, supported head size, mask and device. A thread block of 256 threads
+// computes tiles of 64 x 64; thread (tx, ty) = (threadIdx.x % 16, threadIdx.x / 16) computes rows 4 * ty + i and
+// columns tx + 16 * j.
 #include <type_traits>
 
 #include "cuda/attention/logsumexp_correction.cuh"
@@ -18,7 +17,6 @@ constexpr int kThreads = 256;
 
 // ---- which keys a query sees ----------------------------------------------------------------------------------------
 
-// Returns whether query i sees key j. Sets `bias` to the additive mask's value for this score, or to 0.
 template <typename T>
 __device__ bool sees(const AttentionMask<T>& mask, const AttentionSizes& sizes, const QueryHead& head, int64_t i,
                      int64_t j, accumulate_t<T>& bias) {
@@ -34,8 +32,8 @@ __device__ bool sees(const AttentionMask<T>& mask, const AttentionSizes& sizes, 
   return bias != -static_cast<A>(INFINITY);
 }
 
-// The keys [begin, end) that the tile of queries at `row` may see according to the causal mask and the key bounds. The
-// kernels do not read other keys, which may be NaN.
+// The keys that a tile of queries may see according to causality and key bounds. Other keys may be NaN, and are not
+// read.
 struct KeyRange {
   int64_t begin = 0;
   int64_t end;
@@ -51,18 +49,16 @@ struct KeyRange {
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
-// Rows of shared memory are padded by 16 bytes, so that neighbouring rows begin in different banks. A chunk of columns
-// takes 128 bytes per row, in float32 and in float64.
+// Rows of shared memory are padded by 16 bytes, so that neighbouring rows begin in different banks.
 template <typename A>
 struct TileShape {
   static constexpr int kVector = 16 / sizeof(A);
-  static constexpr int kChunk = 128 / sizeof(A);  // columns of HS that multiply_rows loads at a time
+  static constexpr int kChunk = 128 / sizeof(A);  // columns per iteration of multiply_rows()
   static constexpr int kChunkPitch = kChunk + kVector;
-  static constexpr int kRowsAtATime = 16;  // rows that add_weighted_rows loads at a time
+  static constexpr int kRowsAtATime = 16;  // rows per iteration of add_weighted_rows()
   static constexpr int kWeightPitch = kTile + kVector;
 };
 
-// The shared memory: kTiles tiles of weights, and the rows that multiply_rows() or add_weighted_rows() has loaded.
 template <typename A, int kColumns, int kTiles>
 struct Shared {
   using Shape = TileShape<A>;
@@ -73,7 +69,7 @@ struct Shared {
   alignas(16) A rows[kScoreRows > kWeightedRows ? kScoreRows : kWeightedRows];
 };
 
-// Rows of one head's tensor. Rows from `count` on are not read, and are treated as zeros.
+// Rows from `count` on are not read, and are treated as zeros.
 template <typename T>
 struct Rows {
   const T* data;
@@ -88,10 +84,9 @@ __device__ Rows<T> rows_of(const HeadsView<const T>& t, int64_t b, int64_t h, in
   return {t.at(b, h, 0), t.token, count};
 }
 
-// Computes tile = x y^T, where x and y are (64, HS) and S is the type of the sums. Each chunk of columns is summed
-// separately, because a single sum over 256 columns would have several times the rounding error. The tile is written to
-// shared memory, where loops apply masks and dropout to it. (If the tile stayed in registers, the compiler would repeat
-// the code of masks and dropout for each of a thread's 16 elements.)
+// tile = x y^T, where x and y are (64, HS). Each chunk of columns is summed separately, because a single sum over 256
+// columns would have several times the rounding error. The tile goes to shared memory, because in registers the
+// compiler would repeat the code of masks and dropout for each of a thread's 16 elements.
 template <typename S, typename T>
 __device__ void multiply_rows(accumulate_t<T>* tile, const Rows<T>& x, const Rows<T>& y, int head_size,
                               accumulate_t<T>* shared) {
@@ -141,10 +136,8 @@ __device__ void multiply_rows(accumulate_t<T>* tile, const Rows<T>& x, const Row
       tile[(4 * ty + i) * TileShape<A>::kWeightPitch + tx + 16 * j] = static_cast<A>(sums[i][j]);
 }
 
-// Adds to sums (64, HS) the matmul of weights (64, 64), which are in shared memory, with 64 rows of x. A thread
-// computes rows 4 * ty + i and columns tx + 16 * c. The kRowsAtATime rows of an iteration are summed separately. The
-// rounding error of a sum over thousands of rows then grows with the number of iterations instead of the number of
-// rows.
+// sums (64, HS) += weights (64, 64) x. Each iteration's rows are summed separately, so that rounding errors grow with
+// the number of iterations.
 template <typename T, int kColumns>
 __device__ void add_weighted_rows(accumulate_t<T> (&sums)[4][kColumns], const accumulate_t<T>* weights,
                                   const Rows<T>& x, int head_size, accumulate_t<T>* shared) {
@@ -179,7 +172,6 @@ __device__ void add_weighted_rows(accumulate_t<T> (&sums)[4][kColumns], const ac
   }
 }
 
-// Stores this thread's columns of one row, multiplied by `factor`.
 template <typename T, int kColumns>
 __device__ void store_row(T* to, const accumulate_t<T> (&sums)[kColumns], accumulate_t<T> factor, int head_size) {
   const int tx = threadIdx.x % 16;
@@ -258,15 +250,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// The backward's workspace, with two numbers per query. attention_backward_delta_kernel writes delta, and the kernel
-// for dq writes the correction.
 template <typename A>
 struct RowStatistics {
   A* delta;       // sum(dout * out) - dlogsumexp
-  A* correction;  // multiplies exp(score - logsumexp)
+  A* correction;  // of exp(score - logsumexp)
 };
 
-// Each warp computes delta of one query.
 template <typename T>
 __global__ void attention_backward_delta_kernel(const __grid_constant__ AttentionBackward<T> p,
                                                 accumulate_t<T>* delta) {
@@ -286,9 +275,8 @@ __global__ void attention_backward_delta_kernel(const __grid_constant__ Attentio
   }
 }
 
-// Processes query i and key j. Replaces `weight`, the dot product of q and k, by the probability P times dropout's
-// factor. Replaces `gradient`, the dot product of dout and v, by dS, the gradient of the score. Returns P before
-// dropout. If `correction` is not null, P is multiplied by the query's correction.
+// Turns `weight` from the dot product of q and k into the probability P times dropout's factor, and `gradient` from the
+// dot product of dout and v into dS. Returns P before dropout.
 template <typename T>
 __device__ accumulate_t<T> weight_and_gradient(const AttentionBackward<T>& p, const DropoutDraw& dropout,
                                                const accumulate_t<T>* delta, const accumulate_t<T>* correction,
@@ -301,8 +289,8 @@ __device__ accumulate_t<T> weight_and_gradient(const AttentionBackward<T>& p, co
     weight = gradient = 0;
     return 0;
   }
-  // The score is rounded as in the forward. The gradients of nearly equal keys cancel only if their probabilities equal
-  // the probabilities from which the forward computed the output.
+  // The score is rounded as in the forward, because the gradients of nearly equal keys cancel only if the probabilities
+  // equal those of the forward.
   A probability = exp(fma(weight, static_cast<A>(p.scale), bias) - p.logsumexp[row]);
   if (correction) probability *= correction[row];
   const A factor = !dropout.drops()                  ? A(1)
@@ -362,7 +350,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// In this kernel the rows of a tile are keys, and its columns are queries.
+// Rows of a tile are keys, columns are queries.
 template <typename T, typename S, int kColumns>
 __global__ void __launch_bounds__(kThreads)
     attention_backward_dkey_simple_kernel(const __grid_constant__ AttentionBackward<T> p,
@@ -413,8 +401,6 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-// Calls fn.template operator()<S, kColumns>() for the smallest compiled kColumns with which 16 threads cover the
-// columns of a head.
 template <typename S, typename Fn>
 Status for_columns(int64_t head_size, const Fn& fn) {
   if (head_size <= 32) return fn.template operator()<S, 2>();
@@ -423,10 +409,9 @@ Status for_columns(int64_t head_size, const Fn& fn) {
   return fn.template operator()<S, 16>();
 }
 
-// Calls fn as for_columns() does, where S is the type in which scores are summed. S is float64 if the inputs are
-// float32 and there are few queries or keys. In this case torch computes a matrix-vector product, which is very
-// accurate because many threads sum short parts of a row. The accuracy of a score matters, because its error becomes a
-// relative error of its probability.
+// S is the type of the scores' sums. For float32 with few queries or keys, S is float64, because torch then computes a
+// matrix-vector product, whose short sums are very accurate. A score's error becomes a relative error of its
+// probability.
 template <typename T, typename Fn>
 Status for_shape(const AttentionSizes& s, const Fn& fn) {
   constexpr int64_t kFew = 64;

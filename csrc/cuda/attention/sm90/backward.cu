@@ -1,13 +1,12 @@
-// Attention's backward for sm_90a in two kernels, one for dq and one for dk and dv. Both kernels sum in registers and
-// in a fixed order. They need no atomics, and no array of the size of the scores. Notation: ' is the transpose, S = q
-// k' are the scores, P are the probabilities, and g is the gradient of out. For each query, D = sum(g * out) -
-// dlogsumexp and bias = -logsumexp log2(e). scale_log2 is scale log2(e). Then
+// Attention's backward for sm_90a, head sizes up to 64 (larger ones: backward_128.cu). One kernel computes dq, one dk
+// and dv; both sum in registers in a fixed order. ' is the transpose, S = q k', P are the probabilities, g is the
+// gradient of out; for each query, D = sum(g * out) - dlogsumexp and bias = -logsumexp log2(e); scale_log2 = scale
+// log2(e).
 //
 //   dS = P (g v' - D)    dq = scale dS k    dk = scale dS' q    dv = P' g
 //
-// Both kernels compute S and g v', so there are 7 matmuls. A single kernel would need 5 matmuls, but would have to add
-// up the dq of many thread blocks, or to process a whole head in each thread block (as backward_one_pass.cu does). In
-// all matmuls, P and dS are operands in registers.
+// Both kernels compute S and g v', 7 matmuls in all. A single kernel needs 5, but must add up the dq of many thread
+// blocks, or process a whole head per thread block (backward_one_pass.cu). P and dS are operands in registers.
 //
 //   kernel for dq, for each tile of 128 queries:                kernel for dk and dv, for each tile of 128 keys:
 //     D = sum(g * out) - dlogsumexp; store it                     for each block j of 64 queries that see the tile:
@@ -19,8 +18,7 @@
 //       wait for S(j+1); release block j-1                          wait for S'(j+1); release block j-1
 //     store scale dq                                              store dv and scale dk
 //
-// One thread loads tiles and blocks before they are needed. Two warpgroups compute 64 rows of a tile each. This file
-// contains the kernels for head sizes up to 64, and backward_128.cu contains the kernels for larger head sizes.
+// One thread loads ahead. Two warpgroups compute 64 rows of a tile each.
 #include "backward_loader.cuh"
 #include "backward_softmax.cuh"
 
@@ -36,8 +34,6 @@ constexpr int kThreads = DkeyShared::kThreads;
 
 constexpr int kBlock = DkeyShared::kBlock;
 
-// Multiplies the warpgroup's 64 rows in registers by `factor`, rounds them, and stores them through shared memory to
-// global memory.
 template <typename T>
 __device__ void store_tile(const float (&tile)[32], float factor, const CUtensorMap& map, uint32_t shared, int row,
                            int head, int batch, int barrier) {
@@ -82,7 +78,7 @@ __device__ void load_query_tiles(const Sm90Backward<T>& p, DqueryShared& shared)
     if constexpr (Mask::kBlocks) {
       seen.for_each_from_last<1>(load_block);
     } else {
-#pragma unroll 1  // not unrolled, to save registers
+#pragma unroll 1  // saves registers
       for (int block = blocks - 1; block >= 0; --block) load_block(block);
     }
   }
@@ -98,13 +94,13 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
   uint32_t q[16], g[16], ds[16];
   RingPosition<kStages> ring;
   RingPosition<kTiles> at;
-  int half = warpgroup;  // the half of a tile that this warpgroup computes
+  int half = warpgroup;  // of a tile
   while (true) {
     barrier_wait(shared.tile_full[at.slot], at.phase);
     const BackwardTile tile = shared.tiles[at.slot];
     if (tile.row < 0) break;
-    // Under the causal mask, one half of a tile sees one block more than the other half, so the warpgroups exchange the
-    // halves at each tile.
+    // Under the causal mask, one half of a tile sees one block more than the other half, so the warpgroups exchange
+    // halves.
     half ^= 1;
     const int first_row = tile.row + half * 64, row = first_row + warp * 16 + lane / 4;
     {
@@ -134,8 +130,8 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
 #pragma unroll
     for (int i = 0; i < 32; ++i) dquery[i] = 0;
 
-    // Processes block j, whose scores are in `current`, and computes the scores of block j+1 in `next`. Returns the
-    // stage of block j.
+    // Processes block j, whose scores are in `current`, and leaves the scores of block j+1 in `next`. Returns j's
+    // stage.
     const auto step = [&](float (&current)[32], float (&next)[32]) {
       const int now = ring.slot;
       multiply<T>(dp, g, shared.block[now][1]);
@@ -147,27 +143,26 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
       } else if (block > 0) {
         barrier_wait(shared.block_full[ring.slot], ring.phase);
       }
-      // After the last block, this matmul reads old keys, and its result is not used.
+      // After the last block, the result is not used.
       multiply<T>(next, q, shared.block[ring.slot][0]);
 
       const int first_key = Mask::kBlocks ? own.first : block * kBlock;
       hide_keys<Mask>(current, p, own, tile.head, first_row, row, first_key);
       probabilities_of_rows(current, p.problem.scale_log2, bias);
       if constexpr (kDropout) for_kept<32>(dropout, tile.head, first_row + warp * 16, first_key, MarkDropped(current));
-      wgmma_wait<1>();  // waits for dp, and for the previous block's dq
+      wgmma_wait<1>();  // for dp and the previous dq
       pin_registers(dp);
       pin_registers(ds);
       score_gradients_of_rows<kDropout>(dp, current, delta);
       accumulators_to_a<T>(ds, dp);
       multiply_add<T>(dquery, ds, shared.block[now][0], accumulate);
       accumulate = true;
-      wgmma_wait<1>();  // waits for the next scores
+      wgmma_wait<1>();  // for the next scores
       pin_registers(next);
       return now;
     };
 
-    // Releases the stage that was passed to the previous call: the matmul that adds its block's part of dq has
-    // finished. The next call releases the stage `slot`.
+    // The matmul for dq still reads stage `freed`, until the next step has waited for dq.
     int freed = -1;
     const auto free_block = [&](int slot) {
       barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty[max(freed, 0)]);
@@ -208,20 +203,19 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
   uint32_t k[16], weights[16], ds[16];
   RingPosition<kStages> ring;
   RingPosition<kTiles> at;
-  int half = warpgroup;  // the half of a tile that this warpgroup computes
+  int half = warpgroup;  // of a tile
   while (true) {
     barrier_wait(shared.tile_full[at.slot], at.phase);
     const BackwardTile tile = shared.tiles[at.slot];
     if (tile.row < 0) break;
-    half ^= 1;  // the warpgroups exchange the halves, as in sum_dquery()
+    half ^= 1;  // as in sum_dquery()
     const int first_row = tile.row + half * 64, row = first_row + warp * 16 + lane / 4;
     load_a(k, shared.tile[at.slot][0], half * 64 + warp * 16);
     const uint64_t v = panel_descriptor(shared.tile[at.slot][1] + half * 64 * kPanelRowBytes);
 #pragma unroll
     for (int i = 0; i < 32; ++i) dkey[i] = dvalue[i] = 0;
 
-    // For each head, the tile's first blocks of 64 queries may contain only queries that see none of this warpgroup's
-    // 64 keys. The warpgroup skips these blocks.
+    // Skips the blocks at a head's start whose queries see none of the warpgroup's keys.
     int own_first = tile.first;
     if constexpr (Mask::kCausal) own_first = max(tile.first, (first_row - p.problem.query_offset) / kBlock);
     const int end = tile.first + tile.blocks;
@@ -234,8 +228,6 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
     SeenByWarpgroup<kStages, true> seen;
     seen.left = Mask::kBlocks ? tile.blocks : 0;
 
-    // Processes block j, whose scores are in `current`, and computes the scores of block j+1 in `next`. Returns the
-    // stage of block j.
     const auto step = [&](float (&current)[32], float (&next)[32]) {
       const int now = ring.slot;
       const OwnBlock<1> own = seen.own;
@@ -247,13 +239,12 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       if constexpr (Mask::kBlocks) {
         --seen.left;
         seen.find(p.mask.blocks, shared, ring, first_row);
-        more = false;  // find() has waited for the block
+        more = false;  // find() has waited already
       } else if (++block == end) {
         more = ++member < p.problem.group;
         if (more) begin_head();
       }
       if (more) barrier_wait(shared.block_full[ring.slot], ring.phase);
-      // After the last block, this matmul reads old queries, and its result is not used.
       multiply<T>(next, k, shared.block[ring.slot][0]);
 
       hide_queries<Mask>(current, p, own, head, first_row, row, first_query);
@@ -264,7 +255,7 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       complete(last);
       if constexpr (kDropout)
         for_kept_transposed<32>(dropout, head, first_row + warp * 16, first_query, MarkDropped(current));
-      wgmma_wait<1>();  // waits for dp, and for the previous block's dv and dk
+      wgmma_wait<1>();  // for dp and the previous dv, dk
       pin_registers(dp);
       pin_registers(weights);
       pin_registers(ds);
@@ -273,13 +264,11 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       score_gradients_of_columns<kDropout>(dp, current, shared.delta[now]);
       accumulators_to_a<T>(ds, dp);
       multiply_add<T>(dkey, ds, shared.block[now][0], true);
-      wgmma_wait<2>();  // waits for the next scores
+      wgmma_wait<2>();  // for the next scores
       pin_registers(next);
       return now;
     };
 
-    // Releases the stage that was passed to the previous call: the matmuls that add its block's parts of dv and dk have
-    // finished. The next call releases the stage `slot`.
     int freed = -1;
     const auto free_block = [&](int slot) {
       barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty[max(freed, 0)]);
@@ -319,8 +308,6 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
 }
 
 #endif
-
-// ---------------------------------------------------------------------------------------------------------------------
 
 template <typename T, typename Mask, bool kDropout>
 __global__ void __launch_bounds__(GPTKERNELS_WGMMA ? kThreads : kStubThreads, 1)

@@ -1,6 +1,4 @@
-// The sizes, the arguments and the launch that the backward kernels for sm_90a share. backward.cu explains the
-// algorithm. backward_softmax.cuh contains the arithmetic, backward_mask.cuh the masks, and backward_loader.cuh the
-// loads.
+// Sizes, arguments and launch of the backward kernels for sm_90a (algorithm: backward.cu).
 #pragma once
 
 #include "common.cuh"
@@ -10,13 +8,11 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kComputingWarps = 8;                // warps of the two computing warpgroups
-constexpr int kRowPanel = 128 * kPanelRowBytes;   // bytes of a tile's panel (cuda/ptx/wgmma.cuh)
-constexpr int kBlockPanel = 64 * kPanelRowBytes;  // bytes of a block's panel
+constexpr int kComputingWarps = 8;
+constexpr int kRowPanel = 128 * kPanelRowBytes;   // of a tile
+constexpr int kBlockPanel = 64 * kPanelRowBytes;  // of a block
 
-// A thread block sums the gradients of a tile: 128 queries for dq, or 128 keys for dk and dv. Each of the two computing
-// warpgroups processes 64 rows of the tile. The thread block iterates over blocks of 64 keys for dq, or of 64 queries
-// for dk and dv.
+// A tile is 128 queries for dq, or 128 keys for dk and dv; the thread block iterates over blocks of 64 keys or queries.
 template <int HS>
 struct BackwardShape {
   static constexpr int kRows = 128;
@@ -25,42 +21,40 @@ struct BackwardShape {
   static constexpr int kThreads = 3 * kWarpgroup;
   static constexpr int kRowBytes = kPanels * kRowPanel;
   static constexpr int kBlockBytes = kPanels * kBlockPanel;
-  static constexpr int kStoredRows = HS == 64 ? 64 : kRows;  // rows per TMA box of dq, dk and dv
+  static constexpr int kStoredRows = HS == 64 ? 64 : kRows;  // rows per TMA box of results
 };
 
 struct alignas(16) BackwardTile {
-  int row;     // first row; -1 after the last tile
-  int head;    // index of the query head (for dk and dv, of the key head), counted over all batches
-  int first;   // index of the first block
-  int blocks;  // number of blocks: of one query head, or, with a block mask, of all query heads that share the keys
+  int row;   // -1 after the last tile
+  int head;  // query head (for dk and dv: key head), counted over all batches
+  int first;
+  int blocks;  // of one query head, or, with a block mask, of all query heads that share the keys
 };
 
 template <typename T>
 struct Sm90Backward {
-  CUtensorMap query, key, value, out, dout;  // TMA boxes of kRows rows for a tile, of kBlock rows for a block
+  CUtensorMap query, key, value, out, dout;  // boxes of tiles or blocks
   CUtensorMap dquery, dkey, dvalue;
   const float* logsumexp;
   const float* dlogsumexp;
-  // The kernel for dq computes these two statistics of each query, and the kernel for dk and dv reads them.
-  float* row_bias;   // -logsumexp * log2(e); shifted_bias() in a row with a shift
-  float* row_delta;  // D = sum(dout * out) - dlogsumexp; with dropout, (1 - p) D
-  int64_t pitch;     // elements per head of row_bias and of row_delta
+  // The kernel for dq computes D and the bias of each query, and the kernel for dk and dv reads them.
+  float* row_bias;   // -logsumexp * log2(e), or shifted_bias()
+  float* row_delta;  // D; with dropout, (1 - p) D
+  int64_t pitch;     // elements per head
   Sm90Problem<T> problem;
   TileOrder order;
   Sm90Mask mask;
 
 #ifdef __CUDACC__
-  // `head` is the index of a query head, counted over all batches.
+  // `head` is counted over all batches.
   __device__ int mask_head(int head) const { return mask.blocks.mask_head(head / problem.heads, head % problem.heads); }
 #endif
 };
 
-// Launches the kernels for head sizes of 72 to 128 (attention/sm90/backward_128.cu).
 template <typename T>
 Status attention_backward_sm90_128(const AttentionBackward<T>& p, Stream stream);
 
-// Support, workspace and launch of the kernel for many short heads (attention/sm90/backward_one_pass.cu). These
-// functions require that attention_backward_sm90_supports() is true.
+// For many short heads. Requires attention_backward_sm90_supports().
 template <typename T>
 bool attention_backward_sm90_head_supports(const AttentionBackward<T>& p);
 template <typename T>
@@ -68,7 +62,7 @@ int64_t attention_backward_sm90_head_workspace(const AttentionBackward<T>& p);
 template <typename T>
 Status attention_backward_sm90_head(const AttentionBackward<T>& p, Stream stream);
 
-// Returns arguments in which `scale_log2` is the factor of the scores, and `scale` the factor of the gradients.
+// `scale_log2` is the factor of the scores, `scale` the factor of the gradients.
 template <typename T>
 Sm90Problem<T> backward_problem(const AttentionBackward<T>& p) {
   Sm90Problem<T> problem = sm90_problem(p.sizes, p.scale, p.mask, p.dropout);
@@ -76,21 +70,17 @@ Sm90Problem<T> backward_problem(const AttentionBackward<T>& p) {
   return problem;
 }
 
-// Returns the number of queries of a head, padded to whole tiles.
 inline int64_t statistics_pitch(int64_t queries) {
   constexpr int kRows = BackwardShape<64>::kRows;
   return ceil_div(queries, kRows) * kRows;
 }
 
-// Returns the number of bytes of the workspace before the arrays of a mask. The workspace contains a counter of tiles
-// for each kernel (TileOrder), the statistics, and the arrays of a mask.
+// The size of the workspace before the arrays of a mask: TileOrder's counters and the statistics.
 inline int64_t backward_workspace(const AttentionSizes& s) {
   const int64_t statistics = 2 * s.batches * s.heads * statistics_pitch(s.queries);
   return ceil_div(256 + statistics * static_cast<int64_t>(sizeof(float)), 256) * 256;
 }
 
-// Launches the kernel for dq, and then the kernel for dk and dv. Under the causal mask, each kernel starts with the
-// tiles that need the most iterations.
 template <typename T, typename DqueryShared, typename DkeyShared, auto kDquery, auto kDkey>
 Status launch_backward(const AttentionBackward<T>& p, Stream stream) {
   constexpr int kRows = DqueryShared::kRows, kBlock = DqueryShared::kBlock, kThreads = DqueryShared::kThreads;

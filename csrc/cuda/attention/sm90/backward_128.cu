@@ -1,22 +1,14 @@
-// Attention's backward for sm_90a and head sizes of 72 to 128, with the algorithm of the two kernels of backward.cu.
-// The notation is the same: ' is the transpose, S = q k' are the scores, P are the probabilities, and g is the gradient
-// of out. For each query, D = sum(g out) - dlogsumexp and bias = -logsumexp log2(e). scale_log2 is scale log2(e).
-//
-// With 128 channels, the sums of dq take 64 registers per thread, and the sums of dk and dv take 128 registers. These
-// kernels therefore keep fewer operands in registers than the kernels of backward.cu:
+// The two kernels of backward.cu, with the same notation, for head sizes of 72 to 128. The sums take 64 registers per
+// thread for dq and 128 for dk and dv, so fewer operands fit in registers:
 //
 // - The kernel for dq keeps only the queries and dS in registers. For dP = g v' it reads both operands from shared
 //   memory.
-// - The kernel for dk and dv reads keys and values from shared memory, and keeps the scores of only one block. After a
-//   warpgroup has packed dS', it starts the matmuls for the next S' and dP' and waits for them. While the warpgroup
-//   then computes exponentials, its matmul for dk and the matmuls of the other warpgroup run.
+// - The kernel for dk and dv reads keys and values from shared memory, and waits for S' and dP' before the next
+//   exponentials, during which dk and the other warpgroup's MMAs run.
 //
-// Shared memory has no separate buffers for results. dq is stored through the buffer of the tile's dout, and dk and dv
-// through the buffers of the tile's keys and values. Unlike the kernels of backward.cu, these kernels do not pause
-// between tiles: the last iteration of a tile starts the matmuls of the next tile's first block, while a thread of the
-// loading warpgroup stores the results. Therefore each tile must have at least one block.
-//
-// Block j+1 below is the first block of the next tile if j is the last block of a tile.
+// dq is stored through the buffer of dout, and dk and dv through those of keys and values. There is no pause between
+// tiles: a tile's last iteration starts the MMAs of the next tile's first block (block j+1 below), while a loading
+// thread stores the results. Therefore each tile must have at least one block.
 //
 //   for dq, for each block j of keys of all tiles:      for dk and dv, for each block j of queries:
 //     start dP = g v(j)'                                  P' = exp2(S' * scale_log2 + bias); wait for dk
@@ -33,21 +25,19 @@ namespace gptkernels::cuda {
 namespace {
 
 struct DqueryShared : BackwardShape<128> {
-  // Buffers for blocks. While a warpgroup waits for the keys of a block, it holds the keys of the two previous blocks,
-  // and may have skipped one block at the start of a tile. With fewer than 4 buffers, the next keys could need a
-  // buffer that the warpgroup holds, and the ring would deadlock. A warpgroup holds the values of at most one block.
+  // A warpgroup that waits for keys holds the keys of two blocks, and may have skipped one block at the start of a
+  // tile, so fewer than 4 buffers of keys could deadlock. It holds the values of at most one block.
   static constexpr int kKeys = 4;
   static constexpr int kValues = 2;
-  static constexpr int kDouts = 2;  // dout has two buffers, because dq is stored through them
+  static constexpr int kDouts = 2;  // dq is stored through dout
 
   Buffer<kRowBytes> query, out, dout[kDouts];
   Buffer<kBlockBytes> key[kKeys], value[kValues];
-  // tile_full completes when query, out and dout are loaded, tile_empty when query and out have been read, and
-  // dout_empty when dq has been stored through dout.
+  // tile_full: query, out and dout are loaded. tile_empty: query and out have been read. dout_empty: dq is stored.
   Barrier tile_full, tile_empty, dout_empty[kDouts], dquery_full[kDouts];
   Barrier key_full[kKeys], key_empty[kKeys], value_full[kValues], value_empty[kValues];
-  Barrier tile_taken, tile_wanted;  // synchronize the loading threads
-  BackwardTile next_tile;           // tile whose query, out and dout are in the buffers, or are being loaded
+  Barrier tile_taken, tile_wanted;  // between the loading threads
+  BackwardTile next_tile;           // tile of query, out and dout
   BackwardTile loaded_tile;         // tile whose keys and values are loaded next; at most one tile ahead
   MaskedBlock masked[kKeys];
 
@@ -68,9 +58,8 @@ struct DqueryShared : BackwardShape<128> {
 #endif
 };
 
-// Buffers of the kernel for dk and dv. While a warpgroup waits for a block, it holds the previous block, and may have
-// skipped one block. With fewer than 3 stages the ring would deadlock. dk and dv are stored through the buffers of
-// the tile's keys and values.
+// A warpgroup that waits for a block holds the previous block and may have skipped one, so fewer than 3 stages could
+// deadlock.
 constexpr int kStages = 3, kTiles = 2;
 using DkeyShared = RingShared<128, 2, kTiles, kStages>;
 constexpr int kThreads = DkeyShared::kThreads;
@@ -82,7 +71,6 @@ constexpr int kKeys = DqueryShared::kKeys, kValues = DqueryShared::kValues, kDou
 
 // ---- dq -------------------------------------------------------------------------------------------------------------
 
-// Determines the tiles that the thread block computes, and loads query, dout and out of each tile.
 template <typename Mask, typename T>
 __device__ void load_query_tiles(const Sm90Backward<T>& p, DqueryShared& shared) {
   RingPosition<kDouts> dout;
@@ -112,10 +100,9 @@ __device__ void load_query_tiles(const Sm90Backward<T>& p, DqueryShared& shared)
   }
 }
 
-// Loads blocks of keys and values.
 template <typename Mask, typename T>
 __device__ void load_key_blocks(const Sm90Backward<T>& p, DqueryShared& shared) {
-  constexpr int kAhead = 3;  // the next tile is taken when this many blocks are still to be loaded
+  constexpr int kAhead = 3;  // blocks that are still to be loaded when the next tile is taken
   RingPosition<kKeys> key;
   RingPosition<kValues> value;
   for (unsigned phase = 0;; phase ^= 1) {
@@ -129,7 +116,6 @@ __device__ void load_key_blocks(const Sm90Backward<T>& p, DqueryShared& shared) 
       mbarrier_expect(full, DqueryShared::kBlockBytes);
       load_panels<kPanels>(to, kBlockPanel, map, block * kBlock, key_head, batch, full);
     };
-    // `left` blocks of the tile are to be loaded after `block`.
     const auto load_block = [&](int block, int left) {
       if (left == wanted) barrier_arrive(shared.tile_wanted);
       barrier_wait(shared.key_empty[key.slot], key.phase ^ 1);
@@ -145,7 +131,7 @@ __device__ void load_key_blocks(const Sm90Backward<T>& p, DqueryShared& shared) 
       seen.for_each_from_last<1>([&](int block) { load_block(block, --left); });
       if (left > 0) load_block(0, 0);
     } else {
-#pragma unroll 1  // not unrolled, to save registers
+#pragma unroll 1  // saves registers
       for (int block = tile.blocks - 1; block >= 0; --block) load_block(block, block);
     }
   }
@@ -173,24 +159,24 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
   const int lane = threadIdx.x % 32;
   const int warpgroup = __shfl_sync(~0u, threadIdx.x / kWarpgroup - 1, 0);
   const int warp = __shfl_sync(~0u, threadIdx.x % kWarpgroup / 32, 0);
-  const int warp_row = warpgroup * 64 + warp * 16;  // the warp's first row in a tile
+  const int warp_row = warpgroup * 64 + warp * 16;
   const uint32_t own_rows = warpgroup * 64 * kPanelRowBytes;
 
   float scores_a[32], scores_b[32], dp[32], dquery[64], bias[2], delta[2];
   uint32_t q[32], ds[16];
   RowStatistics<T, Mask> statistics;
-  RingPosition<kKeys> key;      // the slot of the keys for the scores that were started last
-  RingPosition<kValues> value;  // the slot of the values for the next dP = g v'
+  RingPosition<kKeys> key;      // of the latest scores
+  RingPosition<kValues> value;  // of the next dP = g v'
   RingPosition<kDouts> dout;
-  unsigned phase = 0;  // phase of tile_full
+  unsigned phase = 0;
   int row, head, block;
-  int passed = 0;        // number of the tile's skipped blocks whose values are still to be released
-  int freed = -1;        // slot of the keys that were used last: the next step waits for dq and releases this slot
-  OwnBlock<1> own = {};  // the mask of the block whose scores were started last
+  int passed = 0;        // skipped blocks whose values are still to be released
+  int freed = -1;        // slot of the keys that the running dq reads
+  OwnBlock<1> own = {};  // mask of the latest scores
   bool accumulate = false;
   const auto thread_row = [&](int tile_row) { return tile_row + warp_row + lane / 4; };
 
-  // Loads the next tile's queries to registers, and skips the blocks that none of the warpgroup's queries sees.
+  // Loads the next tile's queries to registers, and skips the blocks that only the other warpgroup's queries see.
   // Returns false after the last tile.
   const auto begin_tile = [&] {
     barrier_wait(shared.tile_full, phase);
@@ -210,7 +196,7 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
     return true;
   };
 
-  // Computes D and the bias. Releases the tile's query and out, and the values of the blocks that begin_tile() skipped.
+  // Also releases query, out, and the values of the blocks that begin_tile() skipped.
   const auto finish_statistics = [&] {
     delta[0] = delta[1] = 0;
 #pragma unroll
@@ -232,8 +218,8 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
     multiply<T>(scores, q, shared.key[key.slot]);
   };
 
-  // Processes the block whose scores are in `current`, and computes the scores of the next block in `next`. Returns
-  // false after the last block of the last tile.
+  // Processes the block whose scores are in `current`, and leaves the next block's scores in `next`. Returns false
+  // after the last block of the last tile.
   const auto step = [&](float (&current)[32], float (&next)[32]) {
     const int key_now = key.slot, dout_now = dout.slot, tile_row = row;
     barrier_wait(shared.value_full[value.slot], value.phase);
@@ -242,8 +228,7 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
                     Mask::kBlocks ? own.first : block * kBlock);
     probabilities_of_rows(current, p.problem.scale_log2, bias);
 
-    // The next scores are started after the exponentials, because an MMA with A in registers blocks its warps until it
-    // runs.
+    // The next scores are started only here, because an MMA with A in registers blocks its warps until it runs.
     key.advance();
     const bool last = block == 0;
     bool more = true;
@@ -253,9 +238,9 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
     } else {
       --block;
     }
-    start_scores(next, more);  // after the last tile, this reads old keys; the result is not used
+    start_scores(next, more);  // after the last tile, the result is not used
 
-    wgmma_wait<1>();  // waits for dp, and for the previous block's dq
+    wgmma_wait<1>();  // for dp and the previous dq
     pin_registers(dp);
     pin_registers(ds);
     barrier_arrive_if(lane == 0, shared.value_empty[value.slot]);
@@ -272,14 +257,14 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
       barrier_arrive_if(lane == 0, shared.key_empty[key_now]);
       freed = -1;
       accumulate = false;
-      warpgroup_barrier(1 + warpgroup);  // waits until all warps of the warpgroup have used dout
+      warpgroup_barrier(1 + warpgroup);  // all warps of the warpgroup have used dout
       stage_tile<T>(dquery, p.problem.scale, shared.dout[dout_now] + own_rows, kRowPanel);
       fence_async_shared();
       __syncwarp();
       barrier_arrive_if(lane == 0, shared.dquery_full[dout_now]);
       if (more) finish_statistics();
     }
-    wgmma_wait<1>();  // waits for the next scores
+    wgmma_wait<1>();  // for the next scores
     pin_registers(next);
     return more;
   };
@@ -321,20 +306,19 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
   const int warp = __shfl_sync(~0u, threadIdx.x % kWarpgroup / 32, 0);
 
   float scores[32], dp[32], dkey[64], dvalue[64];
-  uint32_t weights[16];  // P', then dS'
+  uint32_t weights[16];
   RingPosition<kStages> ring;
   RingPosition<kTiles> at;
-  // The first of the warpgroup's 64 keys. Under the causal mask, one half of a tile's keys is visible to one more block
-  // of queries than the other half, so the warpgroups exchange the halves after every tile. Tiles begin at multiples of
-  // 128, so `row & 64` is 0 in the first half and 64 in the second.
+  // Bit 6 of `row` tells the warpgroup's half of the tile. The warpgroups exchange the halves after every tile, because
+  // under the causal mask one half is visible to one more block of queries.
   int row = warpgroup * 64;
   int block, end, member = 0;
-  OwnBlock<1> own = {};  // the mask of the block whose scores were started last
+  OwnBlock<1> own = {};  // mask of the latest scores
   bool accumulate = false;
-  int freed = -1;  // slot of the block that was used last, which is released when its dk is complete
-  const auto half = [&] { return (row & 64) * kPanelRowBytes; };  // the bytes of a panel before the warpgroup's rows
+  int freed = -1;                                                 // slot of the block that the running dk reads
+  const auto half = [&] { return (row & 64) * kPanelRowBytes; };  // offset in a panel
 
-  // Skips the first blocks of a head, if their queries see none of the warpgroup's keys.
+  // Skips the blocks at a head's start whose queries see none of the warpgroup's keys.
   const auto begin_head = [&] {
     block = shared.tiles[at.slot].first;
     if constexpr (Mask::kCausal) {
@@ -342,7 +326,6 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       for (; block < own_first; ++block) pass_over(shared.block_full, shared.block_empty, ring);
     }
   };
-  // Waits for the next tile. Returns false after the last tile.
   const auto begin_tile = [&] {
     barrier_wait(shared.tile_full[at.slot], at.phase);
     const BackwardTile& tile = shared.tiles[at.slot];
@@ -360,14 +343,13 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
     multiply<T, 128>(scores, panel_descriptor(shared.tile[at.slot][0] + half()), shared.block[ring.slot][0]);
     multiply<T, 128>(dp, panel_descriptor(shared.tile[at.slot][1] + half()), shared.block[ring.slot][1]);
   };
-  // Replaces the scores by P' while dk of the previous block is computed, and then starts dv.
   const auto start_dvalue = [&] {
     const int now = ring.slot;
     hide_queries<Mask>(scores, p, own, Mask::kAdds ? shared.tiles[at.slot].head * p.problem.group + own.member : 0, row,
                        row + warp * 16 + lane / 4, Mask::kBlocks ? own.first : block * kBlock);
     probabilities_of_columns(scores, p.problem.scale_log2, shared.bias[now]);
     complete(fmaxf(fmaxf(scores[7], scores[15]), fmaxf(scores[23], scores[31])));
-    wgmma_wait<0>();  // waits for the previous block's dk
+    wgmma_wait<0>();  // for the previous dk
     pin_registers(weights);
     barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty[max(freed, 0)]);
     freed = now;
@@ -384,7 +366,7 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
   while (true) {
     const int now = ring.slot, tile = at.slot;
     score_gradients_of_columns<false>(dp, scores, shared.delta[now]);
-    wgmma_wait<0>();  // waits for dv
+    wgmma_wait<0>();  // for dv
     pin_registers(weights);
     accumulators_to_a<T>(weights, dp);
 
@@ -408,18 +390,18 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       pin_registers(dkey);
       pin_registers(dvalue);
       accumulate = false;
-      warpgroup_barrier(1 + warpgroup);  // waits until all warps of the warpgroup have used keys and values
+      warpgroup_barrier(1 + warpgroup);  // all warps of the warpgroup have used keys and values
       stage_tile<T>(dkey, p.problem.scale, shared.tile[tile][0] + own_rows, kRowPanel);
       stage_tile<T>(dvalue, 1, shared.tile[tile][1] + own_rows, kRowPanel);
       fence_async_shared();
       __syncwarp();
       barrier_arrive_if(lane == 0, shared.gradients_full[tile]);
     }
-    wgmma_wait<1>();  // waits for scores and dp
+    wgmma_wait<1>();  // for scores and dp
     pin_registers(scores);
     pin_registers(dp);
-    // This call also follows the last block of the last tile, where its result is not used. If the loop ended before
-    // the call, ptxas would serialise the wgmmas.
+    // After the last tile, the result is not used. If the loop ended before this call, ptxas would serialize the
+    // wgmmas.
     start_dvalue();
     if (!more) break;
   }
@@ -427,8 +409,6 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
 }
 
 #endif
-
-// ---------------------------------------------------------------------------------------------------------------------
 
 template <typename T, typename Mask>
 __global__ void __launch_bounds__(GPTKERNELS_WGMMA ? kThreads : kStubThreads, 1)

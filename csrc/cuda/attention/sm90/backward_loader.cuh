@@ -1,5 +1,4 @@
-// The shared memory of the backward kernels for sm_90a, and the functions with which a thread of the loading warpgroup
-// fills it.
+// The shared memory of the backward kernels for sm_90a, and the functions that load it.
 #pragma once
 
 #include "backward_mask.cuh"
@@ -7,7 +6,6 @@
 
 namespace gptkernels::cuda {
 
-// Types for members of a struct in shared memory. A member converts implicitly to its 32-bit address in shared memory.
 template <int kBytes>
 struct Buffer {
   uint8_t bytes[kBytes];
@@ -24,7 +22,7 @@ struct Barrier {
 
 #if GPTKERNELS_WGMMA
 
-// Returns the struct at the first address in `memory` that is a multiple of 1024, the alignment of swizzled panels.
+// Swizzled panels are aligned to 1024 bytes.
 template <typename Shared>
 __device__ Shared& aligned(uint8_t* memory) {
   const uint32_t first = (shared_address(memory) + 1023) / 1024 * 1024;
@@ -38,25 +36,21 @@ __device__ void init_barriers(const Barrier (&barriers)[n], int arrivals) {
 
 #endif
 
-// Shared memory of a kernel that loads the two tensors of a block (keys and values, or queries and dout) together: a
-// ring of tiles with kTileParts tensors each, a ring of blocks, and the barriers of both rings. A "full" barrier
-// completes when the bytes of the tile or block have arrived. An "empty" barrier completes when the warps have released
-// the tile or block.
+// A "full" barrier completes when the bytes have arrived, an "empty" barrier when the warps have released the buffer.
 template <int HS, int kTileParts, int kTileBuffers, int kBlockBuffers>
 struct RingShared : BackwardShape<HS> {
   using Shape = BackwardShape<HS>;
   static constexpr int kTiles = kTileBuffers, kStages = kBlockBuffers;
 
-  Buffer<Shape::kRowBytes> tile[kTiles][kTileParts];        // query, dout, out (for dq); or key, value (for dk, dv)
-  Buffer<Shape::kBlockBytes> block[kStages][2];             // key, value (for dq); or query, dout (for dk, dv)
-  Buffer<HS == 64 ? Shape::kBlockBytes : 16> out[2];        // results per warpgroup; HS = 128 uses `tile` instead
-  Buffer<Shape::kBlock * 4> bias[kStages], delta[kStages];  // statistics of a block's queries
+  Buffer<Shape::kRowBytes> tile[kTiles][kTileParts];        // for dq: query, dout, out; for dk, dv: key, value
+  Buffer<Shape::kBlockBytes> block[kStages][2];             // for dq: key, value; for dk, dv: query, dout
+  Buffer<HS == 64 ? Shape::kBlockBytes : 16> out[2];        // HS = 128 uses `tile`
+  Buffer<Shape::kBlock * 4> bias[kStages], delta[kStages];  // of a block's queries
   Barrier tile_full[kTiles], tile_empty[kTiles], gradients_full[kTiles], block_full[kStages], block_empty[kStages];
   BackwardTile tiles[kTiles];
   MaskedBlock masked[kStages];
 
 #if GPTKERNELS_WGMMA
-  // `tile_readers` is the number of arrivals that release a tile.
   __device__ void init(int tile_readers) const {
     init_barriers(tile_full, 1);
     init_barriers(tile_empty, tile_readers);
@@ -70,8 +64,7 @@ struct RingShared : BackwardShape<HS> {
 
 #if GPTKERNELS_WGMMA
 
-// Waits for an empty buffer, and finds the tile to load into this buffer. After the last tile, returns false and writes
-// a tile with row -1, at which the computing warps stop.
+// After the last tile, writes row -1, at which the computing warps stop, and returns false.
 template <typename T, typename Shared, typename Position>
 __device__ bool take_tile(const Sm90Backward<T>& p, Shared& shared, const Position& at, int index,
                           TileOrder::Tile& found) {
@@ -83,7 +76,6 @@ __device__ bool take_tile(const Sm90Backward<T>& p, Shared& shared, const Positi
   return false;
 }
 
-// Returns the number of blocks of keys that the 128 queries of a tile see.
 template <typename Mask, typename T>
 __device__ int key_blocks(const Sm90Backward<T>& p, int head, int row) {
   if constexpr (Mask::kBlocks) return p.mask.blocks.of_queries(p.mask_head(head), row / kMaskBlock).template count<1>();
@@ -92,9 +84,7 @@ __device__ int key_blocks(const Sm90Backward<T>& p, int head, int row) {
   return max((end + 63) / 64, 0);
 }
 
-// Loads the tiles of keys that the thread block computes, and for each tile the blocks of queries that see it. The
-// kernels for dk and dv call this function. At least kLeastBlocks (0 or 1) blocks are loaded for a tile, even if no
-// query sees its keys.
+// Loads the blocks of queries that see a tile, but at least kLeastBlocks (0 or 1).
 template <int kLeastBlocks, typename Mask, typename T, typename Shared>
 __device__ void load_key_tiles(const Sm90Backward<T>& p, Shared& shared) {
   constexpr int kBlock = Shared::kBlock, kPanels = Shared::kPanels;
@@ -147,7 +137,7 @@ __device__ void load_key_tiles(const Sm90Backward<T>& p, Shared& shared) {
         seen.for_each_from_last<1>(load_block);
         if (none && member == 0) load_block(0);
       } else {
-#pragma unroll 1  // not unrolled, to save registers
+#pragma unroll 1  // saves registers
         for (int block = first; block < query_blocks; ++block) load_block(block);
       }
     }

@@ -1,14 +1,11 @@
-// The functions with which the backward kernels for sm_90a apply a mask. They determine which blocks of 64 keys or
-// queries a warpgroup computes, and hide scores in these blocks.
+// Masks of the backward kernels for sm_90a: which blocks a warpgroup computes, and which scores are hidden.
 #pragma once
 
 #include "backward.cuh"
 
 namespace gptkernels::cuda {
 
-// The kind of mask for which a kernel is compiled. With kBlocks, the kernels of block_mask.cu have classified each
-// block of 64 queries and 64 keys, and the classes include causality. With kAdds, the mask's values are added to the
-// scores.
+// With kBlocks, the classes of block_mask.cu include causality. With kAdds, the mask's values are added to the scores.
 template <bool causal, bool blocks, bool adds>
 struct MaskPolicy {
   static constexpr bool kCausal = causal, kBlocks = blocks, kAdds = adds;
@@ -22,17 +19,16 @@ using AdditiveMask = MaskPolicy<false, true, true>;
 
 // ---- blocks that a warpgroup does not compute -----------------------------------------------------------------------
 
-// Releases the next stage of the ring without using it. The warpgroup first waits until the stage is full. An arrival
-// before that would count for the stage's previous block, which the other warpgroup may still use.
+// Releases the next stage without using it, once it is full: an earlier arrival would count for the stage's previous
+// block, which the other warpgroup may still use.
 template <typename Barriers, int kStages>
 __device__ void pass_over(const Barriers& full, const Barriers& empty, RingPosition<kStages>& ring) {
   barrier_wait(full[ring.slot], ring.phase);
-  __syncwarp();  // lane 0 arrives for all lanes
+  __syncwarp();  // lane 0 arrives for all
   barrier_arrive_if(threadIdx.x % 32 == 0, empty[ring.slot]);
   ring.advance();
 }
 
-// Returns the class of a block for the warpgroup's 64 rows from `row` on, and the bits of this thread's two rows.
 template <bool kRowsAreKeys>
 __device__ OwnBlock<1> own_block(const MaskBlocks& blocks, const MaskedBlock& block, int row) {
   const int own_row = threadIdx.x % kWarpgroup / 32 * 16 + threadIdx.x % 32 / 4;
@@ -45,8 +41,8 @@ __device__ OwnBlock<1> own_block(const MaskBlocks& blocks, const MaskedBlock& bl
   });
 }
 
-// Iterates over the blocks of a tile under a block mask. A block that is hidden for both warpgroups is not loaded. A
-// block that is hidden only for this warpgroup is skipped, unless the ring could deadlock:
+// The blocks of a tile under a block mask. A block that is hidden only for this warpgroup is skipped, unless the ring
+// could deadlock:
 //
 //   While a warpgroup waits for block j, it holds the stages of the two blocks i and h that it computed last (h < i <
 //   j), because their matmuls may still run. Stages are filled in order, so block j has the stage of block j -
@@ -54,17 +50,15 @@ __device__ OwnBlock<1> own_block(const MaskBlocks& blocks, const MaskedBlock& bl
 //   warpgroup would wait for the loader. Therefore j - h < kStages must hold, where j - h = (blocks skipped between
 //   h and i) + 1 + (blocks skipped between i and j) + 1.
 //
-// A warpgroup therefore skips at most kStages - 3 blocks between h and j. It computes the next block even if all
-// of its scores are hidden. (Without a block mask at most one block is skipped, because the halves of a tile differ
-// by one block.)
+// A warpgroup therefore skips at most kStages - 3 blocks between h and j, and computes the next one even if all its
+// scores are hidden. (Without a block mask at most one block is skipped, because the halves of a tile differ by one.)
 template <int kStages, bool kRowsAreKeys>
 struct SeenByWarpgroup {
   static constexpr int kMostPassed = kStages - 3;
-  OwnBlock<1> own;  // the current block, which the warpgroup computes
-  int left;         // blocks left in the tile, including the current block; 0 after the last block
-  int passed = 0;   // blocks skipped between the previously computed block and the current block
+  OwnBlock<1> own;
+  int left;        // including the current one
+  int passed = 0;  // blocks skipped before the current one
 
-  // Advances to the next block that the warpgroup computes for its 64 rows from `row` on.
   template <typename Shared>
   __device__ void find(const MaskBlocks& blocks, Shared& shared, RingPosition<kStages>& ring, int row) {
     const int passed_before = passed;
@@ -81,7 +75,7 @@ struct SeenByWarpgroup {
 
 // ---- scores ---------------------------------------------------------------------------------------------------------
 
-// Sets scores of a thread's row r to -inf: in the block's columns before `limit` if kBefore, else from `limit` on.
+// Hides the columns before `limit` if kBefore, otherwise the columns from `limit` on.
 template <bool kBefore>
 __device__ void hide_columns(float (&scores)[32], int r, int limit) {
   limit -= 2 * static_cast<int>(threadIdx.x % 4);
@@ -92,9 +86,7 @@ __device__ void hide_columns(float (&scores)[32], int r, int limit) {
       if ((8 * i + c < limit) == kBefore) scores[4 * i + 2 * r + c] = -INFINITY;
 }
 
-// Applies the mask to scores whose rows are queries and whose columns are keys: adds the mask's values, and sets the
-// scores of keys that a query does not see to -inf. `first_row` is the warpgroup's first row, and `row` is the first of
-// this thread's two rows.
+// Rows are queries: `first_row` is the warpgroup's first row, `row` the first of the thread's two rows.
 template <typename Mask, typename T>
 __device__ void hide_keys(float (&scores)[32], const Sm90Backward<T>& p, const OwnBlock<1>& own, int head,
                           int first_row, int row, int first_key) {
@@ -115,8 +107,7 @@ __device__ void hide_keys(float (&scores)[32], const Sm90Backward<T>& p, const O
   }
 }
 
-// Applies the mask to scores whose rows are keys and whose columns are queries. Keys beyond the last key need not be
-// hidden, because their gradients are not stored.
+// Rows are keys. Keys beyond the last key are not hidden, because their gradients are not stored.
 template <typename Mask, typename T>
 __device__ void hide_queries(float (&scores)[32], const Sm90Backward<T>& p, const OwnBlock<1>& own, int head,
                              int first_row, int row, int first_query) {

@@ -1,18 +1,15 @@
-// The backward of attention for sm_90a with one thread block per head. The kernel computes the scores once, and needs
-// five matmuls, whereas the kernels of attention/sm90/backward.cu need seven. It supports heads of up to 1024 queries
-// and 64 channels, if there are enough heads to keep the SMs busy. Notation: S are the scores, P are the probabilities,
-// g is the gradient of out, and D = sum(g out) - dlogsumexp for each query.
+// Attention's backward for sm_90a with one thread block per head. Scores are computed once, so that there are five
+// matmuls instead of the seven of backward.cu, whose notation applies. It supports up to 1024 queries and 64 channels,
+// and needs enough heads to keep the SMs busy. For each tile of 128 keys, a thread block processes the blocks of 64
+// queries that see the tile. Its warpgroups:
 //
-// A thread block processes its head's tiles of 128 keys, and for each tile the blocks of 64 queries that see it. Its
-// four warpgroups are
+//   - one loads tiles; two of its warps compute D of the next head
+//   - two have 64 keys each: they sum dk and dv in registers, and pass dS^T in shared memory to the last warpgroup
+//   - one computes dq of the block for these keys, and adds it to the sums of earlier tiles
 //
-//   - one that loads tiles; two of its warps compute D of the next head,
-//   - two that process 64 keys each, sum dk and dv in registers, and pass dS^T in shared memory to the last warpgroup,
-//   - one that computes dq of the block of queries for these keys, and adds dq to the sums of earlier tiles.
-//
-// The sums of dq are in global memory, in a buffer of the thread block that stays in the L2 cache. Each element is
-// accessed by one thread only. Its terms are therefore added in the order of the tiles without semaphores, and the
-// results are bitwise reproducible.
+// The sums of dq are in a global buffer of the thread block, which stays in the L2 cache. Each element is accessed by
+// one thread only, so terms are added in the order of the tiles without semaphores, and results are bitwise
+// reproducible.
 #include <utility>
 
 #include "backward_softmax.cuh"
@@ -21,22 +18,21 @@
 namespace gptkernels::cuda {
 namespace {
 
-constexpr int kRows = 128;  // keys of a tile, 64 for each of two warpgroups
-constexpr int kBlock = 64;  // queries of a block
+constexpr int kRows = 128;  // keys of a tile
+constexpr int kBlock = 64;
 constexpr int kMostQueries = 1024;
 constexpr int kMostBlocks = kMostQueries / kBlock;
 constexpr int kThreads = 4 * kWarpgroup;
-constexpr int kTiles = 2;    // buffers for keys and values
-constexpr int kStages = 4;   // buffers for queries and dout
-constexpr int kParts = 2;    // buffers for a warpgroup's dS^T
-constexpr int kHeads = 2;    // buffers for a head's statistics
-constexpr int kHelpers = 2;  // warps that compute statistics, each for kHelperRows queries of every block
+constexpr int kTiles = 2;    // of keys and values
+constexpr int kStages = 4;   // of queries and dout
+constexpr int kParts = 2;    // of a warpgroup's dS^T
+constexpr int kHeads = 2;    // of a head's statistics
+constexpr int kHelpers = 2;  // warps that compute statistics
 constexpr int kHelperRows = kBlock / kHelpers;
-constexpr int kSums = kBlock * 64;  // elements of dq for a block of queries
-constexpr int kKeyWarps = 8;        // warps of the two warpgroups that compute dk and dv
+constexpr int kSums = kBlock * 64;
+constexpr int kKeyWarps = 8;
 constexpr int kDqueryWarps = 4;
 
-// Shared memory, in bytes.
 constexpr int kTileBytes = kRows * kPanelRowBytes;
 constexpr int kBlockBytes = kBlock * kPanelRowBytes;
 constexpr int kHelperBytes = kHelperRows * kPanelRowBytes;
@@ -59,16 +55,15 @@ struct HeadBackward {
   CUtensorMap dkey, dvalue;             // boxes of 16 rows
   const float* logsumexp;
   const float* dlogsumexp;
-  float* sums;  // sums of dq: kSums elements per thread block and block of queries, in the order of the accumulators
+  float* sums;  // of dq: kSums per thread block and block of queries, in the accumulators' order
   Sm90Problem<T> problem;
-  int blocks;  // blocks of queries
-  int tiles;   // tiles of keys
+  int blocks;
+  int tiles;
 };
 
 #if GPTKERNELS_WGMMA
 
-// The addresses of the buffers in shared memory and of their barriers. A "full" barrier completes when the buffer has
-// been loaded, or has been written by warps. An "empty" barrier completes when warps have read the buffer.
+// A "full" barrier completes when the buffer has been written, an "empty" barrier when it has been read.
 struct Shared {
   uint32_t first;
 
@@ -109,7 +104,7 @@ struct Shared {
       barrier_init(block_full(i), 1);
       barrier_init(block_empty(i), kKeyWarps);
     }
-    for (int i = 0; i < 2 * kParts; ++i) {  // the parts of both warpgroups
+    for (int i = 0; i < 2 * kParts; ++i) {
       barrier_init(part_full(0, i), kKeyWarps / 2);
       barrier_init(part_empty(0, i), kDqueryWarps);
     }
@@ -124,12 +119,12 @@ struct Shared {
 
 // ---- the order of the blocks ----------------------------------------------------------------------------------------
 
-// The order in which a tile processes the blocks of queries. Odd tiles process them in reverse, so that a tile starts
-// with the blocks that the previous tile used last, which are still in the L2 cache.
+// Odd tiles process the blocks of queries in reverse: they start with the blocks that the previous tile used last,
+// which are still in the L2 cache.
 struct BlockWalk {
   int block;
   int step;
-  int left;  // number of blocks left, including `block`
+  int left;  // including `block`
 
   __device__ BlockWalk(int begin, int end, int tile)
       : block(tile % 2 ? end - 1 : begin), step(tile % 2 ? -1 : 1), left(end - begin) {}
@@ -139,7 +134,6 @@ struct BlockWalk {
   }
 };
 
-// Returns the first block of queries with a query that sees key `key` or a later key.
 template <bool kCausal, typename T>
 __device__ int first_block(const HeadBackward<T>& p, int key) {
   return kCausal ? min(max(key - p.problem.query_offset, 0) / kBlock, p.blocks) : 0;
@@ -150,14 +144,13 @@ __device__ BlockWalk walk_of_tile(const HeadBackward<T>& p, int tile) {
   return {first_block<kCausal>(p, tile * kRows), p.blocks, tile};
 }
 
-// Returns the half of a tile that a warpgroup computes. The warpgroups exchange the halves at each tile, because under
-// the causal mask one half of the keys is seen by one block of queries more than the other half.
+// The warpgroups exchange halves at each tile, because under the causal mask one half of the keys is seen by one block
+// of queries more than the other half.
 __device__ inline int half_of(int tile, int warpgroup) {
   return (tile + warpgroup) % 2;
 }
 
-// Returns the first block of queries with a query that sees one of the 64 keys from `key` on, or p.blocks if all of
-// these keys are beyond the last key.
+// Returns p.blocks for 64 keys beyond the last key.
 template <bool kCausal, typename T>
 __device__ int own_first_block(const HeadBackward<T>& p, int key) {
   return key < p.problem.keys ? first_block<kCausal>(p, key) : p.blocks;
@@ -179,7 +172,7 @@ __device__ void load_tiles(const HeadBackward<T>& p, const Shared& shared) {
       tma_load_once(shared.key(at.slot), p.key, 0, tile * kRows, head, batch, tile_full);
       tma_load_once(shared.value(at.slot), p.value, 0, tile * kRows, head, batch, tile_full);
       at.advance();
-#pragma unroll 1  // not unrolled, to save registers
+#pragma unroll 1  // saves registers
       for (BlockWalk walk = walk_of_tile<kCausal>(p, tile); walk.left > 0; walk.advance()) {
         const uint32_t full = shared.block_full(ring.slot);
         barrier_wait(shared.block_empty(ring.slot), ring.phase ^ 1);
@@ -192,7 +185,6 @@ __device__ void load_tiles(const HeadBackward<T>& p, const Shared& shared) {
   }
 }
 
-// Returns the dot product of two rows in shared memory.
 template <typename T>
 __device__ float row_product(uint32_t out, uint32_t dout, int row) {
   float even = 0, odd = 0;
@@ -211,7 +203,7 @@ __device__ float row_product(uint32_t out, uint32_t dout, int row) {
   return even + odd;
 }
 
-// Returns the index of a query's statistics in its block. The statistics of a thread's 16 columns are adjacent.
+// The statistics of a thread's 16 columns are adjacent.
 __device__ inline int statistics_place(int query) {
   return query % 8 / 2 * 16 + query / 8 * 2 + query % 2;
 }
@@ -220,8 +212,7 @@ __device__ inline void store_shared(uint32_t shared, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(x) : "memory");
 }
 
-// Computes -logsumexp * log2(e) and D for all heads of the thread block. Each of the helper warps computes kHelperRows
-// queries of each block. The warps are at most one head ahead of the warpgroups that use the results.
+// Computes -logsumexp * log2(e) and D, at most one head ahead of the warpgroups that use them.
 template <typename T>
 __device__ void compute_statistics(const HeadBackward<T>& p, const Shared& shared, int helper) {
   const int lane = threadIdx.x % 32;
@@ -251,7 +242,7 @@ __device__ void compute_statistics(const HeadBackward<T>& p, const Shared& share
       const bool last = block + 1 == p.blocks;
       load(last ? index + gridDim.x : index, last ? 0 : block + 1);
       const uint32_t place = (block * kBlock + statistics_place(own)) * 4;
-      // A bias of -inf makes P 0. This is the bias of a query that sees no key, and of rows beyond the last query.
+      // A bias of -inf makes P 0, for queries that see no key and for rows beyond the last query.
       store_shared(shared.bias(at.slot) + place, logsumexp == -INFINITY ? -INFINITY : -logsumexp * kLog2E);
       store_shared(shared.delta(at.slot) + place, sum - dlogsumexp);
       __syncwarp();
@@ -262,7 +253,7 @@ __device__ void compute_statistics(const HeadBackward<T>& p, const Shared& share
 
 // ---- dq -------------------------------------------------------------------------------------------------------------
 
-// Loads a warp's 16 channels of 64 keys, transposed, as A operands.
+// Loads 16 channels of 64 keys, transposed, as A operands.
 __device__ inline void load_transposed(uint32_t (&a)[16], uint32_t panel, int warp) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -271,8 +262,7 @@ __device__ inline void load_transposed(uint32_t (&a)[16], uint32_t panel, int wa
                              panel + panel_offset(16 * i + lane % 8 + lane / 16 * 8, 2 * warp + lane / 8 % 2));
 }
 
-// Multiplies the warpgroup's tile of dq^T (64 channels, 64 queries) by `factor`, rounds it to T, and stores its
-// transpose, a tile of dq, in shared memory.
+// Stores dq^T (64 channels, 64 queries) * factor as a tile of dq.
 template <typename T>
 __device__ void stage_transposed(const float (&tile)[32], float factor, uint32_t panel, int warp) {
   const int lane = threadIdx.x % 32;
@@ -285,7 +275,7 @@ __device__ void stage_transposed(const float (&tile)[32], float factor, uint32_t
   }
 }
 
-// Computes dq^T = k^T dS^T. The keys stay in registers during a tile.
+// dq^T = k^T dS^T, with a tile's keys in registers.
 template <typename T, bool kCausal>
 __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
   constexpr int kBarrier = 1;
@@ -294,7 +284,7 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
   const int heads = p.problem.batches * p.problem.heads;
   float* const own_sums = p.sums + static_cast<int64_t>(blockIdx.x) * p.blocks * kSums + thread * 4;
   float dquery[32];
-  uint32_t keys[2][16];  // the keys of both halves of a tile
+  uint32_t keys[2][16];  // both halves of a tile
   RingPosition<kTiles> at;
   RingPosition<kParts> part[2];
   const auto multiply_part = [&](int warpgroup, bool accumulate) {
@@ -310,7 +300,6 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
     barrier_arrive_if(lane == 0, shared.part_empty(warpgroup, part[warpgroup].slot));
     part[warpgroup].advance();
   };
-  // Computes dq from the parts (dS^T) of the given warpgroups, in ascending order.
   const auto multiply_parts = [&]<int... kWarpgroups>(bool accumulate) {
     (wait_for_part(kWarpgroups), ...);
     wgmma_fence();
@@ -339,7 +328,7 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
         float* const sums = own_sums + block * kSums;
         int last = p.tiles - 1;
         if (kCausal) last = min(last, (block * kBlock + kBlock - 1 + p.problem.query_offset) / kRows);
-        // In the last tile of keys that a block of queries sees, the matmul starts from the sums of the earlier tiles.
+        // The last tile that a block sees starts from the sums of the earlier tiles.
         const bool finish = tile == last && tile > 0;
         if (finish) {
 #pragma unroll
@@ -380,7 +369,6 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
 
 // ---- dk and dv ------------------------------------------------------------------------------------------------------
 
-// Loads a block's statistics for the thread's 16 columns, which are queries.
 __device__ inline void load_statistics(float (&x)[16], uint32_t shared) {
 #pragma unroll
   for (int i = 0; i < 4; ++i)
@@ -390,8 +378,7 @@ __device__ inline void load_statistics(float (&x)[16], uint32_t shared) {
                  : "memory");
 }
 
-// Masks the scores of a thread's two keys, own_key and own_key + 8, with the queries of a block. A score becomes -inf
-// if the query does not see the key, or if the key is beyond the last key and must not contribute to dq.
+// A key beyond the last key is hidden, too, because it must not contribute to dq.
 template <bool kCausal, typename T>
 __device__ void hide_scores(float (&scores)[32], const HeadBackward<T>& p, int own_key, int first_query) {
 #pragma unroll
@@ -409,7 +396,7 @@ __device__ void hide_scores(float (&scores)[32], const HeadBackward<T>& p, int o
   }
 }
 
-// Computes S^T = k q^T, dP^T = v g^T, dv += P^T g and dk += dS^T q. Rows are keys, and columns are queries.
+// S^T = k q^T, dP^T = v g^T, dv += P^T g, dk += dS^T q: rows are keys, columns are queries.
 template <typename T, bool kCausal>
 __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shared, int warpgroup) {
   const int lane = threadIdx.x % 32;
@@ -422,7 +409,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
   RingPosition<kTiles> at;
   RingPosition<kStages> ring;
   RingPosition<kParts> part;
-  int held = -1;  // the tile buffer from which dv is being stored
+  int held = -1;  // buffer whose dv is stored
   const auto release = [&] {
     if (held >= 0 && lane == 0) {
       tma_store_wait_read<1>();
@@ -441,9 +428,9 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
       for (int i = 0; i < 32; ++i) dkey[i] = dvalue[i] = 0;
       const int own_first = own_first_block<kCausal>(p, first_key);
       BlockWalk walk(own_first, p.blocks, tile);
-      // The first `others` blocks of queries are computed only by the other warpgroup, but this warpgroup must release
-      // their stages, too. It does so while it holds no other block. Otherwise the loader could wait for one of these
-      // stages while this warpgroup waits for a later block.
+      // Only the other warpgroup computes the first `others` blocks, but this one must release their stages, too. It
+      // does so while it holds no other block: otherwise the loader could wait for one of these stages while this
+      // warpgroup waits for a later block.
       const int others = own_first - first_block<kCausal>(p, tile * kRows);
       const auto pass_over = [&] {
         for (int i = 0; i < others; ++i) {
@@ -453,8 +440,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
         }
       };
       if (tile % 2 == 0) pass_over();
-      // Starts the matmuls for the scores and dp of the next block. After a tile's last block, their results are not
-      // used.
+      // After a tile's last block, the results are not used.
       const auto start_block = [&](bool any) {
         if (any) barrier_wait(shared.block_full(ring.slot), ring.phase);
         pin_registers(scores);
@@ -490,7 +476,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
           }
           complete(last);
           load_statistics(of_query, delta + block * kBlock * 4);
-          wgmma_wait<0>();  // waits for dp, and for the previous block's dk
+          wgmma_wait<0>();  // for dp and the previous dk
           barrier_arrive_if(lane == 0 && freed >= 0, shared.block_empty(max(freed, 0)));
           freed = slot;
           pin_registers(dp);
@@ -514,7 +500,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
           walk.advance();
           start_block(walk.left > 0);
           multiply_add<T>(dkey, ds, shared.query(slot), true);
-          wgmma_wait<2>();  // waits for the next block's scores
+          wgmma_wait<2>();  // for the next scores
         }
         wgmma_wait<0>();
         pin_registers(dkey);
@@ -523,8 +509,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
       }
       if (tile % 2 == 1) pass_over();
 
-      // Each warp stores 16 rows of dv and dk. dv is staged in the warp's 16 rows of the values, which no other warp
-      // reads.
+      // dv is staged in the warp's own 16 rows of the values, which no other warp reads.
       release();
       if (lane == 0) tma_store_wait_read();
       __syncwarp();
@@ -560,8 +545,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (threadIdx.x == 0) shared.init_barriers();
   __syncthreads();
 
-  // Per thread, the four warpgroups have 32, 192, 192 and 96 registers, 512 in all: the 65536 registers of an SM
-  // divided by 128 threads.
+  // The warpgroups' registers per thread, 32, 192, 192 and 96, add up to 512 = 65536 / 128.
   const int role = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);
   if (role == 0) {
     dealloc_registers<32>();
@@ -623,10 +607,9 @@ Status launch(const AttentionBackward<T>& p, Stream stream) {
 
 template <typename T>
 bool attention_backward_sm90_head_supports(const AttentionBackward<T>& p) {
-  // All heads take the same time, and an SM processes one head at a time, so some SMs are idle in the last round. The
-  // kernel is used if the SMs then have work for at least the fraction kBusy of the time, or kBusyWithShort if a head
-  // has at most kShort queries. Otherwise the kernels of backward.cu are faster, because their smaller units of work
-  // leave the SMs less idle (docs/notes/attention.md).
+  // A head occupies an SM, so some SMs are idle in the last round. If SMs are busy for less than the fraction kBusy of
+  // the time (kBusyWithShort for at most kShort queries), backward.cu's smaller units of work are faster
+  // (docs/notes/attention.md).
   constexpr int64_t kShort = 512;
   constexpr double kBusy = 0.8, kBusyWithShort = 0.7;
   const AttentionSizes& s = p.sizes;

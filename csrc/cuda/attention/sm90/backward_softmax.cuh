@@ -1,10 +1,6 @@
-// The arithmetic of the backward kernels for sm_90a: operands, matmuls, and the gradient of the softmax. Notation: S
-// are the scores, P the probabilities, g is the gradient of out, D = sum(g * out) - dlogsumexp for each query, and v'
-// is the transpose of v.
-//
-// A warpgroup holds 64 x 64 scores in registers: a thread holds 16 columns of two rows, `row` and row + 8
-// (cuda/ptx/wgmma.cuh). In the kernels for dq, rows are queries and columns are keys. In the kernels for dk and dv,
-// rows are keys and columns are queries.
+// The arithmetic of the backward kernels for sm_90a (notation: backward.cu). A thread holds 16 columns of two rows,
+// `row` and row + 8, of a warpgroup's 64 x 64 scores (cuda/ptx/wgmma.cuh). Rows are queries in the kernels for dq, and
+// keys in the kernels for dk and dv.
 #pragma once
 
 #include "backward.cuh"
@@ -15,7 +11,6 @@ namespace gptkernels::cuda {
 
 // ---- operands and results -------------------------------------------------------------------------------------------
 
-// Loads a warp's 16 rows of a panel of 64 columns as A operands.
 __device__ inline void load_a(uint32_t* a, uint32_t panel, int row) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -24,8 +19,6 @@ __device__ inline void load_a(uint32_t* a, uint32_t panel, int row) {
                   panel + panel_offset(row + lane % 16, 2 * i + lane / 16));
 }
 
-// Multiplies the 64 rows that a warpgroup holds in registers by `factor`, rounds them, and stores them to panels in
-// shared memory. The panels are `panel_bytes` apart.
 template <typename T, int n>
 __device__ void stage_tile(const float (&tile)[n], float factor, uint32_t shared, uint32_t panel_bytes) {
   const int warp = threadIdx.x % kWarpgroup / 32, lane = threadIdx.x % 32;
@@ -46,7 +39,7 @@ __device__ inline float2 load_shared_pair(uint32_t shared) {
 
 // ---- matmuls --------------------------------------------------------------------------------------------------------
 
-// Starts the matmul d = a b', where a (64 x 4n) is in registers and b (64 x 4n) in shared memory.
+// Starts d = a b', where a and b are (64 x 4n).
 template <typename T, int n>
 __device__ void multiply(float (&d)[32], const uint32_t (&a)[n], uint32_t b) {
   const uint64_t block = panel_descriptor(b);
@@ -58,8 +51,7 @@ __device__ void multiply(float (&d)[32], const uint32_t (&a)[n], uint32_t b) {
   wgmma_commit();
 }
 
-// Starts the matmul d = a b', where a and b (64 x HS) are in shared memory. `rows` is the descriptor of a, which is 64
-// rows of a tile.
+// Starts d = a b', where a and b are (64 x HS), and `rows` is the descriptor of a.
 template <typename T, int HS>
 __device__ void multiply(float (&d)[32], uint64_t rows, uint32_t b) {
   const uint64_t block = panel_descriptor(b);
@@ -72,8 +64,7 @@ __device__ void multiply(float (&d)[32], uint64_t rows, uint32_t b) {
   wgmma_commit();
 }
 
-// Starts the matmul d += a b, or d = a b if not `accumulate`, where a (64 x 64) is in registers and b (64 x 2n) in
-// shared memory.
+// Starts d += a b, or d = a b unless `accumulate`, where a is (64 x 64) and b (64 x 2n).
 template <typename T, int n>
 __device__ void multiply_add(float (&d)[n], uint32_t (&a)[16], uint32_t b, bool accumulate) {
   const uint64_t block = n == 32 ? panel_descriptor(b) : panel_descriptor(b, kBlockPanel);
@@ -89,7 +80,6 @@ __device__ void multiply_add(float (&d)[n], uint32_t (&a)[16], uint32_t b, bool 
 //
 // P = exp(scale S - logsumexp) = 2^(S * scale_log2 + bias), where bias = -logsumexp * log2(e) of the query.
 
-// Replaces scores, whose rows are queries, by probabilities.
 template <int n>
 __device__ void probabilities_of_rows(float (&scores)[n], float scale_log2, const float (&bias)[2]) {
   float last = 0;
@@ -100,7 +90,6 @@ __device__ void probabilities_of_rows(float (&scores)[n], float scale_log2, cons
   complete(last);
 }
 
-// Replaces scores, whose columns are queries, by probabilities. The biases of the queries are in shared memory.
 __device__ inline void probabilities_of_columns(float (&scores)[32], float scale_log2, uint32_t bias) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
@@ -113,9 +102,9 @@ __device__ inline void probabilities_of_columns(float (&scores)[32], float scale
 
 // ---- dropout --------------------------------------------------------------------------------------------------------
 //
-// Let p be the dropout probability, and M the dropout mask, whose elements are 0 or 1 / (1 - p) and multiply the
-// elements of g v'. Then dS = P (M g v' - D). The kernels compute (1 - p) dS from (1 - p) D, and multiply dq, dk and dv
-// by last_factor(), which divides by 1 - p. Until dS is computed, a dropped element of P is marked by its sign bit.
+// Let M be 0 for dropped elements and otherwise 1 / (1 - p), where p is the dropout probability: dS = P (M g v' - D).
+// The kernels compute (1 - p) dS from (1 - p) D, and last_factor() divides dq, dk and dv by 1 - p. The sign bit marks a
+// dropped element of P until dS is computed.
 
 struct MarkDropped {
   float (&weights)[32];
@@ -127,7 +116,6 @@ struct MarkDropped {
   }
 };
 
-// Packs P as A operands of matmuls. A dropped element of P becomes 0.
 template <bool kDropout, typename T>
 __device__ void weights_to_a(uint32_t (&a)[16], const float (&weights)[32]) {
 #pragma unroll
@@ -150,14 +138,12 @@ __device__ float score_gradient(float weight, float dp, float delta) {
   return fmaf(fmaxf(weight, 0), dp, -fabsf(weight) * delta);
 }
 
-// Replaces dP, whose rows are queries, by dS.
 template <bool kDropout>
 __device__ void score_gradients_of_rows(float (&dp)[32], const float (&weights)[32], const float (&delta)[2]) {
 #pragma unroll
   for (int i = 0; i < 32; ++i) dp[i] = score_gradient<kDropout>(weights[i], dp[i], delta[i / 2 % 2]);
 }
 
-// Replaces dP, whose columns are queries, by dS. D of the queries is in shared memory.
 template <bool kDropout>
 __device__ void score_gradients_of_columns(float (&dp)[32], const float (&weights)[32], uint32_t delta) {
 #pragma unroll
@@ -171,8 +157,6 @@ __device__ void score_gradients_of_columns(float (&dp)[32], const float (&weight
 
 // ---- statistics of queries ------------------------------------------------------------------------------------------
 
-// Adds to `delta` this thread's terms of sum(dout * out) of its two rows. `out` and `dout` are the A operands of a
-// panel.
 template <typename T>
 __device__ void add_products(float (&delta)[2], const uint32_t* out, const uint32_t* dout) {
 #pragma unroll
@@ -182,9 +166,8 @@ __device__ void add_products(float (&delta)[2], const uint32_t* out, const uint3
   }
 }
 
-// Computes two statistics of each of a thread's two queries: the bias of the exponent, -logsumexp * log2(e), or
-// shifted_bias() in a row with a shift; and D = sum(dout * out) - dlogsumexp, or (1 - p) D with dropout. load() starts
-// the loads from global memory, long before finish() uses the values.
+// The bias and D (times 1 - p with dropout) of a thread's two queries; shifted_bias() in a row with a shift. load() is
+// called long before finish() needs the values.
 template <typename T, typename Mask>
 struct RowStatistics {
   float logsumexp[2], dlogsumexp[2];
@@ -202,8 +185,7 @@ struct RowStatistics {
     }
   }
 
-  // On entry `delta` holds the sums of add_products(). Replaces `delta` by D, computes the bias, and stores D and the
-  // bias for the kernel for dk and dv.
+  // On entry, `delta` holds the sums of add_products().
   template <bool kDropout>
   __device__ void finish(const Sm90Backward<T>& p, int head, int row, float (&delta)[2], float (&bias)[2]) const {
 #pragma unroll

@@ -1,5 +1,4 @@
-// Kernels that read an attention mask before the attention kernels for sm_90a run. They write a bit for each query and
-// key, a class for each block of 64 x 64, and, for an additive mask, each row's shift (block_mask.cuh).
+// Fills the arrays of block_mask.cuh before the attention kernels for sm_90a run.
 #include <cmath>
 
 #include "block_mask.cuh"
@@ -8,14 +7,14 @@
 namespace gptkernels::cuda {
 namespace {
 
-constexpr int kWarps = 8;  // warps of a thread block
+constexpr int kWarps = 8;  // of a thread block
 
-// A mask with elements of type E: bool, or the dtype of the queries.
+// E is bool, or the dtype of the queries.
 template <typename E>
 struct MaskElements {
   const E* data;
   int64_t batch, head, query, key;
-  int64_t batches, heads;  // numbers of different masks; 1 if the dimension is broadcast
+  int64_t batches, heads;  // 1 if broadcast
   int queries, keys;
   bool causal;
   int query_offset;
@@ -24,7 +23,6 @@ struct MaskElements {
   __device__ const E* row(int mask_head, int at) const {
     return data + mask_head / heads * batch + mask_head % heads * head + at * query;
   }
-  // Returns the end of the range of keys that query `at` may see.
   __device__ int end(int at) const { return causal ? max(min(keys, at + query_offset + 1), 0) : keys; }
 };
 
@@ -32,7 +30,6 @@ constexpr int kChunkBytes = 16;
 template <typename E>
 constexpr int kChunk = kChunkBytes / static_cast<int>(sizeof(E));
 
-// Loads 16 bytes of a row.
 template <typename E>
 __device__ void load_chunk(E (&elements)[kChunk<E>], const E* from) {
   *reinterpret_cast<uint4*>(elements) = __ldg(reinterpret_cast<const uint4*>(from));
@@ -40,7 +37,6 @@ __device__ void load_chunk(E (&elements)[kChunk<E>], const E* from) {
 
 // ---- rows that have a shift -----------------------------------------------------------------------------------------
 
-// The largest value so far, and how often it occurred.
 struct Largest {
   float value = -INFINITY;
   int count = 0;
@@ -51,9 +47,8 @@ struct Largest {
   }
 };
 
-// Each warp finds the shift (block_mask.cuh) of a row of the mask. The warp stops at a value above kLowValue, because
-// the row then has no shift. To stop early, the warp first reads the value of the key at the query's own position,
-// which causal masks allow.
+// One row per warp. A value above kLowValue rules out a shift and ends the search, so the warp first reads the value at
+// the query's own position, which causal masks allow.
 template <typename T>
 __global__ void __launch_bounds__(32 * kWarps) attention_mask_rows_kernel(const __grid_constant__ MaskElements<T> mask,
                                                                           const __grid_constant__ MaskBlocks blocks) {
@@ -70,7 +65,7 @@ __global__ void __launch_bounds__(32 * kWarps) attention_mask_rows_kernel(const 
   const int step = mask.in_chunks ? kChunk<T> : 1;
   for (int start = 0; start < end && !ordinary; start += 32 * step) {
     const int first = start + lane * step;
-    bool higher = false;  // whether a value is above kLowValue, or NaN
+    bool higher = false;  // than kLowValue, or NaN
     const auto take = [&](float x) {
       higher |= !(x <= kLowValue<T>);
       largest.take(x, 1);
@@ -96,7 +91,7 @@ __global__ void __launch_bounds__(32 * kWarps) attention_mask_rows_kernel(const 
 
 // ---- blocks ---------------------------------------------------------------------------------------------------------
 
-// Transposes a warp's 32 rows of 32 bits: bit i of lane l becomes bit l of lane i.
+// Bit i of lane l becomes bit l of lane i.
 __device__ uint32_t transpose_bits(uint32_t x) {
   const int lane = threadIdx.x % 32;
   uint32_t lower = 0xFFFF;  // the lower s of every 2 s bits are set
@@ -109,8 +104,7 @@ __device__ uint32_t transpose_bits(uint32_t x) {
   return x;
 }
 
-// Reorders the 64 bits of a row for the four threads that hold the row's scores. The 16 bits of each thread's columns
-// become adjacent, in the order of MaskBlocks::query_bits().
+// Makes each thread's 16 bits adjacent, in the order of MaskBlocks::query_bits().
 __device__ uint2 for_accumulators(uint64_t row) {
   uint32_t part[4];
 #pragma unroll
@@ -123,10 +117,10 @@ __device__ uint2 for_accumulators(uint64_t row) {
   return {part[0] | part[1] << 16, part[2] | part[3] << 16};
 }
 
-// The bits of a row of 64 elements. take() sets bit i if key i is seen.
+// Bit i is set if key i is seen.
 struct SeenRow {
   uint64_t bits = 0;
-  bool added = false;  // whether the mask changes the score of a seen key (kMaskAdded)
+  bool added = false;  // the mask changes a seen score
 
   __device__ void take(int i, bool seen, bool more) {
     bits |= static_cast<uint64_t>(seen) << i;
@@ -145,8 +139,6 @@ struct SeenRow {
       take(i, x != -INFINITY, x != shift);
     }
   }
-  // Reads the 16 bytes at `from`, which are elements i, i + 1, ... of the row, and sets the bits of the keys that are
-  // seen.
   __device__ void take_chunk(int i, const bool* from, float) {
     const uint4 words = __ldg(reinterpret_cast<const uint4*>(from));
     const uint32_t word[4] = {words.x, words.y, words.z, words.w};
@@ -172,7 +164,7 @@ struct SeenRow {
   }
 };
 
-// Each warp classifies one block. Each lane processes two rows of the block.
+// One block per warp, two of its rows per lane.
 template <typename E>
 __global__ void __launch_bounds__(32 * kWarps)
     attention_mask_blocks_kernel(const __grid_constant__ MaskElements<E> mask,
@@ -182,7 +174,7 @@ __global__ void __launch_bounds__(32 * kWarps)
   const int strip = static_cast<int>(blockIdx.x / chunks % blocks.bit_blocks);
   const int mask_head = static_cast<int>(blockIdx.x / chunks / blocks.bit_blocks);
   const int first_key = key_block * kMaskBlock;
-  const bool all_queries = blocks.bit_blocks < blocks.query_blocks;  // all queries see the same keys
+  const bool all_queries = blocks.bit_blocks < blocks.query_blocks;
 
   uint64_t rows[2];
   bool added = false, any = false, all = true;

@@ -1,20 +1,16 @@
-// Arrays that describe an attention mask to the attention kernels for sm_90a. Earlier kernels (block_mask.cu) read the
-// mask, classify each block of 64 queries and 64 keys, and write a bit for each query and key. The bit is 1 if the
-// query sees the key, that is, if the key's index is below the number of keys, and the mask and causality allow the
-// key. The attention kernels read these arrays in place of a bool mask. Of an additive mask, they also read the values
-// that change scores.
+// Arrays that describe an attention mask to the attention kernels for sm_90a. The kernels of block_mask.cu read the
+// mask, classify each block of 64 queries and 64 keys, and write a bit for each query and key: 1 if the query sees the
+// key. The attention kernels read these arrays, and of an additive mask also the values that change scores.
 //
-// An additive mask may have values so low that they hide a key as -inf does, if the query sees any other key. For
-// example, Hugging Face's models write torch.finfo(dtype).min, which is -3.4e38 for bfloat16 and -65504 for float16. In
-// bfloat16 the bits of such keys are 0. In float16 only -inf makes a bit 0, and -65504 is added to the score. But all
-// values of a query (a row of the mask) may be low, for example if all the keys before the query are padding. If all
-// values of a row are at or below kLowValue, but not all are -inf, the largest value is called the row's shift, and the
-// row is treated as follows:
+// An additive mask may hide keys by values such as torch.finfo(dtype).min (Hugging Face's models), -3.4e38 for bfloat16
+// and -65504 for float16. In bfloat16 the bits of such keys are 0. In float16 only -inf makes a bit 0, and -65504 is
+// added to the score. If all values of a row (a query) are at or below kLowValue, but not all are -inf, for example
+// because all the keys before the query are padding, the largest value is the row's shift:
 //
-//   - In bfloat16, adding a score to such a value rounds the score away. The probabilities are therefore uniform over
-//     the keys whose value is the shift. The bits of these keys are 1, and their scores are replaced by 0.
-//   - In float16, adding a score to the lowest value, -65504, does not round the score away. The mask's value minus the
-//     shift is added to the score.
+//   - In bfloat16, adding a score to such a value rounds the score away, so the probabilities are uniform over the keys
+//     whose value is the shift. The bits of these keys are 1, and their scores are replaced by 0.
+//   - In float16, adding a score even to -65504 does not round the score away. The mask's value minus the shift is
+//     added to the score.
 //
 // The logsumexp that the forward returns for such a row includes the shift.
 #pragma once
@@ -26,44 +22,41 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kMaskBlock = 64;  // number of queries, and of keys, of a block
+constexpr int kMaskBlock = 64;  // queries or keys
 
 enum MaskClass : int {
-  kMaskHidden = 0,  // no query of the block sees a key of the block
+  kMaskHidden = 0,  // no key is seen
   kMaskBits = 1,    // the bits say which keys are seen
-  kMaskAdded = 2,   // the bits say which keys are seen, and the mask changes scores (masks.cuh)
-  kMaskSeen = 3,    // every query sees every key
+  kMaskAdded = 2,   // as kMaskBits, and the mask changes scores (masks.cuh)
+  kMaskSeen = 3,    // every key is seen
 };
 
-// A row has a shift if none of its values is above kLowValue (-2^100 in bfloat16, -2^10 in float16), but not all are
-// -inf.
+// -2^100 in bfloat16, -2^10 in float16
 template <typename T>
 constexpr float kLowValue = std::is_same_v<T, bfloat16> ? -1.2676506002282294e30f : -1024;
-// -2^120. In a bfloat16 mask, a value at or below kHidingValue hides its key if the row has no shift.
+// -2^120: in bfloat16, a value at or below it hides its key if the row has no shift.
 constexpr float kHidingValue = -1.3292279957849159e36f;
 
-// A row's shift (0 if the row has none), and log2 of the number of keys whose value is the shift.
+// The shift is 0 if the row has none; log2_count is log2 of the number of keys whose value is the shift.
 struct MaskRow {
   float shift;
   float log2_count;
 };
 
-// The classes of the blocks of a tile of 128 queries (or keys). The tile consists of two neighbouring rows of blocks.
+// A tile of 128 rows has two rows of blocks.
 struct SeenBlocks {
   const uint8_t* first;
   const uint8_t* second;
-  int words;  // 64-bit words of a row; each word holds the classes of 8 blocks
+  int words;  // of 8 classes
 
 #ifdef __CUDACC__
-  // Each byte of word i is the class of a block. Returns a word in which bit 0 of the lowest byte of each group of
-  // kUnits neighbouring blocks is set if a block of the group is not hidden.
+  // Sets bit 0 of the lowest byte of each group of kUnits blocks (bytes) that are not all hidden.
   template <int kUnits>
   __device__ uint64_t seen(int i) const {
     uint64_t x = reinterpret_cast<const uint64_t*>(first)[i] | reinterpret_cast<const uint64_t*>(second)[i];
     x = (x | x >> 1) & 0x0101010101010101ull;
     return kUnits == 1 ? x : (x | x >> 8) & 0x0001000100010001ull;
   }
-  // Returns the number of groups of kUnits blocks that contain a block that is not hidden.
   template <int kUnits>
   __device__ int count() const {
     int n = 0;
@@ -71,18 +64,16 @@ struct SeenBlocks {
     for (int i = 0; i < words; ++i) n += __popcll(seen<kUnits>(i));
     return n;
   }
-  // Returns the classes of kUnits blocks from `block` on. The lower 16 bits hold the classes of the first row, and the
-  // upper 16 bits hold the classes of the second row.
+  // The lower 16 bits are the classes in the first row, the upper 16 bits those in the second row.
   template <int kUnits>
   __device__ uint32_t classes(int block) const {
     if constexpr (kUnits == 1) return first[block] | second[block] << 16;
     return *reinterpret_cast<const uint16_t*>(first + block) | *reinterpret_cast<const uint16_t*>(second + block) << 16;
   }
-  // Calls apply(block) for each group of kUnits blocks that contains a block that is not hidden, from the last group to
-  // the first. `block` is the first block of the group.
+  // Calls apply(first block) for each group of kUnits blocks that are not all hidden.
   template <int kUnits, typename Apply>
   __device__ void for_each_from_last(const Apply& apply) const {
-#pragma unroll 1  // not unrolled, to save registers
+#pragma unroll 1  // saves registers
     for (int i = words - 1; i >= 0; --i)
 #pragma unroll 1
       for (uint64_t x = seen<kUnits>(i); x;) {
@@ -96,18 +87,18 @@ struct SeenBlocks {
 
 struct MaskBlocks {
   uint8_t* classes;      // (mask heads, query_pitch, key_pitch); blocks beyond the last query or key are hidden
-  uint8_t* key_classes;  // (mask heads, key_pitch, query_pitch): `classes` transposed, for the backward; else null
+  uint8_t* key_classes;  // `classes` transposed, for the backward; else null
   uint16_t* bits;        // (mask heads, bit_blocks, key_pitch, 64 queries, 4); written for kMaskBits and kMaskAdded
   uint16_t* key_bits;    // (mask heads, bit_blocks, key_pitch, 64 keys, 4), for the backward; else null
-  MaskRow* rows;         // (mask heads, bit_blocks, 64): the shift of each row; null for a bool mask
+  MaskRow* rows;         // (mask heads, bit_blocks, 64); null for a bool mask
   int batch, head;       // the mask head of (b, h) is b * batch + h * head
-  int heads;             // number of mask heads, that is, of different masks
+  int heads;
   int query_blocks;
   int bit_blocks;   // query_blocks, or 1 if all queries see the same keys
-  int query_pitch;  // query_blocks, rounded up to a multiple of 8
-  int key_pitch;    // number of blocks of keys, rounded up to a multiple of 8
+  int query_pitch;  // a multiple of 8
+  int key_pitch;    // a multiple of 8
 
-  // Places all arrays in `memory`, unless `memory` is null. Returns the number of bytes that the arrays need.
+  // Places the arrays in `memory`, unless it is null, and returns the number of bytes that they need.
   template <typename T>
   int64_t lay_out(const AttentionMask<T>& mask, const AttentionSizes& s, bool backward, void* memory) {
     const auto up = [](int64_t n, int64_t unit) { return ceil_div(n, unit) * unit; };
@@ -135,8 +126,6 @@ struct MaskBlocks {
 
 #ifdef __CUDACC__
   __device__ int mask_head(int of_batch, int of_head) const { return of_batch * batch + of_head * head; }
-  // Return the classes of two rows of blocks: of the queries from block `query_block` on, or the keys from block
-  // `key_block` on.
   __device__ SeenBlocks of_queries(int of_head, int query_block) const {
     const uint8_t* row = classes + (static_cast<int64_t>(of_head) * query_pitch + query_block) * key_pitch;
     return {row, row + key_pitch, key_pitch / 8};
@@ -147,13 +136,12 @@ struct MaskBlocks {
   }
   __device__ int bit_block(int query_block) const { return bit_blocks == 1 ? 0 : query_block; }
 
-  // Returns a thread's bits of one of its rows, in the order of the thread's accumulators (wgmma.cuh): bit 2t + e (t
-  // from 0 to 7, e 0 or 1) is column 8t + 2c + e, where c (0 to 3) is the thread's index among the four threads that
-  // hold the row.
+  // A thread's bits of a row, in the order of its accumulators (wgmma.cuh): bit 2t + e (t < 8, e < 2) is column 8t + 2c
+  // + e, where c (0 to 3) is the thread's index among the four threads that hold the row.
   __device__ uint32_t query_bits(int of_head, int query_block, int key_block, int row, int c) const {
     return bits[bits_at(of_head, query_block, key_block) + row * 4 + c];
   }
-  // Returns the bits in the order of query_bits(), but for scores whose rows are keys and whose columns are queries.
+  // For scores whose rows are keys.
   __device__ uint32_t bits_of_key(int of_head, int query_block, int key_block, int row, int c) const {
     return key_bits[bits_at(of_head, query_block, key_block) + row * 4 + c];
   }
@@ -169,7 +157,6 @@ struct MaskBlocks {
 #endif
 };
 
-// Reads the mask and fills the arrays of `blocks`.
 template <typename T>
 Status find_mask_blocks(const MaskBlocks& blocks, const AttentionMask<T>& mask, const AttentionSizes& sizes,
                         Stream stream);

@@ -1,5 +1,4 @@
-// Code that the attention kernels for sm_90a share: the arguments, dropout, and the checks that determine whether the
-// kernels support a call.
+// Arguments, dropout, and conditions of support of the attention kernels for sm_90a.
 #pragma once
 
 #include <cmath>
@@ -19,9 +18,8 @@ namespace gptkernels::cuda {
 
 #if GPTKERNELS_WGMMA
 
-// Makes ptxas compute x before the following code, which may be a wait for matmuls. Without this function, ptxas would
-// move the computation behind the wait. The function contains a store of x that is executed only if x is -inf, and x
-// never is -inf.
+// Makes ptxas compute x before the following code, for example a wait for matmuls. The store is never executed, because
+// x is never -inf.
 __device__ inline void complete(float x) {
   asm volatile("{\n.reg .pred never;\nsetp.eq.f32 never, %0, 0fFF800000;\n@never st.shared.f32 [%1], %0;\n}" ::"f"(x),
                "r"(0)
@@ -37,14 +35,13 @@ __device__ inline float quad_sum(float x) {
 
 // ---- arguments ------------------------------------------------------------------------------------------------------
 
-// The arguments of a call other than its tensors.
 template <typename T>
 struct Sm90Problem {
   int queries;
   int keys;
   int heads;
   int batches;
-  int group;  // number of query heads that share a key head
+  int group;  // query heads per key head
   int query_offset;
   float scale;
   float scale_log2;  // scale * log2(e)
@@ -82,13 +79,12 @@ __device__ float keep_probability(const Sm90Problem<T>& problem) {
   return 1 - static_cast<float>(problem.dropout.probability);
 }
 
-// for_kept() and for_kept_transposed() draw the random words of two groups of elements (philox.h) at a time. Three or
-// more groups would need too many registers, and with one group the chain of dependent instructions would be too long.
+// Random words are drawn for two groups of elements (philox.h) at a time: three would need too many registers, and one
+// makes the chain of dependent instructions too long.
 
-// Calls apply(i, keep, keep_next) for every even i of a thread's n scores, where `keep` says whether dropout keeps
-// score i, and `keep_next` whether dropout keeps score i + 1. Rows are queries and columns are keys. `query` is the
-// warp's first row, and `key` is the first column. A thread's 8 elements of two neighbouring 16x8 tiles share one
-// Philox result: they are one group as defined in philox.h (DropoutGroup).
+// Calls apply(i, keep, keep_next) for every even i of the thread's n scores, with dropout's decisions on i and i + 1.
+// Rows are queries, columns are keys. A thread's 8 elements of two neighbouring 16x8 tiles are one group
+// (DropoutGroup).
 template <int n, typename Apply>
 __device__ void for_kept(const DropoutDraw& dropout, uint32_t head, int query, int key, const Apply& apply) {
   const int lane = threadIdx.x % 32;
@@ -99,15 +95,15 @@ __device__ void for_kept(const DropoutDraw& dropout, uint32_t head, int query, i
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {  // for query + 8 * (w / 2) and key + 8 * (w % 2)
+      for (int w = 0; w < 4; ++w) {
         const uint32_t word = words[i].word[w];
         apply(8 * (j + i) + 4 * (w % 2) + 2 * (w / 2), dropout.keeps_lower(word), dropout.keeps_upper(word));
       }
   }
 }
 
-// Calls apply() as for_kept() does, but rows are keys and columns are queries. Two lanes with neighbouring keys need
-// halves of the same two groups. Each of the two lanes draws one group, and they exchange halves.
+// Rows are keys, columns are queries. Two lanes with neighbouring keys need halves of the same two groups: each lane
+// draws one group, and the lanes exchange halves.
 template <int n, typename Apply>
 __device__ void for_kept_transposed(const DropoutDraw& dropout, uint32_t head, int key, int query, const Apply& apply) {
   const int lane = threadIdx.x % 32;
@@ -121,11 +117,11 @@ __device__ void for_kept_transposed(const DropoutDraw& dropout, uint32_t head, i
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {  // for query + 8 * half: lower bits for `key`, upper bits for key + 8
+      for (int half = 0; half < 2; ++half) {  // for query + 8 * half; the upper bits are for key + 8
         const uint32_t (&word)[4] = words[i].word;
         const uint32_t own = __byte_perm(word[2 * half], word[2 * half + 1], own_halves);
         const uint32_t got = __shfl_xor_sync(~0u, __byte_perm(word[2 * half], word[2 * half + 1], other_halves), 4);
-        const uint32_t first = odd ? got : own, second = odd ? own : got;  // bits of two neighbouring queries
+        const uint32_t first = odd ? got : own, second = odd ? own : got;  // of neighbouring queries
         const int at = 8 * (j + i) + 4 * half;
         apply(at, dropout.keeps_lower(first), dropout.keeps_lower(second));
         apply(at + 2, dropout.keeps_upper(first), dropout.keeps_upper(second));
@@ -147,9 +143,7 @@ bool has_bounds(const AttentionMask<T>& mask) {
   return mask.key_begin || mask.key_end;
 }
 
-// Returns whether a kernel for sm_90a supports a call, apart from its mask and its largest head size. The kernel must
-// be compiled with wgmma for this GPU, and TMA must support the tensors. The head size must be a multiple of 8, the
-// scale must be positive, dropout must keep some elements, and the sizes must be below 2^30.
+// Does not check the mask and the largest head size.
 template <typename T, auto kKernel, typename Params>
 bool sm90_supports(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;

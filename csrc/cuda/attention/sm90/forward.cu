@@ -1,5 +1,5 @@
-// The forward of attention for sm_90a. One thread of a thread block issues the loads, and two or four warpgroups each
-// compute 64 queries of a query tile (' is the transpose, and factor is scale * log2(e)):
+// Attention's forward for sm_90a. One thread loads tiles by TMA; two or four warpgroups each compute 64 queries of a
+// query tile. (' is the transpose, factor is scale * log2(e), and softmax.cuh defines the reference.)
 //
 //   for each query tile (under the causal mask, the longest first):
 //     loader:      load q
@@ -12,8 +12,8 @@
 //                  sum += P(j);  O += P(j) v(j); release stage j
 //     warpgroup:   store O / sum and the logsumexp
 //
-// The MMAs are asynchronous and pipelined across query tiles. Below, j+1 is the next iteration. If j is the last
-// iteration of a query tile, j+1 is the first iteration of the next query tile. There are two schedules:
+// The MMAs are asynchronous and pipelined across query tiles: if j is the last iteration of a query tile, j+1 below is
+// the first iteration of the next query tile.
 //
 //   four warpgroups, one buffer of scores      two warpgroups, two buffers of scores
 //     start S(j+1)                               start S(j+1)
@@ -22,10 +22,8 @@
 //     compute P(j+1), while O += P(j) v(j) runs  start O += P(j) v(j)
 //     wait for O
 //
-// With four warpgroups, three warpgroups can compute while one waits. For up to 64 channels, this schedule is the
-// faster of the two, if there are enough query tiles (enough_tiles()). Each thread then has 112 registers, which are
-// too few for 128 channels, dropout or an attn_mask. In all other cases, two warpgroups with 240 registers per thread
-// are used. softmax.cuh explains why the reference need not be the row's maximum.
+// Four warpgroups are faster if there are enough query tiles (enough_tiles()), but leave only 112 registers per thread,
+// which are too few for 128 channels, dropout or an attn_mask. Two warpgroups have 240 registers per thread.
 #include <cstddef>
 
 #include "cuda/attention/variants.h"
@@ -37,26 +35,24 @@
 namespace gptkernels::cuda {
 namespace {
 
-// Sizes of a kernel for HS channels. The ring has kStages stages of kKeys keys and values.
 template <int HS, int kWarpgroups_, int kKeys_, int kStages_>
 struct ForwardTile {
   static constexpr int kWarpgroups = kWarpgroups_, kKeys = kKeys_, kStages = kStages_;
-  static constexpr bool kOneBuffer = kWarpgroups == 4;  // selects the schedule
+  static constexpr bool kOneBuffer = kWarpgroups == 4;
   static constexpr int kRows = 64 * kWarpgroups;
   static constexpr int kPanels = HS / kPanelColumns;
   static constexpr int kThreads = (kWarpgroups + 1) * kWarpgroup;
   static constexpr int kQueryPanel = kRows * kPanelRowBytes, kQueryBytes = kPanels * kQueryPanel;
   static constexpr int kKeyPanel = kKeys * kPanelRowBytes, kKeyBytes = kPanels * kKeyPanel;
-  static constexpr int kStoredRows = kOneBuffer ? 16 : 64;  // rows of out per TMA store: a warp's or a warpgroup's
+  static constexpr int kStoredRows = kOneBuffer ? 16 : 64;  // rows of out per TMA store
 };
 
 using FourWarpgroups = ForwardTile<64, 4, 64, 8>;
-// A key tile has 128 keys if there are up to 64 channels and no dropout, otherwise 64 keys. Dropout needs registers for
-// random numbers.
+// With dropout, 128 keys do not fit in registers together with the random numbers.
 template <int HS, bool kDropout>
 using TwoWarpgroups = ForwardTile<HS, 2, HS == 64 && !kDropout ? 128 : 64, 4>;
 
-constexpr int64_t kCounterBytes = 256;  // the workspace begins with TileOrder's counter; the mask's arrays follow
+constexpr int64_t kCounterBytes = 256;  // for TileOrder's counter
 
 template <typename T>
 struct Sm90Forward {
@@ -67,14 +63,12 @@ struct Sm90Forward {
   Sm90Mask mask;
 };
 
-// Describes a query tile. The loader writes this record for the computing warpgroups.
 struct alignas(16) QueryTile {
   Queries queries;
-  int key_tiles;  // the number of loaded key tiles, at least one; 0 if there are no more query tiles
+  int key_tiles;  // 0: no more query tiles
 };
 
-// Shared memory. Each buffer has two barriers: "full" completes when the buffer is loaded, and "empty" completes when
-// the warps have read the buffer.
+// A "full" barrier completes when the buffer is loaded, an "empty" barrier when all computing warps have read it.
 template <typename Tile>
 struct Shared {
   struct Stage {
@@ -87,8 +81,8 @@ struct Shared {
     uint64_t query_full[2], query_empty[2];
     uint64_t key_full[Tile::kStages], key_empty[Tile::kStages];      // if kOneBuffer, for keys and values together
     uint64_t value_full[Tile::kStages], value_empty[Tile::kStages];  // unused if kOneBuffer
-    QueryTile tile[2];                                               // describes each buffer of queries
-    MaskedBlock block[Tile::kStages];                                // describes each stage, if the mask is a BlockMask
+    QueryTile tile[2];
+    MaskedBlock block[Tile::kStages];  // only for BlockMask
   };
 
 #if GPTKERNELS_WGMMA
@@ -98,7 +92,6 @@ struct Shared {
   __device__ explicit Shared(uint8_t* bytes)
       : layout(reinterpret_cast<Layout*>(bytes)), first(static_cast<uint32_t>(__cvta_generic_to_shared(bytes))) {}
 
-  // Addresses in shared memory.
   __device__ uint32_t at(size_t offset, int i, int bytes) const {
     return first + static_cast<uint32_t>(offset) + i * bytes;
   }
@@ -186,24 +179,22 @@ __device__ void load_tiles(const Sm90Forward<T>& p, const Shared<Tile>& shared) 
 
 // ---- a computing warpgroup ------------------------------------------------------------------------------------------
 
-// Returns true in one lane of the warp, which elect.sync chooses, and false in the other lanes.
+// True in exactly one lane of the warp.
 __device__ inline bool elected() {
   uint32_t chosen;
   asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(chosen));
   return chosen;
 }
 
-// The state and functions of a thread of a computing warpgroup. The arrays that wgmma accesses are arguments of the
-// functions. If these arrays were members, the compiler would keep the whole struct in memory until one of its last
-// passes, which costs registers.
+// The arrays that wgmma accesses are arguments: if they were members, the compiler would keep the whole struct in
+// memory until one of its last passes, which costs registers.
 template <typename T, typename Tile, typename Mask, bool kDropout>
 struct Warpgroup {
-  static constexpr int kScores = Tile::kKeys / 2, kOut = 32 * Tile::kPanels;  // accumulators
-  static constexpr int kSteps = 4 * Tile::kPanels;                            // wgmmas over 16 channels each
-  static constexpr int kStageStep = 2 * Tile::kKeyBytes >> 4;  // difference between adjacent stages' descriptors
-  // The first reference of a row is the maximum over every kReferenceStep-th group of 8 columns, from the first group
-  // on. The schedule with four warpgroups, which is not used with an attn_mask, may skip groups: a query that sees any
-  // key of a key tile sees the first key of the tile.
+  static constexpr int kScores = Tile::kKeys / 2, kOut = 32 * Tile::kPanels;
+  static constexpr int kSteps = 4 * Tile::kPanels;             // of 16 channels
+  static constexpr int kStageStep = 2 * Tile::kKeyBytes >> 4;  // in units of 16 bytes
+  // The first reference of a row is the maximum over every kReferenceStep-th group of 8 columns. Groups may be skipped
+  // only without an attn_mask: then a query that sees any key of a key tile sees the tile's first key.
   static constexpr int kReferenceStep = Tile::kOneBuffer ? 4 : 1;
 
   const Sm90Forward<T>& p;
@@ -212,21 +203,20 @@ struct Warpgroup {
   const int lane = thread % 32;
   const int index = __shfl_sync(~0u, threadIdx.x / kWarpgroup, 0);  // the shuffle tells ptxas that the index is uniform
   const int warp = __shfl_sync(~0u, thread / 32, 0);
-  const int own_row = warp * 16 + lane / 4;  // this thread's two rows of the 64 are own_row and own_row + 8
+  const int own_row = warp * 16 + lane / 4;  // the thread has rows own_row and own_row + 8
   const uint32_t queries_lower = static_cast<uint32_t>(panel_descriptor(shared.query(0)));
   const uint32_t keys_lower = static_cast<uint32_t>(panel_descriptor(shared.key(0)));
 
   typename Mask::template Scores<Tile::kKeys> mask;
   RingPosition<2> query;
-  RingPosition<Tile::kStages> stage;  // the stage from which scores are computed next
-  int key_tile;                       // the key tile in this stage
-  int group = index;                  // the index of the warpgroup's 64 queries in the query tile
-  Queries queries;                    // these 64 queries
+  RingPosition<Tile::kStages> stage;  // of the next scores
+  int key_tile;
+  int group = index;  // which 64 queries
+  Queries queries;
 
   __device__ Warpgroup(const Sm90Forward<T>& arguments, const Shared<Tile>& memory) : p(arguments), shared(memory) {}
 
-  // Returns the descriptor with this lower word. All descriptors have the same upper word, so arithmetic is done on the
-  // lower words.
+  // All descriptors have the same upper word, so descriptor arithmetic is done on lower words.
   __device__ static uint64_t descriptor(uint32_t lower) {
     return static_cast<uint64_t>(panel_descriptor(0, 0) >> 32) << 32 | lower;
   }
@@ -235,7 +225,6 @@ struct Warpgroup {
     return {tile.queries.first + of_group * 64, tile.queries.head, tile.queries.batch};
   }
 
-  // Starts S = q k'.
   __device__ void start_scores(float (&scores)[kScores]) const {
     const uint32_t q = queries_lower + query.slot * (Tile::kQueryBytes >> 4) + group * (64 * kPanelRowBytes >> 4);
     const uint32_t k = keys_lower + stage.slot * kStageStep;
@@ -248,11 +237,8 @@ struct Warpgroup {
     wgmma_commit();
   }
 
-  // Starts O += P v, or O = P v.
   __device__ void start_out(float (&out)[kOut], uint32_t (&weights)[kScores / 2], int slot, bool accumulate) const {
-    // The upper half of a descriptor's lower word is the distance between panels in units of 16 bytes.
-    // panel_descriptor() has set it to 1. Adding kPanel to the upper half sets it to the distance between two panels of
-    // values.
+    // Bits 16 to 31 are the distance between panels in units of 16 bytes; panel_descriptor() sets them to 1.
     constexpr uint32_t kPanel = Tile::kPanels > 1 ? (Tile::kKeyPanel >> 4) - 1 : 0;
     const uint32_t v = keys_lower + slot * kStageStep + (Tile::kKeyBytes >> 4) + (kPanel << 16);
     pin_registers(weights);
@@ -264,7 +250,7 @@ struct Warpgroup {
     wgmma_commit();
   }
 
-  // Computes S = q k' again, with mma.sync: a single warp may need its scores again, but wgmma needs a whole warpgroup.
+  // Uses mma.sync, because a single warp may need its scores again, but wgmma needs a whole warpgroup.
   __device__ void compute_scores_again(float (&scores)[kScores], int query_slot, int slot) const {
     const uint32_t q = shared.query(query_slot), k = shared.key(slot);
 #pragma unroll
@@ -289,12 +275,11 @@ struct Warpgroup {
     mask.hide(scores, p.problem, p.mask, queries, own_row, lane, key_tile);
   }
 
-  // Stores the logsumexp of this thread's two rows, and sets `inverse` to the factors by which O of these rows is
-  // multiplied.
+  // Stores the logsumexp of the thread's two rows, and sets `inverse` to the factors of their O.
   __device__ void finish_rows(const Softmax<T>& softmax, float (&inverse)[2], const Queries& of) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float total = quad_sum(softmax.sum[r]);  // is 0, at least 1, or NaN
+      const float total = quad_sum(softmax.sum[r]);  // 0, at least 1, or NaN
       inverse[r] = total == 0 ? 0 : reciprocal_approximately(total);
       if constexpr (kDropout) inverse[r] /= keep_probability(p.problem);
       const int row = of.first + own_row + 8 * r;
@@ -305,7 +290,6 @@ struct Warpgroup {
     }
   }
 
-  // Stores out * inverse. Either each warp stores its 16 rows, or one thread stores the warpgroup's 64 rows.
   __device__ void store_out(const float (&out)[kOut], const float (&inverse)[2], const Queries& of) const {
     constexpr bool kByWarp = Tile::kStoredRows == 16;
     constexpr int kPanelBytes = Tile::kStoredRows * kPanelRowBytes;
@@ -316,7 +300,7 @@ struct Warpgroup {
       else
         warpgroup_barrier(1 + index);
     };
-    const int first_row = kByWarp ? warp * 16 : 0;  // the first row that is stored
+    const int first_row = kByWarp ? warp * 16 : 0;
     const uint32_t to = shared.out() + (index * 64 + first_row) * kPanelRowBytes * Tile::kPanels;
     if (stores) tma_store_wait_read();
     synchronize();
@@ -340,14 +324,11 @@ struct Warpgroup {
 
   // ---- four warpgroups, one buffer of scores
 
-  // Starts a query tile. A key tile is loaded if any query of the query tile sees it. The warpgroup skips the key tiles
-  // that its own 64 queries do not see. (Queries beyond the last query see no key.)
+  // Starts a query tile, and skips the key tiles that only other warpgroups' queries see.
   //
-  // Why the ring does not deadlock: the warpgroup has not released the last stage of the previous query tile when it
-  // waits for the stage after the skipped stages. The loader refills a stage only after all warpgroups have released
-  // it, so the loader fills at most kStages - 1 stages after the unreleased stage. Therefore the warpgroup skips at
-  // most kStages - 2 key tiles. If there are more key tiles that its queries do not see, the warpgroup computes the
-  // additional ones with all scores masked.
+  // At most kStages - 2 key tiles are skipped, because otherwise the ring would deadlock: when the warpgroup waits for
+  // the stage after the skipped ones, it still holds the last stage of the previous query tile, so the loader can fill
+  // only the kStages - 1 stages after that one. Further unseen key tiles are computed with all scores masked.
   __device__ void open(const QueryTile& tile) {
     constexpr int kStages = Tile::kStages;
     constexpr int kMostSkipped = kStages - 2;
@@ -386,8 +367,8 @@ struct Warpgroup {
     pin_registers(scores);
     softmax_of(softmax, scores, true, rescale);
     accumulators_to_a<T>(weights, scores);
-    bool first = true;       // whether the next O is P v, instead of O += P v
-    int of_query, of_group;  // the buffer and group of the queries to which P and O belong
+    bool first = true;
+    int of_query, of_group;  // the queries of P and O
     while (true) {
       const bool last = key_tile == 0;
       const int slot = stage.slot;
@@ -400,16 +381,15 @@ struct Warpgroup {
         barrier_wait(shared.query_full(query.slot), query.phase);
         const QueryTile tile = shared.tile(query.slot);
         more = tile.key_tiles > 0;
-        // Under the causal mask, later queries see more keys. At each new query tile, the warpgroups that have the
-        // groups of 64 queries g and kWarpgroups - 1 - g exchange them, so that all warpgroups compute about as many
-        // key tiles.
+        // Warpgroups exchange their queries at each query tile, because under the causal mask later queries see more
+        // keys.
         group = Tile::kWarpgroups - 1 - group;
         if (more) open(tile);
       } else {
         --key_tile;
       }
       if (more) barrier_wait(shared.key_full(stage.slot), stage.phase);
-      start_scores(scores);  // the result is not used if !more
+      start_scores(scores);
       start_out(out, weights, slot, !first);
       if (last) finish_rows(softmax, inverse, queries_of(shared.tile(of_query), of_group));
       wgmma_wait<1>();
@@ -437,8 +417,7 @@ struct Warpgroup {
 
   // ---- two warpgroups, two buffers of scores
 
-  // The two warpgroups take turns, so that the MMAs of one warpgroup overlap with the exponentials of the other.
-  // Warpgroup 0 has the first turn.
+  // The warpgroups take turns, so that the MMAs of one overlap with the exponentials of the other.
   __device__ void wait_for_turn() const {
     random_delay();
     asm volatile("bar.sync %0, 256;" ::"r"(3 + index) : "memory");
@@ -448,7 +427,7 @@ struct Warpgroup {
     asm volatile("bar.arrive %0, 256;" ::"r"(4 - index) : "memory");
   }
 
-  // Sets dropped weights to 0. The sums of the softmax already include the dropped weights.
+  // The softmax has summed the dropped weights, too.
   __device__ void drop(float (&scores)[kScores], const DropoutDraw& dropout) const {
     if (mask.sees_none(p.problem, queries, key_tile)) return;
     float last = 0;
@@ -461,38 +440,35 @@ struct Warpgroup {
     complete(last);
   }
 
-  // Starts a query tile at its last key tile.
   __device__ void start(const QueryTile& tile) {
     queries = queries_of(tile, index);
     key_tile = tile.key_tiles - 1;
     mask.start(p.problem, queries);
   }
 
-  // Reads the mask's bits for the stage whose scores have been started.
   __device__ void look_ahead(const Queries& of) {
     mask.look_ahead(p.mask, shared.block(stage.slot), of.first, index, own_row);
   }
 
-  // Why neither the ring nor the turns deadlock: both warpgroups compute every key tile of a query tile. Therefore each
+  // Neither the ring nor the turns deadlock, because both warpgroups compute every key tile of a query tile: each
   // warpgroup passes the turn on as often as it waits for its turn, and releases stage j before it waits for stage j+2.
   __device__ void compute_with_two_buffers() {
-    // With 64 channels, the exponentials take as long as the MMAs, and the warpgroups take turns at exponentials. With
-    // 128 channels, the warpgroups take turns at starting MMAs, because an MMA with A in registers blocks its warps
-    // until it runs.
+    // With 64 channels, exponentials take as long as MMAs, and the warpgroups take turns at exponentials. With 128
+    // channels, they take turns at starting MMAs, because an MMA with A in registers blocks its warps until it runs.
     constexpr bool kTurnsAtExponentials = Tile::kPanels == 1;
     float scores_a[kScores], scores_b[kScores], out[kOut], inverse[2];
     uint32_t weights[kScores / 2];
     Softmax<T> softmax{p.problem.scale_log2};
     const DropoutDraw dropout(kDropout ? p.problem.dropout : DropoutArguments{});
-    RingPosition<Tile::kStages> value;  // the stage of the last O += P v that was started
-    bool any_previous = false;          // whether any O += P v was started
-    bool first = true;                  // whether key_tile is the first key tile of its queries
-    Queries previous;                   // the queries of the previous query tile
+    RingPosition<Tile::kStages> value;  // of the last O += P v
+    bool any_previous = false;
+    bool first = true;
+    Queries previous;
     QueryTile next_tile;
 
-    // Computes P from `current`, whose MMA is complete, and starts O += P v. Returns whether there is another key tile,
-    // whose scores are then in `next`. (ptxas serializes the wgmmas of a loop unless every register that they write is
-    // read only after a wait for all wgmmas.)
+    // Computes P from `current`, starts O += P v, and leaves the next key tile's scores in `next`; returns false after
+    // the last key tile. (ptxas serializes the wgmmas of a loop unless every register that they write is read only
+    // after a wait for all wgmmas.)
     const auto step = [&](float (&current)[kScores], float (&next)[kScores]) __attribute__((always_inline)) {
       const bool last = key_tile == 0;
       const int slot = stage.slot, query_slot = query.slot;
@@ -505,7 +481,7 @@ struct Warpgroup {
         more = next_tile.key_tiles > 0;
       }
       if (more) barrier_wait(shared.key_full(stage.slot), stage.phase);
-      start_scores(next);  // the result is not used if !more
+      start_scores(next);  // not used if !more
       if constexpr (Mask::kBlocks)
         if (more) look_ahead(last ? queries_of(next_tile, index) : queries);
       if (!kTurnsAtExponentials && any_previous) turn_to_other();
@@ -537,7 +513,7 @@ struct Warpgroup {
       RingPosition<Tile::kStages> next_value = value;
       if (any_previous) next_value.advance();
       barrier_wait(shared.value_full(next_value.slot), next_value.phase);
-      wgmma_wait<0>();  // waits for the previous key tile's O += P v, and for `next`
+      wgmma_wait<0>();  // for `next` and the previous O
       pin_registers(next);
       pin_registers(out);
       pin_registers(weights);
@@ -621,7 +597,7 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
   constexpr int kSharedBytes = sizeof(typename Shared<Tile>::Layout);
   const AttentionSizes& s = p.sizes;
   const int64_t heads = s.batches * s.heads, tiles = ceil_div(s.queries, Tile::kRows);
-  const int64_t head_bytes = s.keys * Tile::kPanels * 2 * kPanelRowBytes;  // bytes of a head's keys and values
+  const int64_t head_bytes = s.keys * Tile::kPanels * 2 * kPanelRowBytes;
   Sm90Forward<T> arguments = {
       .query = panel_map(p.query, s, s.heads, s.queries, Tile::kRows),
       .key = panel_map(p.key, s, s.key_heads, s.keys, Tile::kKeys),
@@ -649,9 +625,8 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
   return cudaGetLastError();
 }
 
-// Returns whether four warpgroups, whose query tiles have 256 queries, are faster than two warpgroups, whose query
-// tiles have 128. Two warpgroups are faster if there are many keys, and too few tiles of 256 queries for all SMs
-// (docs/notes/attention.md gives the figures).
+// Four warpgroups compute 256 queries per tile, two warpgroups 128. Two are faster if there are many keys and too few
+// tiles of 256 queries for all SMs (docs/notes/attention.md).
 bool enough_tiles(const AttentionSizes& s, bool causal) {
   constexpr int64_t kLong = 1024;
   const int64_t tiles = ceil_div(s.queries, FourWarpgroups::kRows) * s.batches * s.heads;
@@ -662,8 +637,8 @@ bool enough_tiles(const AttentionSizes& s, bool causal) {
 
 template <typename T>
 bool attention_forward_sm90_supports(const AttentionForward<T>& p) {
-  // With dropout and an additive mask, the kernel is not compiled for more than 64 channels. The backward for sm_90a
-  // does not support dropout for such head sizes either.
+  // Dropout with an additive mask and more than 64 channels is not compiled: the backward for sm_90a does not support
+  // it.
   const bool narrow = p.mask.bias && p.dropout.probability > 0;
   return p.sizes.head_size <= (narrow ? 64 : 128) && supports_mask<T>(p) &&
          sm90_supports<T, attention_forward_wgmma_kernel<T, TwoWarpgroups<128, false>, PlainMask<true>, false>>(p);
@@ -683,7 +658,7 @@ Status attention_forward_sm90(const AttentionForward<T>& p, Stream stream) {
       return launch<T, TwoWarpgroups<HS, false>, Mask, false>(p, stream);
     }
     if constexpr (HS == 64 || !Mask::kAdds) return launch<T, TwoWarpgroups<HS, true>, Mask, true>(p, stream);
-    return cudaErrorNotSupported;  // attention_forward_sm90_supports() returns false for this case
+    return cudaErrorNotSupported;  // see *_supports()
   };
   const auto of_size = [&]<typename Mask>() {
     return p.sizes.head_size <= 64 ? with.template operator()<64, Mask>() : with.template operator()<128, Mask>();

@@ -1,34 +1,30 @@
-// The mask policies of attention's forward on sm_90a, which define the keys that a query sees. A mask policy has two
-// parts: KeyTiles finds the key tiles that the loader loads for a query tile, and Scores hides the scores of a
-// warpgroup's 64 queries.
+// Mask policies of the forward. KeyTiles finds the key tiles that the loader loads for a query tile, and Scores hides
+// the scores of a warpgroup's 64 queries.
 #pragma once
 
 #include "masks.cuh"
 
 namespace gptkernels::cuda {
 
-// Queries of one head, which begin at `first`: the 64 queries of a warpgroup, or all queries of a query tile.
 struct Queries {
   int first;
   int head;
   int batch;
 };
 
-// Query i sees key j if j is below the number of keys and, if kCausal, j <= i + query_offset.
+// Query i sees key j if j < keys and, if kCausal, j <= i + query_offset.
 template <bool kCausal>
 struct PlainMask {
   static constexpr bool kBlocks = false, kAdds = false, kLongestLast = kCausal;
 
 #if GPTKERNELS_WGMMA
 
-  // Returns the end of the range of keys that query i sees.
   template <typename T>
   __device__ static int end(const Sm90Problem<T>& problem, int i) {
     return kCausal ? min(problem.keys, i + problem.query_offset + 1) : problem.keys;
   }
 
-  // Returns the number of key tiles that the `count` queries from `first` on see, or 1 if these queries see no key
-  // tile.
+  // Returns 1 if the `count` queries from `first` on see no key.
   template <int kKeys, typename T>
   __device__ static int key_tiles(const Sm90Problem<T>& problem, int first, int count) {
     return max((end(problem, first + count - 1) + kKeys - 1) / kKeys, 1);
@@ -43,14 +39,14 @@ struct PlainMask {
         : count(key_tiles<kKeys>(problem, of.first, queries)) {}
     template <typename Load>
     __device__ void for_each_from_last(const Load& load) const {
-#pragma unroll 1  // not unrolled, to save registers
+#pragma unroll 1  // saves registers
       for (int tile = count - 1; tile >= 0; --tile) load(tile);
     }
   };
 
   template <int kKeys>
   struct Scores {
-    int whole;  // number of key tiles that all of the warpgroup's queries see completely
+    int whole;  // key tiles that all of the warpgroup's queries see completely
 
     template <typename T>
     __device__ void start(const Sm90Problem<T>& problem, const Queries& queries) {
@@ -61,14 +57,13 @@ struct PlainMask {
     __device__ bool sees_none(const Sm90Problem<T>& problem, const Queries& queries, int tile) const {
       return kCausal && tile * kKeys >= end(problem, queries.first + 63);
     }
-    // Sets the scores of keys that a query does not see to -inf. The thread's rows are own_row and own_row + 8.
     template <typename T, int n>
     __device__ void hide(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask&, const Queries& queries,
                          int own_row, int lane, int tile) const {
       if (tile < whole) return;
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
-        const int first_key = tile * kKeys + 2 * (lane % 4);  // this thread's first key
+        const int first_key = tile * kKeys + 2 * (lane % 4);
         const int limit = end(problem, queries.first + own_row + 8 * r) - first_key;
 #pragma unroll
         for (int i = 0; i < n / 4; ++i) {
@@ -81,8 +76,7 @@ struct PlainMask {
 #endif
 };
 
-// Query i sees the keys whose bits in the arrays of block_mask.cuh are 1. The arrays describe attn_mask, causality and
-// the number of keys. If kAdditive, the mask's values are added to the scores.
+// The bits of block_mask.cuh include causality and the number of keys.
 template <bool kAdditive>
 struct BlockMask {
   static constexpr bool kBlocks = true, kAdds = kAdditive, kLongestLast = true;
@@ -97,7 +91,6 @@ struct BlockMask {
     int seen_count;
     int count;  // at least 1: if no key tile is seen, the first one is loaded, with all of its scores hidden
 
-    // `of` describes a query tile, which has two rows of blocks.
     template <typename T>
     __device__ KeyTiles(const Sm90Problem<T>&, const Sm90Mask& mask, const Queries& of, int)
         : mask_head(mask.blocks.mask_head(of.batch, of.head)),
@@ -109,7 +102,6 @@ struct BlockMask {
       seen.for_each_from_last<kUnits>([&](int unit) { load(unit / kUnits); });
       if (seen_count == 0) load(0);
     }
-    // Returns the record that describes a key tile to the computing warpgroups.
     __device__ MaskedBlock block(int tile) const {
       return {tile * kKeys, seen.classes<kUnits>(tile * kUnits), mask_head, 0};
     }
@@ -118,11 +110,10 @@ struct BlockMask {
   template <int kKeys>
   struct Scores {
     static constexpr int kUnits = kKeys / kMaskBlock;
-    OwnBlock<kUnits> own = {}, next = {};  // the key tile whose scores are masked next, and the key tile after it
+    OwnBlock<kUnits> own = {}, next = {};  // current and next key tile
 
     template <typename T>
     __device__ void start(const Sm90Problem<T>&, const Queries&) {}
-    // Reads the bits of the next key tile before they are needed.
     __device__ void look_ahead(const Sm90Mask& mask, const MaskedBlock& block, int first_query, int warpgroup,
                                int own_row) {
       next = OwnBlock<kUnits>::of(block, warpgroup, [&](int unit, int r) {

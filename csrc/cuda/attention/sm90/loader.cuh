@@ -1,4 +1,4 @@
-// Copies by TMA between global memory and panels in shared memory (wgmma.cuh).
+// TMA copies of panels (wgmma.cuh).
 #pragma once
 
 #include "cuda/ptx/tma.cuh"
@@ -8,15 +8,13 @@ namespace gptkernels::cuda {
 
 #if GPTKERNELS_WGMMA
 
-// Loads the box of rows from `row` on, as kPanels panels of 64 channels, which are panel_bytes apart in shared memory.
-// The barrier `full` counts the bytes.
+// The panels of 64 channels are panel_bytes apart in shared memory.
 template <int kPanels>
 __device__ void load_panels(uint32_t shared, int panel_bytes, const CUtensorMap& map, int row, int head, int batch,
                             uint32_t full) {
   for (int i = 0; i < kPanels; ++i) tma_load(shared + i * panel_bytes, map, i * kPanelColumns, row, head, batch, full);
 }
 
-// Starts storing kPanels panels to the box of rows from `row` on.
 template <int kPanels>
 __device__ void store_panels(const CUtensorMap& map, uint32_t shared, int panel_bytes, int row, int head, int batch) {
   for (int i = 0; i < kPanels; ++i) tma_store(map, shared + i * panel_bytes, i * kPanelColumns, row, head, batch);

@@ -1,7 +1,6 @@
-// The functions with which the attention kernels for sm_90a apply a mask that block_mask.cu has classified. The loader
-// skips hidden blocks of 64 queries and 64 keys, and writes a MaskedBlock to shared memory for each stage that it
-// loads. The computing warpgroups read the bits of their rows from the arrays of block_mask.cuh, and the values to add
-// from the mask.
+// How the attention kernels for sm_90a apply a mask that block_mask.cu has classified. The loader skips hidden blocks
+// and writes a MaskedBlock per stage to shared memory. The computing warpgroups read the bits of their rows, and the
+// values to add, from global memory.
 #pragma once
 
 #include <climits>
@@ -11,13 +10,11 @@
 
 namespace gptkernels::cuda {
 
-// The arguments of a kernel that describe the call's mask.
 struct Sm90Mask {
   MaskBlocks blocks;
   float inverse_scale;
-  bool pairs;  // whether an aligned load of 4 bytes can read the mask's values for two neighbouring keys
+  bool pairs;  // 4-byte loads of two keys
 
-  // Returns the arguments. The arrays of `blocks` begin at `memory`.
   template <typename T>
   static Sm90Mask of(const AttentionMask<T>& mask, const AttentionSizes& s, double scale, bool backward, void* memory) {
     Sm90Mask found = {};
@@ -34,8 +31,7 @@ bool has_mask(const AttentionMask<T>& mask) {
   return mask.allowed || mask.bias;
 }
 
-// Returns whether the kernels for sm_90a support the mask of a call. They support calls without a mask. They support a
-// mask if its blocks can be indexed with 32 bits and the scale is between 1e-6 and 1e6. They do not support key bounds.
+// Mask blocks must have 32-bit indices.
 template <typename T, typename Params>
 bool supports_mask(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
@@ -52,30 +48,30 @@ int64_t mask_workspace(const AttentionMask<T>& mask, const AttentionSizes& s, bo
   return has_mask(mask) ? MaskBlocks{}.lay_out(mask, s, backward, nullptr) : 0;
 }
 
-// Describes a stage of the ring: its first key (or query), and the classes as SeenBlocks::classes() returns them.
+// `classes` is as returned by SeenBlocks::classes().
 struct alignas(16) MaskedBlock {
   int first;
   uint32_t classes;
   int mask_head;
-  int member;  // if the stage holds queries: the index of their head among the query heads that share a key head
+  int member;  // for queries: the index of their head among those that share a key head
 };
 
 #if GPTKERNELS_WGMMA
 
-// The part of a MaskedBlock that one warpgroup uses: kUnits neighbouring blocks of the warpgroup's 64 rows.
+// One warpgroup's part of a MaskedBlock: kUnits neighbouring blocks of its 64 rows.
 template <int kUnits>
 struct OwnBlock {
   static constexpr uint32_t kLow = kUnits == 1 ? 0x01 : 0x0101;
   int first;
   uint32_t classes;
-  uint32_t bits[2];  // bits of this thread's two rows: 16 bits for each unit
+  uint32_t bits[2];  // 16 bits per row and unit
   int member;
 
   __device__ bool hidden() const { return classes == 0; }
   __device__ bool seen() const { return classes == 3 * kLow; }
   __device__ bool adds() const { return classes >> 1 & ~classes & kLow; }
 
-  // `half` (0 or 1) selects the warpgroup's row of blocks. read(unit, row) returns the bits of a unit and a row.
+  // `half` (0 or 1) selects the warpgroup's row of blocks.
   template <typename Read>
   __device__ static OwnBlock of(const MaskedBlock& block, int half, const Read& read) {
     OwnBlock own = {block.first, block.classes >> 16 * half & 0xFFFF, {0, 0}, block.member};
@@ -91,7 +87,6 @@ struct OwnBlock {
   }
 };
 
-// Sets the scores whose bits are 0 to -inf.
 template <int n>
 __device__ void hide(float (&scores)[n], const uint32_t (&bits)[2]) {
 #pragma unroll
@@ -103,17 +98,15 @@ __device__ void hide(float (&scores)[n], const uint32_t (&bits)[2]) {
     }
 }
 
-// Returns -(logsumexp - shift) * log2(e) for a row that has a shift. In bfloat16, logsumexp - shift is the logarithm of
-// the number of keys whose value is the shift. This logarithm cannot be computed from the stored logsumexp, where
-// adding the much larger shift has rounded it away. The function therefore reads it from MaskRow.
+// -(logsumexp - shift) * log2(e). In bfloat16, logsumexp - shift is the log of the number of keys whose value is the
+// shift. The stored logsumexp cannot give it, because the much larger shift has rounded it away.
 template <typename T>
 __device__ float shifted_bias(float logsumexp, const MaskRow& row) {
   return std::is_same_v<T, bfloat16> ? -row.log2_count : -(logsumexp - row.shift) * kLog2E;
 }
 
-// Returns score + (value - shift) / scale; the attention kernels multiply by the scale later. In bfloat16, in a row
-// with a shift, the score is replaced by 0, because adding the score to a value of such a magnitude (2^100 or more)
-// would round the score away.
+// Returns score + (value - shift) / scale. In a bfloat16 row with a shift, the score becomes 0, because adding it to
+// such a value (2^100 or more) would round it away.
 template <typename T>
 __device__ float add_value(float score, float value, float shift, float inverse_scale) {
   const float kept = std::is_same_v<T, bfloat16> && shift != 0 ? 0 : 1;
@@ -125,14 +118,12 @@ __device__ const T* mask_values(const AttentionMask<T>& mask, int batch, int hea
   return mask.bias + batch * mask.batch + head * mask.head;
 }
 
-// Ends a part of the unrolled loop over i after every fourth value, so that the compiler does not move the loads of
-// later values before this point. There are not enough registers for more values.
+// Keeps the compiler from loading later values here, for which there are not enough registers.
 __device__ inline void in_parts(int i) {
   if (i % 4 == 3) asm volatile("" ::: "memory");
 }
 
-// Adds a mask's values, divided by the scale, to scores that have not been multiplied by the scale. Rows are queries,
-// and this thread holds the rows `query` and query + 8. Columns are keys from `first_key` on.
+// Adds values / scale, because the scores are multiplied by the scale later. Rows are queries.
 template <typename T, int n>
 __device__ void add_values(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask& masked, int batch,
                            int head, int query, int first_key) {
@@ -169,8 +160,7 @@ __device__ void add_values(float (&scores)[n], const Sm90Problem<T>& problem, co
   }
 }
 
-// Adds a mask's values, divided by the scale, to scores whose rows are keys. This thread holds the rows `key` and key +
-// 8. Columns are queries from `first_query` on.
+// Rows are keys.
 template <typename T, int n>
 __device__ void add_values_of_keys(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask& masked, int batch,
                                    int head, int key, int first_query) {

@@ -12,9 +12,8 @@ from gptkernels.testing.cases.table import Call, invoke, largest_of, operator, o
 
 
 def attention_formula(q, k, v, scale=None, product=torch.matmul, seen=None, added=None, kept=None):
-    """Compute attention of q, k and v, (..., T, HS) each.
+    """Compute attention, causal unless ``seen`` is given.
 
-    ``product`` computes the matmuls. ``seen`` is the mask of the keys that each query sees; None is the causal mask.
     ``added`` is added to the scaled scores, and ``kept`` has dropout's factors of the probabilities.
     """
     scores = product(q, k.mT) * (1 / math.sqrt(q.shape[-1]) if scale is None else scale)
@@ -28,13 +27,10 @@ def attention_formula(q, k, v, scale=None, product=torch.matmul, seen=None, adde
 
 
 def attention_noise(args, douts, dtype, scale):
-    """Return the error that a query's gradient may have if it should be 0.
+    """Return the error of a query's gradient that should be 0: the query sees only one key, or all values are equal.
 
-    It should be 0 if the query sees only one key, or if all values are equal.
-
-    ``args`` are q, k and v, or one tensor that contains them. In float32 the error comes from the matmuls with dout. In
-    16-bit dtypes it comes from the rounding of out: if all values are equal, torch's out may be exact, but ours may
-    differ by one rounding.
+    In float32 the error comes from the matmuls with dout. In 16-bit dtypes it comes from the rounding of out: if all
+    values are equal, torch's out may be exact, while ours may differ by one rounding.
     """
     size = largest_of(douts) * largest_of(args[-1:]) * largest_of(args[:2]) * abs(scale or 1)
     return (8 if dtype.itemsize > 2 else 1) * torch.finfo(dtype).eps * size
@@ -50,7 +46,7 @@ MOST_SCORES = 2**25  # the largest number of scores that the formula computes at
 def by_sequences(function, scores, *args):
     """Call ``function`` for some sequences at a time, and again in the backward, so that few scores are in memory.
 
-    The arguments are tensors (B, ...), tensors (1, ...) for all sequences, or None. A sequence has ``scores`` scores.
+    The arguments are tensors (B, ...), tensors (1, ...) for all sequences, or None.
     """
     batch, each = args[0].shape[0], max(MOST_SCORES // max(scores, 1), 1)
     if batch <= each:
@@ -63,8 +59,7 @@ def by_sequences(function, scores, *args):
 def reversed_product(a, b):
     """Compute a @ b with the terms of the sums in reverse order.
 
-    In float64 the formula has rounding errors as well. With the reverse order, the rounding errors of a @ b differ from
-    the formula's errors, and from the errors of a sum that is subtracted from a @ b.
+    The formula in float64 has rounding errors as well, from which the errors of the reverse order differ.
     """
     return a.flip(-1) @ b.flip(-2)
 
@@ -73,10 +68,9 @@ LOWEST = torch.finfo(torch.float64).min / 2  # LOWEST * log2(e) is finite
 
 
 class FlashAttention(torch.autograd.Function):
-    """Attention in torch ops that rounds where FlashAttention-2 and FlashAttention-3 round.
+    """Attention in torch ops that rounds where FlashAttention-2 and -3 and this package's kernels round.
 
-    This package's attention kernels are compared with this class, because they round in the same places: they compute
-    powers of 2, and save out and logsumexp instead of the probabilities.
+    All of them compute powers of 2, and save out and logsumexp instead of the probabilities.
     """
 
     @staticmethod
@@ -131,9 +125,8 @@ def flash_attention(q, k, v, scale=None, seen=None, added=None, kept=None):
 def reference_exponents(exponents, dtype):
     """Return the exponent of 2 to which a row's exponents are relative before their powers are rounded to the dtype.
 
-    If it is the row's largest exponent, the largest power is 1, which has no rounding error. In 16-bit dtypes a kernel
-    may use a lower exponent. The result is therefore up to 8 lower than the largest exponent. The difference varies
-    from row to row, because the rounding error depends on it.
+    The largest exponent of the row would make the largest power 1, without a rounding error. In 16-bit dtypes a kernel
+    may use a lower exponent, so that the result is up to 8 lower, differently in each row.
     """
     largest = exponents.amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -math.inf, 0)
@@ -148,10 +141,7 @@ def multiply_subtract(a, b, c):
 
 
 def product(a, b):
-    """Compute a @ b, (B, NH, ., .) each.
-
-    ``attention_probabilities`` makes the same BLAS calls, so that it has the same rounding errors.
-    """
+    """Compute a @ b by the BLAS calls of ``attention_probabilities``, to have equal rounding errors."""
     if not a.shape[0]:
         return a @ b
     dim = 0 if a.shape[0] < a.shape[1] else 1
@@ -161,10 +151,7 @@ def product(a, b):
 
 
 def attention_takes_denormals(draw, dtype):
-    """Return whether attention is exact for denormals.
-
-    On CUDA float32 matmuls are three TF32 matmuls, which keep only 11 bits of numbers below 2^-115.
-    """
+    """On CUDA float32 matmuls are three TF32 matmuls, which keep only 11 bits of numbers below 2^-115."""
     return dtype != torch.float32 or draw.device.type == "cpu"
 
 
@@ -173,11 +160,7 @@ COMMON_HEAD_SIZES = [3 if size in (32, 64, 128) else 1 for size in HEAD_SIZES]
 
 
 def many_heads(draw, batch, heads, scores, queries, elements):
-    """Choose the numbers of sequences and of heads.
-
-    In a small call they are at most ``batch`` and ``heads``. At real size there are several tiles of 256 queries for
-    each SM. ``scores``, ``queries`` and ``elements`` are the numbers of scores, queries and elements of one head.
-    """
+    """At real size there are several tiles of 256 queries for each SM. The last three arguments count one head's."""
     if not draw.real:
         return draw.size("batch", batch), draw.size("heads", heads, 1)
     pairs = math.ceil(draw.tiles("queries") / math.ceil(queries / 256))
@@ -187,7 +170,6 @@ def many_heads(draw, batch, heads, scores, queries, elements):
 
 
 def real_tokens(draw):
-    """Return the length of the longest sequence at real size."""
     return min(2000, math.isqrt(draw.most_products // 256))
 
 
@@ -308,10 +290,7 @@ def attention_probabilities(draw):
 
 
 def attention_mask(draw, batch, heads, queries, keys, dtype):
-    """Draw attn_mask: None, a bool mask, or a tensor that is added to the scores. Its shape broadcasts to the scores.
-
-    Some rows may mask all keys.
-    """
+    """Some rows may mask all keys."""
     kind = draw.choose("mask", ("none", "bool", "added"), (4, 3, 3))
     if kind == "none":
         return None
@@ -332,7 +311,6 @@ def attention_mask(draw, batch, heads, queries, keys, dtype):
 
 
 def seen_keys(queries, keys, is_causal, query_offset, mask, key_begin, key_end, device):
-    """Return the mask of the keys that each query sees; its shape broadcasts to (B, NH, Tq, Tk)."""
     row, column = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
     seen = (column <= row + query_offset) if is_causal else (column >= 0).expand(queries, keys)
     for bound, inside in (key_begin, column.__ge__), (key_end, column.__lt__):

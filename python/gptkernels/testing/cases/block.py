@@ -16,7 +16,6 @@ WEIGHTS = ("norm_1_weight", "qkv_weight", "attn_proj_weight", "norm_2_weight", "
 
 
 def layer_arguments(draw):
-    """Draw the arguments of ``layer``; return them by name, and the number of heads."""
     b, t, heads = draw.size("batch", 4, 1), draw.size("tokens", 64, 1), draw.size("heads", 4, 1)
     c = heads * draw.size("head size", 64, 1)
     dtype = draw.dtype()
@@ -30,7 +29,6 @@ def layer_arguments(draw):
 
 
 def layer_formula(linear, heads, *args):
-    """Compute the layer's output, and residual_2, to which the output is added. ``linear`` computes the matmuls."""
     stream, values, values_bias, w1, b1, qkv_w, qkv_b, attn_w, attn_b, w2, b2, fc_w, fc_b, proj_w = args
     x = values + values_bias + stream
     qkv = linear(layernorm_formula(x, w1, b1), qkv_w, qkv_b)
@@ -71,7 +69,7 @@ def layer(draw):
     dtypes=BFLOAT16,
 )
 def fp8_layer(draw):
-    """Draw a call. The operands of matmuls are rounded to float8 in torch's counterpart, but not in the formula."""
+    """Torch's counterpart rounds the matmuls' operands to float8, the formula does not."""
     args, heads = layer_arguments(draw)
 
     def options():

@@ -9,7 +9,6 @@ from gptkernels.testing.cases.table import Call, invoke, operator, ops
 
 
 def decode_formula(args, lengths, heads, approximate, layers):
-    """Compute the logits after the newest token of each sequence, in the dtype of the weights."""
     sequences, _, wte, wpe, head, keys_values, norm_weight, norm_bias, *weights = args
     each = 6 if norm_bias is None else 12
     rows = []
@@ -108,7 +107,6 @@ def decode(draw):
 
 
 def sample_formula(logits, noise, temperature=1.0, top_k=None, top_p=None):
-    """Return the tokens that torch.multinomial draws with this noise, after top-k and top-p."""
     if noise is None:
         return logits.argmax(-1)
     x = logits.float() / temperature
@@ -129,14 +127,11 @@ def sample_formula(logits, noise, temperature=1.0, top_k=None, top_p=None):
     variants={"": {"temperature": 0.7, "top_k": 2, "top_p": 0.9}, "greedy": {"greedy": True}},
 )
 def sample_(draw):
-    """Draw a call. Its results are not the drawn tokens, but the tokens' likelihoods with the same noise.
-
-    Therefore either of two equally likely tokens is right.
-    """
+    """Compare the likelihoods of the drawn tokens, because either of two equally likely tokens is right."""
     batch = draw.size("batch", 40, 1, real=300)
     most = max(draw.most_elements // batch, 16)
     vocabulary = draw.size("vocabulary", most, 1, real=most)
-    # Logits are not denormal: their probabilities would be equal, and top_p could keep all of them or only the largest.
+    # Probabilities of denormal logits would be equal, and top_p could keep all of them or only the largest.
     logits = draw.tensor("logits", (batch, vocabulary), draw.dtype(), 3, denormal=False)
     source = draw.source("noise")
     noise = torch.empty(batch, vocabulary, device=source["device"])
@@ -148,7 +143,7 @@ def sample_(draw):
 
     def likelihood(choose):
         def of(logits, noise):
-            scores = logits.float().double()  # the operator reads logits as float32
+            scores = logits.float().double()
             taken = choose(logits, noise)
             bad = scores.isnan().any(-1) | (scores.amax(-1).abs() == math.inf)
             if not greedy:

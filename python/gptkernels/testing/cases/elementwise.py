@@ -46,7 +46,6 @@ def gelu(draw):
 
 
 def dropout_arguments(draw, chance=1.0):
-    """Draw dropout_p, seed and offset; with a probability of 1 - ``chance`` there is no dropout."""
     if not draw.chance("dropout", chance):
         return 0.0, None, None
     p = draw.choose("dropout_p", (0.1, 0.5, 0.0, 0.9, 1e-6, 1.0))
@@ -55,7 +54,6 @@ def dropout_arguments(draw, chance=1.0):
 
 
 def dropped(x, p, seed, offset):
-    """Compute dropout with the mask that the op ``dropout_mask`` returns."""
     kept = ops.dropout_mask(x.numel(), p, seed, offset).view(x.shape).to(x.device)
     return x * kept / (1 - p) if p < 1 else x * 0
 

@@ -21,16 +21,11 @@ LARGEST = {E4M3: 448.0, E5M2: 57344.0}
 
 
 def values(fp8):
-    """Return the 256 numbers of a float8 format in the order of their bit patterns, in float64."""
     return torch.arange(256, dtype=torch.uint8).view(fp8).double()
 
 
 def rounded(x, fp8):
-    """Return the bit pattern of the float8 number nearest to each element of x (float64).
-
-    Ties are rounded to even. Numbers that are too large become the largest float8 number. Elements that are not finite
-    become NaN.
-    """
+    """Return the bit patterns of the float8 numbers nearest to x, ties to even, saturating; NaN if x is not finite."""
     grid = values(fp8)[:128].to(x.device)
     grid = grid[grid.isfinite()]
     magnitude = x.abs().nan_to_num(0.0, 0.0).clamp(max=grid[-1])
@@ -43,7 +38,6 @@ def rounded(x, fp8):
 
 
 def composed_norm(x, residual, weight, bias, history, x_bias):
-    """Call the separate operators that ``fp8_layernorm`` replaces."""
     if residual is None:
         out, *statistics = ops.layernorm(x, weight, bias, 1e-5)
         sum = x.new_empty(0)
@@ -57,15 +51,11 @@ def fp8_dtype(draw):
 
 
 def fp8_size(draw, name, *others, most=20):
-    """Draw a number of features of a float8 matmul whose other sizes are known."""
     return 16 * draw.size(f"{name} / 16", most, 1, real=draw.room(*others) // 16)
 
 
 def fp8_history(draw, name):
-    """Draw an amax history on the CPU, with no calls, 3 calls or 16 calls; or return None.
-
-    The amaxes in the history may be smaller than the amax of the tensor with which it is used.
-    """
+    """The history's amaxes may be smaller than the amax of the tensor with which it is used."""
     kind = draw.choose(f"{name}.history", ("none", "new", "some", "full"))
     if kind == "none":
         return None
@@ -80,8 +70,7 @@ def fp8_scale(x, fp8, history):
     """Return the scale by which x is divided before it is rounded, and x's amax: 0-dim float64 on x's device.
 
     The scale is the smallest power of two for which amax / scale does not exceed the format's largest number, which is
-    7/8 of a power of two. Here amax is the history's largest amax, or x's amax if there is no earlier call. The scale
-    is computed without waiting for the device.
+    7/8 of a power of two. amax is the history's largest, or x's if there is no earlier call.
     """
     own = x.detach().abs().where(x.isfinite(), 0.0).double()
     own = own.max() if x.numel() else own.sum()
@@ -92,25 +81,22 @@ def fp8_scale(x, fp8, history):
 
 
 def exact_fp8(x, fp8, history):
-    """Convert x to float8 by the definition of rounding. Returns the float8 numbers and the scale."""
     scale, _ = fp8_scale(x, fp8, history)
     return rounded(x.detach().double() / scale, fp8).view(fp8), scale
 
 
 def torchs_fp8(x, fp8, history):
-    """Convert x to float8 by torch. Returns the float8 numbers and the scale."""
     scale, _ = fp8_scale(x, fp8, history)
     most = LARGEST[fp8]
     return (x.detach().float() / scale).clamp(-most, most).where(x.isfinite(), math.nan).to(fp8), scale
 
 
 def exact_fp8_product(a, b, fast):
-    """Compute a @ b^T in float64. Each of a and b is a tuple of float8 numbers and their scale; ``fast`` is ignored."""
     return (a[0].double() * a[1]) @ (b[0].double() * b[1]).T
 
 
 def torchs_fp8_product(a, b, fast):
-    """Compute a @ b^T in float32. On CUDA, tensor cores are used, whose sums have as few bits as the operator's."""
+    """On CUDA, tensor cores are used, whose sums have as few bits as the operator's."""
     (a, scale_a), (b, scale_b) = a, b
     if a.device.type == "cpu" or not a.numel():
         return (a.float() @ b.float().T) * (scale_a * scale_b)
@@ -122,7 +108,6 @@ def torchs_fp8_product(a, b, fast):
 
 
 def fp8_transposed(pair):
-    """Transpose the numbers of a pair of float8 numbers and scale. Rows of zeros are added up to a multiple of 16."""
     q, scale = pair
     bytes = F.pad(q.view(torch.uint8), (0, 0, 0, -len(q) % 16))
     return bytes.t().contiguous().view(q.dtype), scale
@@ -134,7 +119,7 @@ FAST_SUMS, SUMS = 2.0**-6, 2.0**-10  # relative errors of sums in float8 matmuls
 class FP8Linear(torch.autograd.Function):
     """x (N, K), weight (M, K) -> (N, M) in float32 or float64, with the gradients that ``ops.fp8_linear`` computes.
 
-    ``way`` is a pair of functions: the first one quantises, and the second one multiplies.
+    ``way`` is a pair of functions, which quantise and multiply.
     """
 
     @staticmethod
@@ -173,7 +158,7 @@ def fp8_quantize(draw):
         return read((q, scale)), read((q_t, scale)), *(() if after is None else (after.view(torch.float32),))
 
     def formula(quantise, x):
-        wide = x.float()  # this conversion is exact
+        wide = x.float()
         q, scale = quantise(wide, fp8, history)
         q_t = fp8_transposed((q.reshape(-1, x.shape[-1]), scale))
         outs = read((q, scale)), read(q_t)
@@ -198,7 +183,6 @@ def fp8_quantize(draw):
     weight=0.5, sizes={"a.rows": [2, 19, 96], "inner / 16": [1, 3, 8], "columns / 16": [1, 2, 16]}, dtypes=BFLOAT16
 )
 def fp8_matmul(draw):
-    """Draw a call. Its arguments are float32 tensors, which are converted to float8 before the operator is called."""
     dtype, fast = fp8_dtype(draw), draw.chance("fast_accumulation", 0.5)
     formats = draw.choose("formats", ((0, 0), (1, 0), (0, 1)))
     a_format, b_format = ((E4M3, E5M2)[i] for i in formats)
@@ -255,7 +239,6 @@ def new_histories(draw, count):
 
 
 def with_copies(function, histories):
-    """Return a function that calls ``function`` with copies of the histories on the arguments' device."""
     return lambda *args: function(*args, *(copied(h, args[0].device) for h in histories))
 
 
@@ -265,11 +248,7 @@ def copied(history, device):
 
 @operator(weight=0.5, sizes={**NORM_SIZES, "width": [4, 33, 256]}, dtypes=DTYPES)
 def fp8_layernorm(draw):
-    """Draw a call. Torch's counterpart and the formula call this package's separate ops, which have other entries.
-
-    Torch's norm is not used, because the last bit of the norm's result can decide to which float8 number an element is
-    rounded.
-    """
+    """The reference calls our norm, because the last bit of a norm can decide which float8 number is the nearest."""
     dtype, rows = fp8_dtype(draw), draw.rows()
     width = draw.width("width", rows)
     added = draw.chance("has residual", 0.7)
@@ -343,7 +322,7 @@ def fp8_linear(draw):
         return product.view(*x.shape[:-1], outer).to(x.dtype)
 
     def products(tensors):
-        """Return the matmuls for ``Call.products``, with the operands as they are after rounding to float8."""
+        """The operands are those after rounding to float8."""
         read = {name: t for name, t in tensors.items() if name != "dbias"}  # dbias is the sum of dout before rounding
         forms = (E4M3, histories[0]), (E4M3, None), (E5M2, histories[1])
         for name, form in zip(("x", "weight", "dout"), forms, strict=True):
@@ -371,11 +350,7 @@ def fp8_linear(draw):
     dtypes=BFLOAT16,
 )
 def fp8_mlp(draw):
-    """Draw a call. Torch's counterpart and the formula call this package's separate ops, which have other entries.
-
-    Torch's ops are not used, because the last bit of the first linear layer's result can decide to which float8 number
-    an element is rounded.
-    """
+    """The reference calls our ops, because the last bit of a GELU can decide which float8 number is the nearest."""
     dtype, rows = fp8_dtype(draw), draw.rows()
     width = fp8_size(draw, "width", math.prod(rows), most=8)
     hidden = fp8_size(draw, "hidden", math.prod(rows), width)
@@ -417,10 +392,7 @@ def fp8_mlp(draw):
     dtypes=DTYPES,
 )
 def fp8_linear_cross_entropy(draw):
-    """Draw a call. Torch's counterpart and the formula multiply float8 numbers that this package's other ops compute.
-
-    The reason is that the last bit of a logit can decide to which float8 number its gradient is rounded.
-    """
+    """The reference calls our ops, because a logit's last bit can decide how its gradient is rounded."""
     dtype = draw.choose("dtype", DTYPES)
     wide = torch.float32 if dtype == torch.float16 else dtype
     rows, _, _, ignore_index, targets = classifier_arguments(draw)
@@ -432,7 +404,7 @@ def fp8_linear_cross_entropy(draw):
     chunk_size = draw.choose("chunk_size", (-1, 1, 16, 40))
     if chunk_size != -1:
         chunk_size = max(chunk_size, math.prod(rows) // 30)
-    rows_of_chunk = math.ceil(chunk_size / 16) * 16 if chunk_size > 0 else -1  # as the operator rounds it
+    rows_of_chunk = math.ceil(chunk_size / 16) * 16 if chunk_size > 0 else -1
     fp8_logits = draw.chance("fp8_logits", 0.5)
     options = vocab_size, ignore_index, reduction, chunk_size
     x = draw.tensor("x", (*rows, inner), dtype, special="nan", denormal=False)
@@ -442,14 +414,12 @@ def fp8_linear_cross_entropy(draw):
         return ops.fp8_linear_cross_entropy_with_gradients(x, weight, targets, *options, fp8_logits, [True, True])
 
     def logits_of(x, weight, chunk):
-        """Compute the logits of each chunk."""
         if not fp8_logits:
             return [ops.linear(some, weight) for some in x.split(chunk)]
         (x, _, scale_x), (weight, _, scale) = (ops.fp8_quantize(t, None, E4M3, True) for t in (x, weight))
         return [ops.fp8_matmul(some, weight, scale_x, scale, None, dtype, True) for some in x.split(chunk)]
 
     def parts(multiply, nudge, x, weight, targets):
-        """Compute loss, dx and dweight. dlogits are multiplied by ``nudge`` before they are rounded to float8."""
         x, weight = x.to(dtype), weight.to(dtype)
         flat, classes = x.reshape(-1, inner), targets.reshape(-1)
         chunk = max(len(flat), 1) if rows_of_chunk == -1 else rows_of_chunk

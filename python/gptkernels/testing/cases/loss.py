@@ -12,7 +12,6 @@ from gptkernels.testing.cases.table import ROWS, TOKENS, WIDTHS, Call, grid, inv
 
 
 def classifier_arguments(draw):
-    """Draw the logits' rows and width, V, ignore_index and targets."""
     rows = draw.rows("rows", 3)
     width = draw.width("width", rows)
     vocab_size = draw.size("vocab_size", width, 1, real=width) if draw.chance("padded", 0.3) else width
@@ -26,7 +25,6 @@ def classifier_arguments(draw):
 
 
 def losses_of(logits, targets, vocab_size, ignore_index, loss):
-    """Compute ``loss`` for each row's first V logits and target. An ignored row has a loss of 0 and no gradient."""
     kept = targets != ignore_index
     used = torch.where(kept.unsqueeze(-1), logits[..., :vocab_size], 0.0)
     return torch.where(kept, loss(used, targets.long().where(kept, 0).unsqueeze(-1)).squeeze(-1), 0.0)
@@ -38,7 +36,7 @@ def torchs_loss(logits, target):
 
 
 class RoundedGradientLoss(torch.autograd.Function):
-    """Computes ``torchs_loss``. The gradient is rounded to a dtype before it is multiplied by the losses' gradient."""
+    """Rounds the gradient of ``torchs_loss`` to a dtype before it is multiplied by the losses' gradient."""
 
     @staticmethod
     def forward(ctx, logits, target, dtype):
@@ -56,7 +54,7 @@ class RoundedGradientLoss(torch.autograd.Function):
 
 
 def exact_loss(logits, target):
-    """Compute the loss by a formula that is exact even if the target's probability is nearly 1."""
+    """The formula is exact even if the target's probability is nearly 1."""
     finite = logits.amax(-1, keepdim=True).isfinite()
     used = torch.where(finite, logits, 0.0)
     largest = used.argmax(-1, keepdim=True)
@@ -76,7 +74,6 @@ PADDED = [
 
 
 def classifier(draw, in_place):
-    """Draw a call of ``fused_classifier`` or of ``fused_classifier_``."""
     dtype = draw.dtype()
     rows, width, vocab_size, ignore_index, targets = classifier_arguments(draw)
     logits = draw.tensor("logits", (*rows, width), dtype, 3, huge=1e30)
@@ -132,7 +129,7 @@ def fused_classifier(draw):
 def losses_in_place(logits):
     logits = logits * 1
     losses = ops.fused_classifier_(logits, TOKENS.to(logits.device), 4)
-    return losses, logits  # the logits are dlogits now
+    return losses, logits
 
 
 @operator(
@@ -209,7 +206,7 @@ def linear_cross_entropy(draw):
             return G.linear_cross_entropy(x, weight, targets, **options)
         return ops.linear_cross_entropy(x, weight, targets, vocab_size, ignore_index, reduction, chunk_size or -1)
 
-    # x and the weight are not denormal, because the gradient is rounded to the dtype before the backward scales it.
+    # Denormals are excluded because the gradient is rounded to the dtype before the backward scales it.
     x = draw.tensor("x", (*rows, inner), dtype, special="nan", denormal=False)
     weight = draw.tensor("weight", (width, inner), dtype, inner**-0.5, special="none", denormal=False)
 

@@ -12,7 +12,7 @@ from gptkernels.testing.cases.table import ROWS, WIDTHS, Call, grid, invoke, lar
 
 
 def standardised(x, eps):
-    """Compute (x - mean) / sqrt(variance + eps). The mean is subtracted twice, which removes its rounding error."""
+    """The mean is subtracted twice, which removes its rounding error."""
     centred = x - x.mean(-1, keepdim=True)
     centred = centred - centred.mean(-1, keepdim=True)
     return centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + eps)
@@ -25,7 +25,7 @@ def layernorm_formula(x, weight, bias, eps=1e-5):
 
 
 def residual_layernorm_formula(x, residual, weight, bias, eps=1e-5, dtype=torch.float64):
-    """Compute the norm and the sum. The norm reads the sum after it is rounded to ``dtype``."""
+    """The norm reads the sum after it is rounded to ``dtype``."""
     total = x + residual
     rounding = total.detach().to(dtype).double() - total.detach()
     total = total + torch.where(total.isfinite(), rounding, 0)
@@ -33,17 +33,13 @@ def residual_layernorm_formula(x, residual, weight, bias, eps=1e-5, dtype=torch.
 
 
 def norm_arguments(draw, inputs):
-    """Draw the inputs, weight, bias, the normalised shape, eps, and whether to call the function of ``functional``.
-
-    If x has 16 bits, all other arguments may be float32.
-    """
     dtype = draw.dtype()
     rows = draw.rows()
     dims = draw.choose("normalised dims", (1, 2), (9, 1))
     normalised = tuple(draw.size(f"normalised{i}", 12, 1) for i in range(dims - 1))
     normalised += (draw.width("width", (*rows, *normalised)),)
     huge = min(1e14, torch.finfo(dtype).max / 4)  # the sum of two such numbers does not overflow
-    # The weight is not denormal, because dout * weight is rounded before it is multiplied by rstd, up to eps**-0.5.
+    # A denormal weight is excluded, because dout * weight is rounded before it is multiplied by rstd, up to eps**-0.5.
     mixed = len(inputs) > 1 and draw.chance("mixed", 0.1) and dtype.itemsize == 2
     wide = torch.float32 if mixed else dtype
     args = {name: draw.tensor(name, (*rows, *normalised), dtype if name == "x" else wide, huge=huge) for name in inputs}
@@ -55,11 +51,6 @@ def norm_arguments(draw, inputs):
 
 
 def flat(exact, dims):
-    """Return a function that flattens the last ``dims`` dimensions of its arguments and calls ``exact`` on them.
-
-    ``exact`` normalises over one dimension.
-    """
-
     def function(*args):
         found = exact(*(None if t is None else t.flatten(-dims) for t in args[:-1]), args[-1])
         views = [t.reshape(args[0].shape) for t in (found if isinstance(found, tuple) else (found,))]
@@ -69,9 +60,9 @@ def flat(exact, dims):
 
 
 def torchs_layer_norm(x, shape, weight, bias, eps):
-    """Call F.layer_norm for at most 65 536 rows at a time.
+    """With more than 65 536 rows, torch's backward on CUDA fails or writes outside its memory.
 
-    With more rows, torch's backward on CUDA fails or writes outside its memory (docs/notes/layernorm.md).
+    See docs/notes/layernorm.md.
     """
     rows = x.flatten(0, -len(shape) - 1) if x.dim() > len(shape) else x[None]
     parts = [F.layer_norm(part, shape, weight, bias, eps) for part in rows.split(2**16)]
@@ -79,10 +70,7 @@ def torchs_layer_norm(x, shape, weight, bias, eps):
 
 
 def norm_noise(args, eps):
-    """Return the error that the norm of a row of equal numbers may have. Torch's result for such a row is exactly 0.
-
-    The error is at most 2^-42 times the numbers' magnitude times rstd.
-    """
+    """The norm of equal numbers, exactly 0 in torch, may have an error of 2^-42 times their magnitude times rstd."""
     return 2.0**-42 * largest_of(args) / math.sqrt(eps)
 
 
@@ -98,7 +86,6 @@ def layernorm_backward(dout, x, weight, mask):
 
 
 def residual_backward(op, more, dout, dsum, total, weight=None):
-    """Call one of the three backward ops. ``more`` returns its further arguments for a sum, whose device it reads."""
     _, mean, rstd = ops.layernorm(total, weight, None)
     return op(dout, dsum, total, weight, mean, rstd, *more(total))
 
@@ -195,10 +182,6 @@ def layernorm(draw):
     },
 )
 def residual_layernorm(draw):
-    """Draw a call. If x has 16 bits, the residual and the parameters may be float32.
-
-    Then out has x's dtype, and the sum has the residual's dtype.
-    """
     args, shape, eps, functional = norm_arguments(draw, ("x", "residual"))
     dtype, wide = args["x"].dtype, args["residual"].dtype
     args["x_bias"] = draw.tensor("x_bias", shape, wide, special="nan") if draw.chance("has x_bias", 0.4) else None

@@ -40,10 +40,7 @@ def global_norm(draw):
         return torch.linalg.vector_norm(torch.cat([t.double().flatten() for t in tensors]))
 
     def torchs(*tensors):
-        """Compute torch.nn.utils.get_total_norm in float32.
-
-        The tensors are multiplied by a power of 2 that keeps their squares in float32's range.
-        """
+        """The tensors are scaled by a power of 2 that keeps their squares in float32's range."""
         largest = torch.stack([t.detach().double().abs().amax() for t in tensors if t.numel()] or [draw.number(0)])
         exponent = torch.frexp(largest.amax()).exponent.clamp(-126, 126)
         scale = torch.where(largest.isfinite().all(), (-exponent).double().exp2(), 1.0).float()
@@ -101,11 +98,11 @@ def adamw_(draw):
         args[f"exp_avg_sqs{i}"] = squares.abs() + 1e-2
         if masters:
             drawn = draw.tensor(f"masters{i}", shape, wide, special="none").contiguous()
-            near = args[f"params{i}"].float() * (1 + 2**-13)  # this rounds to the parameter
+            near = args[f"params{i}"].float() * (1 + 2**-13)
             args[f"masters{i}"] = torch.where(drawn > 0, drawn, near)
     parts = 5 if masters else 4
     exact_scale = 1.0 if scale is None else torch.tensor(scale, dtype=torch.float32).item()
-    norm = 3.0  # the op reads the norm as an argument and does not compute it
+    norm = 3.0
 
     def split(tensors):
         return [list(tensors[i::parts]) for i in range(parts)]
@@ -131,7 +128,6 @@ def adamw_(draw):
         return tuple(t for i, part in enumerate(lists) if i != 1 for t in part)
 
     def formula(*tensors):
-        """Compute torch.optim.AdamW's step in float32 or float64, and round the results to the arguments' dtypes."""
         lists = [[t.clone() for t in part] for part in split(tensors)]
         doubles = all(t.dtype == torch.float64 for t in tensors)
         params, grads, exp_avgs, exp_avg_sqs = lists[:4]

@@ -9,7 +9,7 @@ from gptkernels import functional as G
 from gptkernels.testing.cases.elementwise import gelu_formula
 from gptkernels.testing.cases.table import ROWS, Call, Cost, grid, invoke, nbytes, normal, operator, ops
 
-LONG_SUM = 2**14  # the number of terms of a long sum
+LONG_SUM = 2**14
 # (K, M): every size of WIDTHS as K or M.
 LINEAR_SIZES = [
     (1, 1), (1, 50257), (2, 3), (3, 2), (7, 17), (17, 768), (33, 127), (127, 33), (768, 7), (3, 1600), (1600, 33),
@@ -23,11 +23,10 @@ MLP_SIZES = [
 
 
 class Linear(torch.autograd.Function):
-    """Computes x @ weight.T + bias for a matrix x, and the gradients.
+    """A linear layer and its gradients by this package's BLAS calls, so that the rounding errors are equal.
 
-    It makes the same BLAS calls as this package's operators, so that the rounding errors are equal. F.linear may make
-    other calls: for one row, for example, it calls a matrix-vector function. ``chunk`` is the number of rows of x (or
-    dout) in each BLAS call for out and dx; None for all rows. dweight is computed in one call.
+    F.linear may make other calls, such as a matrix-vector function for one row. ``chunk`` is the number of rows of x
+    (or dout) in each BLAS call for out and dx.
     """
 
     @staticmethod
@@ -45,10 +44,7 @@ class Linear(torch.autograd.Function):
 
 
 def linear_products(tensors, accumulation=(0.0, 0.0)):
-    """Yield the arguments of ``assert_product`` for each matmul of a linear layer, for ``Call.products``.
-
-    ``accumulation`` has the relative errors of sums over features and of sums over rows.
-    """
+    """``accumulation`` has the relative errors of sums over features and of sums over rows."""
     matrices = {
         name: tensors[name].flatten(0, -2) if tensors[name].dim() > 1 else tensors[name][None]
         for name in ("x", "weight", "out", "dout", "dx", "dweight")
@@ -176,7 +172,7 @@ def mlp(draw):
     recompute_gelu = draw.chance("recompute_gelu", 0.3)
 
     def products(tensors):
-        """Return all matmuls except those that read the gradient of pre_gelu, because it is not an output."""
+        """The matmuls that read the gradient of pre_gelu are missing, because it is not an output."""
         pre_gelu, post_gelu = (t.to(tensors["x"].device) for t in ops.mlp(*args.values())[1:])
         first = {"x": tensors["x"], "weight": tensors["fc_weight"], "bias": tensors["fc_bias"], "out": pre_gelu}
         second = {"x": post_gelu, "weight": tensors["proj_weight"], "bias": tensors["proj_bias"]}

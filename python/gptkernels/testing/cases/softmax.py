@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from gptkernels import functional as G
 from gptkernels.testing.cases.table import ROWS, WIDTHS, Call, Cost, grid, invoke, nbytes, operator, ops, row_costs
 
-# Widths near those at which the kernels change: from a row in registers to one in shared memory, in a cluster, and to
-# a row that is read again.
+# Widths near those at which a row moves from registers to shared memory, to a cluster, and to being read twice.
 KEPT = [8, 64, 100, 120, 250, 256, 520, 1000, 1536, 2304, 8200, 33000, 65536, 70001, 110000, 150000, 262144, 1000003]
 
 
@@ -47,7 +46,6 @@ def masked(scores):
 
 
 def causal_costs(scores):
-    """Return the costs. The forward reads the lower triangle of the scores and writes the whole matrix."""
     square, numbers = nbytes(scores), scores.numel()
     return Cost(square * 3 // 2, 5 * numbers // 2), Cost(2 * square, 2 * numbers)
 
@@ -80,10 +78,7 @@ def causal_softmax(draw):
     scores = draw.tensor("scores", (*lead, tokens, tokens), dtype, 3)
 
     def alone(function):
-        """Return a function in which scores above the diagonal affect neither the result nor the gradient.
-
-        This holds even in a row that contains NaN.
-        """
+        """Scores above the diagonal affect neither the result nor the gradient, even in a row that contains NaN."""
 
         def of(scores):
             if not scores.numel():

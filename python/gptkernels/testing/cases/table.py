@@ -1,10 +1,8 @@
 """The table of the operators that are tested.
 
-Each entry is a function that draws random arguments and returns a :class:`Call`: the operator, torch's counterpart, and
-the formula in float64.
-
-To add an operator, write a function that draws the operator's arguments and returns a :class:`Call`, and decorate it
-with ``@operator``. The fuzzer, ``gptkernels check`` and the tests make their calls from this table.
+The fuzzer, ``gptkernels check`` and the tests make their calls from this table. An entry is a function, decorated with
+``@operator``, that draws random arguments and returns a :class:`Call`: the operator, torch's counterpart, and the
+formula in float64.
 """
 
 import dataclasses
@@ -24,9 +22,8 @@ ROWS = [0, 1, 5]
 WIDTHS = [1, 2, 3, 7, 17, 33, 127, 768, 1600, 4097, 50257]
 ALL_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 TOKENS = torch.tensor([[1, 0, 3], [3, 3, 2]])  # the tokens and targets in ``Operator.functions``
-# A differentiable function whose arguments are floating tensors, and the tensors' shapes.
 Function = tuple[Callable[..., Any], Sequence[tuple[int, ...]]]
-# The arguments of torch.library.opcheck: an op, its positional arguments, and its keyword arguments.
+# The arguments of torch.library.opcheck.
 Invocation = tuple[Any, tuple[Any, ...], dict[str, Any]]
 
 
@@ -36,23 +33,17 @@ class Call:
 
     Attributes:
         text: the text of the call for messages.
-        ours: calls the operator.
-        torchs: computes the same results with torch's own kernels in the same dtype.
         exact: computes the formula; its floating arguments are float64.
-        args: the tensors by name; None for an argument that is absent.
         fixed: the names of arguments that never require a gradient.
         any_threads: whether the bits are independent of the number of threads, because torch's BLAS is not called.
-        tied: the names of arguments that must have the same dtype and last dimension; the op must raise an error if
-            they differ.
-        nan_gradients: whether a NaN in the result's gradient must make the same gradients NaN as in the formula. Losses
-            are an exception, because an element of dlogits that is exactly 0 stays 0.
+        tied: the names of arguments that must have the same dtype and last dimension.
+        nan_gradients: whether a NaN in the result's gradient must make the same gradients NaN as in the formula. For
+            losses it need not, because an element of dlogits that is exactly 0 stays 0.
         denormal_gradients: whether the results' gradients may be all denormal.
         takes_floating_alone: whether the op must raise an error for an integer tensor in place of a floating one.
         noise: computes from all arguments and douts the error that cancelling sums in the results may have.
-        torchs_splits: whether torch's BLAS may have split sums of float32, whose parts have smaller errors than the
-            operator's unsplit sums.
-        products: computes the arguments of ``assert_product`` for each matmul of the call from all tensors by name: the
-            arguments, "out", "dout" and the needed gradients.
+        torchs_splits: whether torch's BLAS may have split float32 sums into parts, which have smaller errors.
+        products: computes the arguments of ``assert_product`` for each matmul, from all tensors by name.
         invocations: returns the op and its backward ops, each with all arguments.
     """
 
@@ -73,23 +64,19 @@ class Call:
     invocations: Callable[[], list[Invocation]] = lambda: []
 
     def differentiable(self) -> dict[str, Tensor]:
-        """Return the arguments that may require a gradient."""
         floating = {name: t for name, t in self.args.items() if t is not None and t.is_floating_point()}
         return {name: t for name, t in floating.items() if name not in self.fixed}
 
     def function(self) -> Callable[..., Any]:
-        """Return the operator as a function of its differentiable arguments."""
         wanted = self.differentiable()
         return lambda *tensors: self.ours(*{**self.args, **dict(zip(wanted, tensors, strict=True))}.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Cost:
-    """The least work of a call's forward or backward.
+    """The least work of a forward or backward: each input is read once, and each output written once.
 
-    Attributes:
-        bytes: the bytes of the inputs, each read once, and of the outputs, each written once.
-        flops: the number of floating-point operations; approximate for memory-bound operators.
+    ``flops`` is approximate for memory-bound operators.
     """
 
     bytes: int
@@ -101,18 +88,15 @@ class Operator:
     """An entry of the table.
 
     Attributes:
-        name: the name of the operator, or of a function of ``gptkernels.functional``.
-        draw: draws the arguments and returns the call.
         weight: the relative frequency among the fuzzer's calls; 0 for no calls.
-        sizes: the values of choices in a plain call, by name: a value for all sizes, or a list of values for SMALL, ODD
-            and ORDINARY. SMALL is for finite differences. ODD has rows whose length is no multiple of a vectorized
-            load. None if only the fuzzer calls the operator.
-        variants: the cases of the operator: the choices of each variant, by the variant's name.
-        dtypes: the dtypes of the plain calls.
+        sizes: the choices of a plain call by name: a value, or a list of values for SMALL (finite differences), ODD
+            (rows whose length is no multiple of a vectorized load) and ORDINARY. None if only the fuzzer calls the
+            operator.
+        variants: the choices of each case, by the variant's name.
         costs: computes the costs of forward and backward from the differentiable arguments.
         edges: lists of choices with sizes at which the operator changes to another kernel.
-        autocast: the dtype to which autocast casts the arguments: "none", "lower" (autocast's dtype), "float32 on
-            CUDA", or "torch's steps" (the dtypes of the torch functions that the op replaces).
+        autocast: "none", "lower" (autocast's dtype), "float32 on CUDA", or "torch's steps" (the dtypes of the torch
+            functions that the op replaces).
         functions: the backward ops, and the op with all of its outputs, for tests of their derivatives.
         finite_differences: whether the op has a derivative, and float64 results for float64 arguments.
     """
@@ -132,14 +116,13 @@ class Operator:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A variant of an operator in the table, for plain calls."""
+    """A variant of an operator, for plain calls."""
 
     operator: Operator
     variant: str = ""
 
     @property
     def name(self) -> str:
-        """Return the operator's name, followed by the variant's name."""
         return f"{self.operator.name}, {self.variant}" if self.variant else self.operator.name
 
     def call(
@@ -151,21 +134,15 @@ class Case:
         view: str = "contiguous",
         **choices: Any,
     ) -> Call:
-        """Make a plain call. ``seed`` determines the random numbers, and ``view`` is the layout of every tensor.
-
-        ``choices`` replace choices of the operator's sizes and of the variant.
-        """
         sizes = self.operator.sizes or {}
         choices = {**sizes, **self.operator.variants[self.variant], **choices}
         of_size = {name: value[size] if isinstance(value, list) else value for name, value in choices.items()}
         return self.operator.draw(Plain(of_size, dtype, device, seed, view))
 
     def opcheck_dtype(self) -> torch.dtype:
-        """Return float32 if the op supports it, otherwise the first of the op's dtypes."""
         return torch.float32 if torch.float32 in self.operator.dtypes else self.operator.dtypes[0]
 
     def has_finite_differences(self) -> bool:
-        """Return whether derivatives can be compared with finite differences."""
         return self.operator.finite_differences and torch.float64 in self.operator.dtypes
 
 
@@ -173,8 +150,6 @@ OPERATORS: dict[str, Operator] = {}
 
 
 def operator(**options: Any) -> Callable[[Callable[[Draw], Call]], Callable[[Draw], Call]]:
-    """Return a decorator that adds a function to the table under its name, with these options of :class:`Operator`."""
-
     def put(function: Callable[[Draw], Call]) -> Callable[[Draw], Call]:
         OPERATORS[function.__name__] = Operator(function.__name__, function, **options)
         return function
@@ -183,7 +158,6 @@ def operator(**options: Any) -> Callable[[Callable[[Draw], Call]], Callable[[Dra
 
 
 def grid(choices: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Return all combinations of the choices' values."""
     return [dict(zip(choices, values, strict=True)) for values in itertools.product(*choices.values())]
 
 
@@ -196,11 +170,7 @@ def nbytes(*tensors: Tensor | None) -> int:
 
 
 def row_costs(arrays: tuple[int, int], flops: tuple[int, int]) -> Callable[..., tuple[Cost, Cost]]:
-    """Return ``Operator.costs`` of an op on rows.
-
-    ``arrays`` says how many arrays of x's size the op reads and writes, and ``flops`` how many flops it needs for each
-    element. The first number of each pair is for the forward, and the second one is for the backward.
-    """
+    """The pairs, for forward and backward, are the arrays of x's size that are moved, and the flops per element."""
 
     def costs(x: Tensor, *others: Tensor) -> tuple[Cost, Cost]:
         forward, backward = (Cost(a * nbytes(x), f * x.numel()) for a, f in zip(arrays, flops, strict=True))
@@ -210,16 +180,13 @@ def row_costs(arrays: tuple[int, int], flops: tuple[int, int]) -> Callable[..., 
 
 
 def largest_of(tensors: Sequence[Tensor | None]) -> float:
-    """Return the largest finite magnitude in some tensors."""
     floating = [t for t in tensors if t is not None and t.is_floating_point() and t.numel()]
     return max((t.double().nan_to_num(0, 0, 0).abs().amax().item() for t in floating), default=0.0)
 
 
 def wide(t: Tensor) -> Tensor:
-    """Convert a tensor to the dtype of losses and statistics: float64 for float64, otherwise float32."""
     return t.to(torch.promote_types(t.dtype, torch.float32))
 
 
 def normal(draw: Draw, name: str, *shape: int) -> Tensor:
-    """Draw a tensor of normally distributed values in the call's dtype, for the arguments of a backward op."""
     return draw.tensor(name, shape, draw.dtype(), special="none", denormal=False)

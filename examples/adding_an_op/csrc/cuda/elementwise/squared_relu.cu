@@ -5,8 +5,8 @@
 namespace gptkernels::cuda {
 namespace {
 
-// Each thread computes one element. This is correct for any size and alignment. csrc/cuda/elementwise/gelu.cu shows how
-// packs of 16 bytes make such a kernel fast.
+// One element per thread is correct for any size and alignment. csrc/cuda/elementwise/gelu.cu shows how packs of 16
+// bytes make such a kernel fast.
 constexpr int kThreads = 256;
 
 // x > 0 ? x : 0 would turn a NaN into 0.
