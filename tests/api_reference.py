@@ -59,7 +59,7 @@ def list_public(module):
 
 
 def first_line(value):
-    """Return the first paragraph of an object's docstring on one line, without Sphinx's roles and without shapes."""
+    """Return a docstring's first paragraph on one line, without Sphinx's roles and shapes that begin with (B."""
     text = (inspect.getdoc(value) or "").strip()
     assert text, value
     text = re.sub(r":\w+:`([^`]+)`", r"`\1`", text.split("\n\n")[0]).replace("``", "`")
