@@ -48,7 +48,6 @@ where it does not write into an argument.
 
 
 def list_public(module):
-    """Return the public names of a module."""
     if hasattr(module, "__all__"):
         return [name for name in module.__all__ if not name.startswith("__")]
     own = (
@@ -60,10 +59,7 @@ def list_public(module):
 
 
 def first_line(value):
-    """Return the first paragraph of an object's docstring on one line, without Sphinx's roles such as ``:class:``.
-
-    If the paragraph gives shapes after a colon, they are omitted.
-    """
+    """Return a docstring's first paragraph on one line, without Sphinx's roles and shapes that begin with (B."""
     text = (inspect.getdoc(value) or "").strip()
     assert text, value
     text = re.sub(r":\w+:`([^`]+)`", r"`\1`", text.split("\n\n")[0]).replace("``", "`")
@@ -71,9 +67,8 @@ def first_line(value):
 
 
 def signature(name, value):
-    """Return a name with its parameters and their defaults.
-
-    A class that inherits the constructor of a class of torch has `...` instead, and an enum has its members.
+    """Return a name with its parameters and defaults, "..." for a constructor inherited from torch, or an enum's
+    members.
     """
     if inspect.isclass(value) and (base := find_torchs(value)) is not None and inherits_constructor(value, base):
         return f"{name}(...)"
@@ -97,7 +92,6 @@ def format_default(default):
 
 
 def find_torchs(kind):
-    """Return the first base of a class if it is a class of torch other than nn.Module, else None."""
     base = kind.__mro__[1]
     return base if base.__module__.startswith("torch.") and base is not torch.nn.Module else None
 
@@ -135,7 +129,6 @@ def entries(module):
 
 
 def is_field(kind, method):
-    """Return whether a name is a field of a dataclass. Fields have no docstring."""
     return dataclasses.is_dataclass(kind) and method in {f.name for f in dataclasses.fields(kind)}
 
 

@@ -1,11 +1,10 @@
 """Runs tests with torch's kernels and our kernels for each instruction set: ``make test-capabilities``.
 
-    python tests/capabilities.py [--same] [pytest's arguments]
+python tests/capabilities.py [--same] [pytest's arguments]
 
-The environment variable ATEN_CPU_CAPABILITY selects the instruction set of torch's kernels, and
-GPTKERNELS_CPU_CAPABILITY selects the instruction set of our kernels. The values are default, avx2 and avx512, if this
-processor supports them. The tests run with all pairs of values, or, with --same, only with equal values. Without
-arguments for pytest, the tests of the operators run.
+ATEN_CPU_CAPABILITY selects the instruction set of torch's kernels, GPTKERNELS_CPU_CAPABILITY that of our kernels. The
+tests (by default those of the operators) run with all pairs that this processor supports, or, with --same, only with
+equal values.
 """
 
 import os
@@ -23,7 +22,6 @@ OPERATORS = [
 
 
 def list_available():
-    """Return the instruction sets that this processor supports."""
     code = "import gptkernels; print(gptkernels.info()['cpu capability'])"
     environment = {k: v for k, v in os.environ.items() if k != "GPTKERNELS_CPU_CAPABILITY"}
     best = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
@@ -31,7 +29,6 @@ def list_available():
 
 
 def run(torchs, ours, arguments):
-    """Run pytest, and return its exit status and the last line of its output."""
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": torchs, "GPTKERNELS_CPU_CAPABILITY": ours}
     command = [sys.executable, "-m", "pytest", *arguments]
     lines = []

@@ -13,9 +13,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """Skip tests with the marker ``large`` on the CPU.
-
-    On CUDA they run one after the other in the same worker of pytest-xdist, because two would exceed the GPU's memory.
+    """On CUDA, tests marked ``large`` run in the same worker of pytest-xdist, because two at a time would exceed the
+    memory.
     """
     skip = pytest.mark.skip(reason="more than 2^31 elements: on CUDA only")
     alone = pytest.mark.xdist_group("large")
@@ -31,21 +30,18 @@ def device(request):
 
 @pytest.fixture
 def on_cpu(device):
-    """Skip the test on CUDA."""
     if device.type != "cpu":
         pytest.skip("CPU only")
 
 
 @pytest.fixture
 def on_cuda(device):
-    """Skip the test on the CPU."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
 
 
 @pytest.fixture
 def sm_90a(on_cuda):
-    """Skip the test on the CPU, and on GPUs that do not have compute capability 9.0."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("sm_90a only")
 
@@ -57,7 +53,7 @@ def _seeded():
 
 @pytest.fixture(scope="module")
 def one_thread():
-    """Let torch use one CPU thread in the tests of a file, because more threads make small models slower."""
+    """More threads make small models slower."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -66,7 +62,7 @@ def one_thread():
 
 @pytest.fixture(params=["own", "cublas"])
 def product(request, monkeypatch, device):
-    """Run the test twice on CUDA: with our matmul kernels where they support a call ("own"), and with cuBLAS alone."""
+    """Run a test on CUDA with our matmul kernels where they support a call ("own"), and with cuBLAS alone."""
     if device.type == "cpu" and request.param == "cublas":
         pytest.skip("CUDA only")
     monkeypatch.setenv("GPTKERNELS_MATMUL", request.param)

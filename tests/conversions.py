@@ -1,4 +1,4 @@
-"""Functions that make models and write them in every supported file format, for the tests of conversion."""
+"""Makes models and writes them in every supported file format, for the tests of conversion."""
 
 import dataclasses
 
@@ -16,10 +16,7 @@ TARGETS = {"huggingface": "model", "nanogpt": "ckpt.pt", "llm.c": "model.bin", "
 
 
 def make_model(seed=0, dtype=torch.float32, **changes):
-    """Return a model with noise on its initial parameters, so that a lost parameter is noticed.
-
-    Rows of the embedding that are padding of the vocabulary are 0.
-    """
+    """Return a model with noise on its initial parameters, so that a test notices a lost parameter."""
     torch.manual_seed(seed)
     model = GPT2(dataclasses.replace(CONFIG, padded_vocab_size=None, **changes))
     with torch.no_grad():
@@ -44,7 +41,6 @@ def assert_same_bits(found, expected):
 
 
 def expect_one_line_error(path, message, read=load):
-    """Assert that ``read(path)`` raises a ValueError whose message matches, is one line and contains the path."""
     with pytest.raises(ValueError, match=message) as error:
         read(path)
     assert str(path) in str(error.value)
@@ -52,10 +48,6 @@ def expect_one_line_error(path, message, read=load):
 
 
 def write_as(form, folder, model):
-    """Write a model in the file format ``form`` without calling `convert`, and return the path.
-
-    The formats are the keys of ``TARGETS``, and "training" for a training state.
-    """
     folder.mkdir(exist_ok=True)
     path = folder / TARGETS.get(form, "checkpoint.safetensors")
     state, config = unpad(model), dataclasses.asdict(model.config)
@@ -88,7 +80,6 @@ def make_nanogpt(bias=True):
 
 
 def nanogpt_groups(model):
-    """Return the parameter groups that nanoGPT's configure_optimizers passes to AdamW."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
@@ -97,7 +88,6 @@ def nanogpt_groups(model):
 
 
 def make_checkpoint(trained, **changes):
-    """Return the checkpoint that nanoGPT's train.py saves for a compiled model, with the entries in ``changes``."""
     optimizer = torch.optim.AdamW(nanogpt_groups(trained), lr=1e-3, betas=(0.9, 0.95))
     return {
         "model": {f"_orig_mod.{name}": tensor for name, tensor in trained.state_dict().items()},

@@ -1,4 +1,4 @@
-"""Functions for the tests: parameters of tests, random tensors, comparisons, expected errors and counts of calls."""
+"""Functions that several test files use."""
 
 import collections
 import contextlib
@@ -38,25 +38,20 @@ all_views = pytest.mark.parametrize("view", VIEWS)
 
 
 def randn(*shape, dtype, device, scale=1.0, requires_grad=False):
-    """Return normally distributed values. They are drawn on the CPU, so that they are the same for every device."""
+    """Draw on the CPU, so that every device gets the same values."""
     return (torch.randn(shape) * scale).to(dtype).to(device).requires_grad_(requires_grad)
 
 
 def wide(dtype):
-    """Return the dtype of losses and statistics for tensors of ``dtype``: float64 for float64, otherwise float32."""
+    """Return the dtype of losses and statistics for tensors of ``dtype``."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def double(t):
-    """Return a detached float64 copy of a tensor, or None for None."""
     return None if t is None else t.detach().double()
 
 
 def gradients(function, inputs, dout):
-    """Return the gradients of ``function(*inputs)`` for the inputs; None for an input that is None.
-
-    If the function returns several outputs, ``dout`` has a gradient for each of them, or None for an unused output.
-    """
     leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
     out = function(*leaves)
     pairs = list(zip(out, dout, strict=True)) if isinstance(out, tuple) else [(out, dout)]
@@ -70,17 +65,13 @@ def gradients(function, inputs, dout):
 
 
 def assert_equal(found, expected, equal_nan=False):
-    """Assert that two tensors, or two sequences of tensors, have equal dtypes, shapes and values."""
     if isinstance(found, torch.Tensor):
         found, expected = [found], [expected]
     torch.testing.assert_close(list(found), list(expected), rtol=0, atol=0, equal_nan=equal_nan)
 
 
 def assert_same_bits(function, times=3, vary_threads=True):
-    """Assert that several calls of a function return bitwise identical tensors.
-
-    With ``vary_threads``, every second call uses one CPU thread.
-    """
+    """Every second call uses one CPU thread."""
     first = _copies(function())
     threads = torch.get_num_threads()
     try:
@@ -98,25 +89,18 @@ def _copies(outputs):
 
 
 def tolerance(dtype):
-    """Return tolerances for ``torch.testing.assert_close`` with which a test still finds wrong indices.
-
-    They are four times the default tolerances for float64 and float32, and larger than these for 16-bit dtypes.
-    """
+    """Four times torch's tolerances for float64 and float32, larger ones in 16 bits. Tests still find wrong indices."""
     rtol, atol = {torch.float64: (1e-7, 1e-7), torch.float32: (1.3e-6, 1e-5)}.get(dtype, (1.6e-2, 1e-2))
     return {"rtol": 4 * rtol, "atol": 4 * atol}
 
 
 def assert_close_in_scale(a, b, dtype):
-    """Assert that ``a`` and ``b`` are equal within ``tolerance(dtype)`` times the largest element of ``b``, or 1.
-
-    After several matmuls, a small element is the difference of large numbers and has the absolute error of these.
-    """
+    """After several matmuls, a small element is a difference of large numbers and has their absolute error."""
     scale = b.abs().max().clamp(min=1).double() if b.numel() else 1.0
     torch.testing.assert_close(a.double() / scale, b.double() / scale, **tolerance(dtype))
 
 
 def check(ours, torchs, *inputs):
-    """Assert that two functions return results of equal dtype and shape, and nearly equal results and gradients."""
     out, expected = ours(*inputs), torchs(*inputs)
     torch.testing.assert_close(out, expected, equal_nan=True, **tolerance(expected.dtype))
     floating = [t.detach() for t in inputs if t.is_floating_point()]
@@ -139,27 +123,14 @@ TRIALS = 50
 
 
 def assert_as_exact_with_gradients(ours, torchs, exact, args, dout, names):
-    """Assert that the result of ``ours(*args)`` and all its gradients satisfy the rule of ``assert_as_exact_as_torch``.
+    """Assert that a result and all its gradients satisfy ``assert_as_exact_as_torch``, and return our gradients.
 
-    If there are only a few numbers, torch's largest error may happen to be small. If a result breaks the rule, the
-    functions are therefore called again in ``TRIALS`` trials, with the elements of each tensor in other orders. The
-    first result must then satisfy the rule with torch's largest error in all trials. The root mean square of our errors
-    in all trials must satisfy the rule, too.
-
-    Args:
-        ours: our op.
-        torchs: torch's counterpart.
-        exact: the formula, which is called with float64 arguments.
-        args: tensors, or None for absent ones.
-        dout: the gradient of the result.
-        names: the gradients' names, one for each of ``args``.
-
-    Returns:
-        Our gradients.
+    torch's largest error over a few numbers may happen to be small. A result that breaks the rule is therefore computed
+    again in ``TRIALS`` trials, with the elements of each tensor in other orders. The first result must then satisfy the
+    rule with torch's largest error in all trials, and so must the root mean square of our errors in all trials.
     """
 
     def compute(args, dout):
-        """Return (ours, torch's, the formula's tensor) by name, of the result, "out", and of each gradient."""
         doubles = [double(t) for t in args]
         results = ours(*args), torchs(*args), exact(*doubles)
         found = gradients(ours, args, dout), gradients(torchs, args, dout), gradients(exact, doubles, double(dout))
@@ -192,16 +163,12 @@ def shuffled(t):
 
 
 def call_of(name, dtype, device, **choices):
-    """Return a call of an operator of ``gptkernels.testing.cases``. Choices that are not given have ordinary values."""
+    """Choices that are not given have ordinary values."""
     operator = OPERATORS[name]
     return Case(operator, next(iter(operator.variants))).call(ORDINARY, dtype, device, **choices)
 
 
 def check_call(name, dtype, device, choices, **args):
-    """Check that ``call_of(name, dtype, device, **choices)`` satisfies the rule of exactness.
-
-    ``args`` replace the arguments of the call that have these names.
-    """
     call = call_of(name, dtype, device, **choices)
     hold_to_the_rule(dataclasses.replace(call, args={**call.args, **args}))
 
@@ -210,26 +177,23 @@ def check_call(name, dtype, device, choices, **args):
 
 
 def raises(*fragments):
-    """Return a context in which a RuntimeError must be raised whose message has all these fragments."""
+    """Expect a RuntimeError whose message matches all fragments, in any order."""
     pattern = "".join(f"(?=.*{fragment})" for fragment in fragments)
     return pytest.raises(RuntimeError, match=pattern)
 
 
 def refused(op, args, *fragments, **options):
-    """Assert that the op raises an error for these arguments, whose message has the op's name and the fragments."""
     name = op._qualified_op_name.partition("::")[2]
     with raises(rf"\b{name}\b", *fragments):
         op(*args, **options)
 
 
 def assert_raises(error, match, call, /, *args, **options):
-    """Assert that a call raises an error of this type, with a message that matches."""
     with pytest.raises(error, match=match):
         call(*args, **options)
 
 
 def run_python(program, *arguments, **environment):
-    """Run Python code in another process, and return its ``subprocess.CompletedProcess``."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
     environment = {**os.environ, **environment}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
@@ -239,7 +203,7 @@ def run_python(program, *arguments, **environment):
 
 
 def philox(key, counter):
-    """Return the four 32-bit words of Philox4x32-7 for a 64-bit key and a counter of four words or arrays of words."""
+    """Return the words of Philox4x32-7 for a 64-bit key and a counter of four 32-bit words, or arrays of words."""
     c, k = list(counter), [key & 0xFFFFFFFF, key >> 32]
     for _ in range(7):
         a, b = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
@@ -249,11 +213,10 @@ def philox(key, counter):
 
 
 def numbers(device, seed=12345, offset=6789):
-    """Return the seed and the offset, as tensors, that the operators with dropout have as arguments."""
     return [torch.tensor(n, device=device) for n in (seed, offset)]
 
 
-CHI_SQUARE_15 = 44.3  # chi-square with 15 degrees of freedom exceeds this bound with a probability of 1e-4
+CHI_SQUARE_15 = 44.3  # exceeded with probability 1e-4 by chi-square with 15 degrees of freedom
 
 
 def chi_square(counts):
@@ -262,7 +225,6 @@ def chi_square(counts):
 
 
 def assert_uniform(bins, pairs):
-    """Assert that the values, from 0 to 15, are uniformly distributed, and the tensors of each pair independent."""
     counts = {"values": bins} | {name: a // 4 * 4 + b // 4 for name, (a, b) in pairs.items()}
     for name, values in counts.items():
         assert chi_square(values.flatten().bincount(minlength=16).double()) < CHI_SQUARE_15, name
@@ -272,13 +234,12 @@ def assert_uniform(bins, pairs):
 
 
 def by_operators(monkeypatch):
-    """Make each transformer block of ``GPT2`` call its operators one by one, not as one node of autograd's graph."""
+    """Make each transformer block of ``GPT2`` call its operators one by one, not as one autograd node."""
     monkeypatch.setattr("gptkernels.models.fused_block.run", lambda *args: None)
 
 
 @contextlib.contextmanager
 def tf32(allowed):
-    """Set torch's option that allows TF32 in float32 matmuls on CUDA."""
     matmul = torch.backends.cuda.matmul
     before = matmul.allow_tf32
     matmul.allow_tf32 = allowed
@@ -290,7 +251,6 @@ def tf32(allowed):
 
 @contextlib.contextmanager
 def kept_sizes():
-    """Record the size in bytes of each tensor that autograd saves inside the context, by the tensor's address."""
     sizes = {}
 
     def note(tensor):
@@ -302,8 +262,6 @@ def kept_sizes():
 
 
 class CountCalls(TorchDispatchMode):
-    """Counts the calls of each operator by its name, e.g. ``aten::add.Tensor`` or ``gptkernels::linear``."""
-
     def __init__(self):
         super().__init__()
         self.count = collections.Counter()
@@ -313,20 +271,17 @@ class CountCalls(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def kernels(self):
-        """Return the number of calls of each operator of this package, by its name without the namespace."""
         names = (name for name in self.count if name.startswith("gptkernels::"))
         return collections.Counter({name.removeprefix("gptkernels::"): self.count[name] for name in names})
 
 
 def count_flops(function, *args, **options):
-    """Return the flops of a call as counted by torch, and the call's result."""
     with FlopCounterMode(display=False) as counter:
         result = function(*args, **options)
     return counter.get_total_flops(), result
 
 
 def node_names(loss):
-    """Return the names of the nodes of the loss's autograd graph."""
     found, todo = set(), [loss.grad_fn]
     while todo:
         node = todo.pop()
@@ -337,11 +292,7 @@ def node_names(loss):
 
 
 def warmed_up_and_captured(step):
-    """Call ``step`` once, and then capture a call in a CUDA graph.
-
-    Returns:
-        The graph, and the results of the captured call, which every replay overwrites.
-    """
+    """Return a CUDA graph of one call of ``step``, and this call's results, which every replay overwrites."""
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         step()

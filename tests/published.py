@@ -13,8 +13,6 @@ import torch.nn.functional as F
 
 @dataclasses.dataclass
 class Config:
-    """A model's sizes and options, with the names of nanoGPT's GPTConfig."""
-
     block_size: int = 1024
     vocab_size: int = 50304
     n_layer: int = 12
@@ -25,10 +23,6 @@ class Config:
 
 
 def initialise(model, config):
-    """Draw the weights from a normal distribution with standard deviation 0.02, and set the biases to 0.
-
-    For projections into the residual stream the standard deviation is 0.02 / sqrt(2L).
-    """
     for name, p in model.named_parameters():
         if p.dim() == 2:
             nn.init.normal_(p, std=0.02 / math.sqrt(2 * config.n_layer) if name.endswith("c_proj.weight") else 0.02)
@@ -37,7 +31,7 @@ def initialise(model, config):
 
 
 class LayerNorm(nn.Module):
-    """A layer norm whose bias is optional. nanoGPT has this class because torch.nn.LayerNorm had no option ``bias``."""
+    """nanoGPT has this class because torch.nn.LayerNorm had no option ``bias``."""
 
     def __init__(self, ndim, bias):
         super().__init__()
@@ -49,8 +43,6 @@ class LayerNorm(nn.Module):
 
 
 class CausalSelfAttention(nn.Module):
-    """Computes attention with torch's fused function, or, without ``flash``, with matmuls and a mask in a buffer."""
-
     flash = True
 
     def __init__(self, config):
@@ -110,11 +102,6 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """nanoGPT's model. With targets it returns the logits of all positions and the loss.
-
-    Without targets it returns the logits of the last position, and None.
-    """
-
     block = Block
 
     def __init__(self, config):
@@ -158,7 +145,7 @@ class GPT(nn.Module):
 
 
 class SlowAttention(CausalSelfAttention):
-    """Computes attention with matmuls and a mask in a buffer, as nanoGPT does if torch is older than 2.0."""
+    """Attention with matmuls and a mask in a buffer, as in nanoGPT with torch older than 2.0."""
 
     flash = False
 
@@ -177,15 +164,11 @@ FLASH = 0
 
 
 class NewGELU(nn.Module):
-    """Computes the tanh approximation of GELU."""
-
     def forward(self, input):
         return 0.5 * input * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * (input + 0.044715 * torch.pow(input, 3.0))))
 
 
 class LlmcAttention(nn.Module):
-    """Computes attention without dropout. If FLASH is set, it calls torch's fused function."""
-
     def __init__(self, config):
         super().__init__()
         self.c_attn = nn.Linear(config.n_embd, 3 * config.n_embd)
@@ -237,8 +220,6 @@ class LlmcBlock(nn.Module):
 
 
 class LlmcGPT(nn.Module):
-    """llm.c's model. With ``return_logits=False`` it returns only the loss, and None for the logits."""
-
     def __init__(self, config):
         super().__init__()
         self.config = config

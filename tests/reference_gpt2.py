@@ -1,7 +1,7 @@
 """GPT-2 in plain PyTorch, the reference for the tests of models.
 
-The file imports nothing from gptkernels. Parameters have nanoGPT's names, as in `gptkernels.models.GPT2`, so that each
-of the two models can load the state of the other.
+It imports nothing from gptkernels. Its parameters have nanoGPT's names, as in `gptkernels.models.GPT2`, so that each
+model can load the other's state.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ from torch.nn import functional as F
 
 
 class Config(Protocol):
-    """The fields of `gptkernels.models.GPT2Config` that the reference reads."""
-
     block_size: int
     vocab_size: int
     padded_vocab_size: int | None
@@ -69,10 +67,7 @@ class Block(nn.Module):
 
 
 class ReferenceGPT2(nn.Module):
-    """GPT-2 without dropout.
-
-    The embedding `wte` has `padded_vocab_size` rows. The logits have `vocab_size` columns.
-    """
+    """GPT-2 without dropout. `wte` has `padded_vocab_size` rows, the logits have `vocab_size` columns."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -92,10 +87,6 @@ class ReferenceGPT2(nn.Module):
 
     @torch.no_grad()
     def _initialise(self) -> None:
-        """Draw the matrices from a normal distribution with standard deviation 0.02, and set the biases to 0.
-
-        For projections into the residual stream the standard deviation is 0.02 / sqrt(2L).
-        """
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
         for name, parameter in self.named_parameters():
             if name.endswith(".bias"):
@@ -104,7 +95,7 @@ class ReferenceGPT2(nn.Module):
                 parameter.normal_(0.0, residual_std if name.endswith("c_proj.weight") else 0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the logits (B, T, V) of `tokens` (B, T), and their mean cross-entropy with `targets` (B, T)."""
+        """Return the logits (B, T, V) and the mean cross-entropy with `targets` (B, T)."""
         positions = torch.arange(tokens.shape[1], device=tokens.device)
         x = self.transformer["wte"](tokens) + self.transformer["wpe"](positions)
         for block in self.transformer["h"]:

@@ -9,10 +9,7 @@ SIZES = {"n_layer": 2, "n_embd": 32, "n_head": 2, "vocab_size": 60, "block_size"
 
 
 def make_model(device="cpu", dtype=torch.float32, noise=0.1, **changes):
-    """Return a model with the configuration SIZES, updated by ``changes``.
-
-    Noise is added to the weights so that each of them affects the results.
-    """
+    """Noise on the weights lets each of them affect the results."""
     torch.manual_seed(3)
     model = GPT2(GPT2Config(**SIZES | changes), device, dtype)
     with torch.no_grad():
@@ -22,7 +19,6 @@ def make_model(device="cpu", dtype=torch.float32, noise=0.1, **changes):
 
 
 def make_pair(device="cpu", dtype=torch.float64, **changes):
-    """Return a model, and a ReferenceGPT2 with the same weights."""
     model = make_model(device, dtype, **changes)
     reference = ReferenceGPT2(model.config).to(device, dtype)
     reference.load_state_dict(model.state_dict())
@@ -30,11 +26,9 @@ def make_pair(device="cpu", dtype=torch.float64, **changes):
 
 
 def make_batch(device="cpu", B=2, length=16, vocab_size=SIZES["vocab_size"], seed=5):
-    """Return random tokens (B, T), where T is ``length``, and as targets (B, T) the token that follows each of them."""
     tokens = torch.randint(vocab_size, (B, length + 1), generator=torch.Generator().manual_seed(seed)).to(device)
     return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
 
 
 def assert_equal(found, expected):
-    """Assert that two tensors, or two sequences of tensors, have equal values."""
     torch.testing.assert_close(found, expected, rtol=0, atol=0)

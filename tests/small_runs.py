@@ -1,4 +1,4 @@
-"""Functions for tests: small runs of the trainer, comparisons of runs, and error messages of commands."""
+"""Small runs of the trainer and comparisons of runs."""
 
 import csv
 from pathlib import Path
@@ -29,26 +29,16 @@ SMALL = {
 
 
 def make_options(folder, device, **changes):
-    """Write token files to a folder, and return the options of a small training run on them."""
     files = {"data": write_text(folder / "text"), "output": str(folder / "run")}
     return SMALL | files | {"device": str(device)} | changes
 
 
 def train_with(options, **changes):
-    """Train with the options, updated by ``changes``, and return what ``train`` returns.
-
-    Options that are a Path are converted to strings.
-    """
     given = {name: str(value) if isinstance(value, Path) else value for name, value in (options | changes).items()}
     return train(TrainConfig(**given))
 
 
 def write_text(prefix):
-    """Write the bytes of TEXT as token files for training and validation, and the tokenizer of bytes.
-
-    Returns:
-        The prefix of the files' names, for the option ``data``.
-    """
     write_tokens(f"{prefix}_train.bin", [list(TEXT)])
     write_tokens(f"{prefix}_val.bin", [list(TEXT[:200])])
     load_tokenizer("bytes").save(prefix)
@@ -56,23 +46,20 @@ def write_text(prefix):
 
 
 def read_losses(run):
-    """Return the rows of a run's CSV without times: (step, split, loss, learning rate, gradient norm)."""
+    """Return (step, split, loss, learning rate, gradient norm) of each row of a run's CSV."""
     return [tuple(row[name] for name in CSV_COLUMNS[:5]) for row in read_log(run)]
 
 
 def read_log(run, split=None):
-    """Return the rows of a run's CSV, or only the rows of one split, as dictionaries."""
     with open(run / "log.csv", newline="") as file:
         return [row for row in csv.DictReader(file) if split in (None, row["split"])]
 
 
 def load_step(run):
-    """Return the number of training steps that a run's checkpoint contains."""
     return load_training_state(run / "checkpoint.safetensors").trainer["step"]
 
 
 def assert_same_run(one, other):
-    """Assert that the logs of two runs have equal losses, and that their checkpoints are equal except for options."""
     assert read_losses(one) == read_losses(other)
     states = [load_training_state(run / "checkpoint.safetensors") for run in (one, other)]
     for field in ("model", "optimizer", "rng"):
@@ -83,7 +70,6 @@ def assert_same_run(one, other):
 
 
 def at_step(monkeypatch, step, act):
-    """Make the trainer call `act` before the training step with the number `step`. The first step has number 0."""
     launch = Trainer._launch_step
 
     def launch_and_act(self):
@@ -95,11 +81,9 @@ def at_step(monkeypatch, step, act):
 
 
 def run_flags(options):
-    """Return the options as arguments of `gptkernels train`."""
     return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
 
 
 def error_of(capsys, *command, status=2):
-    """Run a command of `gptkernels` that ends with this status, and return the text of its stderr."""
     assert main([str(part) for part in command]) == status
     return capsys.readouterr().err

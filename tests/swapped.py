@@ -1,4 +1,4 @@
-"""Models for the tests of ``gptkernels.swap``, and functions that compare a swapped with an unswapped model."""
+"""Models for the tests of ``gptkernels.swap``, and comparisons of swapped and unswapped models."""
 
 import contextlib
 import copy
@@ -29,7 +29,6 @@ needs_transformers = pytest.mark.skipif(transformers is None, reason="transforme
 
 
 def hf_config(dropout=0.0, **changes):
-    """Return the configuration of a small GPT-2 of transformers. ``changes`` replace its options."""
     base = dict(
         n_layer=2, n_head=2, n_embd=32, vocab_size=V, n_positions=64, num_labels=3, pad_token_id=0,
         bos_token_id=1, eos_token_id=2, resid_pdrop=dropout, embd_pdrop=dropout, attn_pdrop=dropout,
@@ -39,10 +38,7 @@ def hf_config(dropout=0.0, **changes):
 
 
 def randomised(model):
-    """Set the parameters of a model to random values that are so large that each of them affects the results.
-
-    The seed is fixed, so that two models of a class get the same values.
-    """
+    """Set the parameters, with a fixed seed, to values so large that each of them affects the results."""
     generator = torch.Generator().manual_seed(5)
     with torch.no_grad():
         for p in model.parameters():
@@ -53,8 +49,6 @@ def randomised(model):
 
 
 def huggingface(kind):
-    """Return a function that makes a model of the class ``kind`` of transformers with a given dropout probability."""
-
     def make(dropout):
         return randomised(getattr(transformers, kind)(hf_config(dropout)))
 
@@ -67,7 +61,6 @@ def tokens(device, draw=0, batch=2):
 
 
 def call_language_model(model, device, draw=0):
-    """Call a language model of transformers. Return [logits] and the loss."""
     x = tokens(device, draw)
     labels = x.clone()
     labels[0, :3] = -100
@@ -76,13 +69,12 @@ def call_language_model(model, device, draw=0):
 
 
 def call_model(model, device, draw=0):
-    """Call a model of transformers without a head. Return [hidden states] and their mean square as a loss."""
     hidden = model(input_ids=tokens(device, draw)).last_hidden_state
     return [hidden], hidden.float().square().mean() if hidden.dtype != torch.float64 else hidden.square().mean()
 
 
 def call_classifier(model, device, draw=0):
-    """Call a classifier of transformers on sequences, of which one ends with padding. Return [logits] and the loss."""
+    """One of the two sequences ends with padding."""
     x = tokens(device, draw)
     x[0, -4:] = 0
     out = model(input_ids=x, attention_mask=(x != 0).long(), labels=torch.tensor([2, 0], device=device))
@@ -90,7 +82,6 @@ def call_classifier(model, device, draw=0):
 
 
 def call_double_heads(model, device, draw=0):
-    """Call GPT2DoubleHeadsModel on two examples with two choices each. Return both heads' logits and summed losses."""
     x = tokens(device, draw, 4).view(2, 2, T)
     out = model(
         input_ids=x, mc_token_ids=torch.tensor([[3, 5], [9, T - 1]], device=device), labels=x,
@@ -100,7 +91,6 @@ def call_double_heads(model, device, draw=0):
 
 
 def call_gpt(model, device, draw=0):
-    """Call a model of nanoGPT or llm.c. Return [logits] and the loss."""
     x = tokens(device, draw)
     targets = x.roll(-1, 1)
     targets[:, -1] = -1
@@ -109,7 +99,6 @@ def call_gpt(model, device, draw=0):
 
 
 def gpt(kind, bias=True):
-    """Return a function that makes a model of the class ``kind`` of ``published`` with a given dropout probability."""
     return lambda dropout: randomised(kind(published.Config(64, V, 2, 2, 32, dropout, bias)))
 
 
@@ -129,19 +118,16 @@ all_families = pytest.mark.parametrize(
 
 
 def make_model_and_call(family, device, dropout=0.0):
-    """Return a model of a family in FAMILIES, and the function that calls it."""
     make, call = FAMILIES[family]
     return make(dropout).to(device), call
 
 
 def make_copies_and_call(family, device, dropout=0.0):
-    """Return the swapped model, the unswapped model and its float64 copy, and the function that calls them."""
     model, call = make_model_and_call(family, device, dropout)
     return gptkernels.swap(copy.deepcopy(model)), model, copy.deepcopy(model).double(), call
 
 
 def results(model, call, device, autocast=False, draw=0):
-    """Return the outputs, the loss and all gradients by name."""
     context = torch.autocast(device.type, torch.bfloat16) if autocast else contextlib.nullcontext()
     with context:
         outputs, loss = call(model, device, draw)
@@ -154,15 +140,9 @@ def results(model, call, device, autocast=False, draw=0):
 def assert_as_exact(ours, torchs, exact, others=()):
     """Assert that every result satisfies the rule of ``helpers.assert_as_exact_as_torch``.
 
-    The largest error of a small tensor varies from input to input. ``others`` therefore adds further inputs, and the
-    rule uses torch's largest error over all of them. The error of a loss, a single number, may happen to be near 0. The
-    rule therefore uses at least the mean error of torch's first output for it.
-
-    Args:
-        ours: our results by name, as ``results`` returns them.
-        torchs: torch's results.
-        exact: the results of the model in float64.
-        others: pairs (torch's results, results in float64) for other inputs.
+    torch's largest error for a small tensor varies from input to input, so the rule uses its largest error over
+    ``others`` too: pairs of torch's results and float64 results for other inputs. A loss's error may happen to be near
+    0, so the rule uses at least the mean error of torch's first output for it.
     """
     assert ours.keys() == torchs.keys() == exact.keys()
     typical = (torchs["output 0"].double() - exact["output 0"].double()).abs().mean().item()
@@ -175,8 +155,8 @@ def assert_as_exact(ours, torchs, exact, others=()):
 def our_dropout(monkeypatch):
     """Make torch's attention and dropout apply the dropout masks of our kernels.
 
-    All dropouts, ours and torch's, have the same seed. The offset of a dropout is the number of earlier dropouts in the
-    context. A swapped and an unswapped model therefore apply the same masks.
+    Every dropout has the same seed, and its offset is the number of earlier dropouts in the context. A swapped and an
+    unswapped model therefore apply the same masks.
     """
     count = iter(range(10**6))
 

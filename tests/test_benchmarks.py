@@ -37,13 +37,11 @@ def make_settings(**changes):
 
 
 def measure_tiny(op, **changes):
-    """Measure an operator at its tiny sizes, and return the rows of the table of results."""
     return list(measure.measure(op, make_settings(sizes=[importlib.import_module(f"benchmarks.{op}").TINY], **changes)))
 
 
 @pytest.fixture(scope="module")
 def kept(tmp_path_factory):
-    """Measure two operators, and return the file that --json writes."""
     path = tmp_path_factory.mktemp("bench") / "run.json"
     assert main(["gelu", "layernorm", "--device", "cpu", "--shape", "4x8", "--repeats", "3", "--json", str(path)]) == 0
     return path
@@ -87,7 +85,6 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def filled_pages(kind):
-    """Return the text that a benchmark's option --pages would write to each page, by path."""
     if kind == "operators":  # python -m benchmarks --from benchmarks/results/h200*.json --pages
         return pages.filled(ROOT, load(*sorted(RESULTS.glob("h200*.json"))))
     if kind == "steps":  # python -m benchmarks.train_step --from benchmarks/results/step*.json --pages
@@ -160,7 +157,7 @@ def test_a_regression_is_reported(kept, tmp_path, capsys):
 
 
 def slow_down(row):
-    """Increase all times by 30 %, as on a slower machine. Their ratios to the time of the copy do not change."""
+    """Increase all times by 30 %, as on a slower machine, where the ratios to the time of the copy stay the same."""
     row.times = {name: Time(*(1.3 * t for t in time)) for name, time in row.times.items()}
 
 
@@ -309,7 +306,7 @@ def test_a_timeline_counts_every_launch_once():
 
 
 def floors_of(*calls, **options):
-    """Return the lower bounds of times on a device with 1 byte/s and 1 flop/s, by the part that a kernel computes.
+    """Return the lower bounds of times at 1 byte/s and 1 flop/s, by the part that a kernel computes.
 
     Each call is (operator, shapes, names of kernels).
     """

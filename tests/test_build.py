@@ -1,4 +1,4 @@
-"""Tests of the libraries' symbols, of errors if a part of the build is missing, and of csrc without torch."""
+"""Tests of the libraries' symbols, of incomplete builds, and of csrc without torch."""
 
 import collections
 import importlib.util
@@ -30,10 +30,7 @@ def list_undefined(library):
 @pytest.mark.skipif(shutil.which("nm") is None, reason="needs nm")
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.name)
 def test_libraries_use_only_the_stable_abi(library):
-    """The libraries use no symbols of Python, and no C++ symbols of the namespaces c10, at and torch.
-
-    The ABI of these C++ symbols changes with each release of torch.
-    """
+    """The ABI of the C++ symbols of c10, at and torch changes with each release of torch."""
     symbols = list_undefined(library)
     assert any(s.startswith("aoti_torch_") for s in symbols)
     assert [s for s in symbols if re.match(r"_Z.*(3c10|2at|5torch)", s)] == []
@@ -60,7 +57,6 @@ def run_python(code, **environment):
     [("/nowhere/libgptkernels_cuda.so", "without its CUDA library"), (__file__, "could not be loaded")],
 )
 def test_a_missing_cuda_library_is_reported(library, reason):
-    """Without a CUDA library, the import and calls on the CPU work. ``info`` and a CUDA call report what is missing."""
     code = f"""
         import pathlib, torch
         torch.version.cuda = torch.version.cuda or "13.0"
@@ -149,14 +145,12 @@ def find_compiler():
 
 
 def compile_and_run(folder, *arguments):
-    """Compile a C++ program, and return its output."""
     subprocess.run([find_compiler(), "-std=c++20", "-O1", *arguments, "-o", folder / "program"], check=True)
     return subprocess.run([folder / "program"], capture_output=True, text=True, check=False).stdout
 
 
 @needs_sources
 def test_csrc_has_no_torch(tmp_path):
-    """No source in csrc includes torch, and a program without torch calls a kernel."""
     sources = sorted((ROOT / "csrc").rglob("*.*"))
     assert [p.name for p in sources if re.search(r"#include.*(torch|ATen|c10)", p.read_text())] == []
     files = [ROOT / "tests/standalone.cpp", ROOT / "csrc/cpu/layernorm.cpp"]
@@ -164,7 +158,6 @@ def test_csrc_has_no_torch(tmp_path):
 
 
 def find_types(source):
-    """Yield (namespace, name) of each class and enumeration that a C++ source defines in a named namespace."""
     code = re.sub(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', "", source, flags=re.S)
     scopes = []  # for each open brace: a namespace's name, "" for an anonymous namespace, or None
     namespace = r"\bnamespace\s*(?P<namespace>[\w:]*)\s*\{"
@@ -180,10 +173,7 @@ def find_types(source):
 
 @needs_sources
 def test_types_have_one_definition():
-    """No two sources define a type with the same name in the same namespace.
-
-    Two such types are undefined behaviour, which neither the compiler nor the linker reports.
-    """
+    """Two such types are undefined behaviour, which neither the compiler nor the linker reports."""
     found = collections.defaultdict(set)
     for folder in ("csrc", "ops"):
         for source in (p for p in (ROOT / folder).rglob("*") if p.suffix in (".h", ".cuh", ".cpp", ".cu")):
@@ -196,16 +186,11 @@ def test_types_have_one_definition():
 
 @needs_sources
 def test_kernels_of_all_instruction_sets_agree(tmp_path):
-    """attention's CPU kernels for the instruction sets of this processor have nearly equal results.
-
-    The program that compares them requires equal bits of the kernels for AVX2 and for AVX-512.
-    """
     options = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
     assert compile_and_run(tmp_path, *options, ROOT / "tests/instruction_sets.cpp") == "ok\n"
 
 
 def configure(tmp_path, *options):
-    """Run CMake's configuration step in an environment without nvcc."""
     cmake = shutil.which("cmake", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     environment = {k: v for k, v in os.environ.items() if k not in ("CUDACXX", "CUDA_PATH", "TORCH_CUDA_ARCH_LIST")}
     environment["PATH"] = f"{tmp_path}:/usr/bin:/bin"
@@ -217,7 +202,6 @@ def configure(tmp_path, *options):
 @needs_sources
 @pytest.mark.skipif(os.path.exists("/usr/bin/nvcc"), reason="nvcc cannot be hidden here")
 def test_a_build_without_nvcc_has_no_cuda_library(tmp_path):
-    """Without nvcc, the configuration fails if GPTKERNELS_CUDA=1. With "auto" it omits the CUDA library."""
     demanded = configure(tmp_path, "-DGPTKERNELS_CUDA=1")
     assert demanded.returncode != 0
     assert "demands the CUDA library, but nvcc was not found" in re.sub(r"\s+", " ", demanded.stderr)
@@ -271,7 +255,6 @@ def test_a_source_distribution_has_the_sources_and_no_library(tmp_path):
 
 
 def run_make(folder, *arguments, **variables):
-    """Run make in a folder with links to the checkout's files, and return its output."""
     for path in ROOT.glob("[!.]*"):
         (folder / path.name).symlink_to(path)
     outer = ("GPTKERNELS_", "MAKE", "MFLAGS", "TORCH")  # variables of `make test`
@@ -283,7 +266,7 @@ def run_make(folder, *arguments, **variables):
 @needs_sources
 @pytest.mark.parametrize(("given", "used"), [({}, "auto"), ({"GPTKERNELS_CUDA": "0"}, "0")])
 def test_make_wheel_builds_the_cuda_library_if_it_can(given, used, tmp_path):
-    """Unlike `make train` and `make test`, `make wheel` also does so on a machine without a GPU."""
+    """Unlike `make train` and `make test`, `make wheel` also builds it on a machine without a GPU."""
     environment = tmp_path / ".venv"
     (environment / "bin").mkdir(parents=True)
     python = environment / "bin" / "python"

@@ -37,7 +37,6 @@ def test_the_index_names_every_page():
 
 
 def read_messages():
-    """Return the text of all sources, with ``...`` in place of inserted values."""
     kinds = {".py", ".h", ".cpp", ".cu", ".cuh", ".cmake"}
     files = [path for folder in ("python", "csrc", "ops", "cmake") for path in (ROOT / folder).rglob("*")]
     text = "\n".join(path.read_text() for path in files if path.suffix in kinds)

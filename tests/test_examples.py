@@ -25,13 +25,11 @@ needs_cmake = pytest.mark.skipif(shutil.which("cmake", path=PROGRAMS) is None, r
 
 
 def make_environment(**more):
-    """Return environment variables with which a child process imports the package under test."""
     path = os.pathsep.join([str(Path(gptkernels.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
     return {**os.environ, "PATH": PROGRAMS, "PYTHONPATH": path, **more}
 
 
 def run(*command, **options):
-    """Run a program and return its output."""
     options = {"env": make_environment(), "capture_output": True, "timeout": 400, **options}
     found = subprocess.run(list(map(str, command)), **options)
     assert found.returncode == 0, found.stderr[-4000:]
@@ -43,7 +41,6 @@ def run_python(script, *arguments, **options):
 
 
 def build(source, folder, *options):
-    """Configure and build a CMake project."""
     torch_path = Path(torch.__file__).parent
     cmake = shutil.which("cmake", path=PROGRAMS)
     generator = ("-G", "Ninja") if shutil.which("ninja", path=PROGRAMS) else ()
@@ -56,7 +53,7 @@ def read_losses(text):
 
 
 def test_nanogpt(device):
-    """The program's losses with and without the swap are nearly equal. Only their dropout masks differ."""
+    """Only the dropout masks differ with and without the swap."""
     arguments = "--steps", 21, "--device", device
     ours, theirs = (run_python("nanogpt/train.py", *arguments, *more) for more in ([], ["--no-swap"]))
     assert "gpt block" in ours
@@ -68,7 +65,6 @@ def test_nanogpt(device):
 
 
 def test_huggingface(device, tmp_path):
-    """The program learns, and transformers loads the saved model."""
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
     hidden = {"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}
@@ -82,7 +78,7 @@ def test_huggingface(device, tmp_path):
 
 @needs_cmake
 def test_cpp(device, tmp_path):
-    """A C++ program that does not link Python generates the tokens that the model generates in Python.
+    """A C++ program without Python generates the tokens that the model generates in Python.
 
     The prompt and the number of tokens are those of examples/README.md.
     """
@@ -117,7 +113,6 @@ def test_cpp(device, tmp_path):
 
 @needs_cmake
 def test_adding_an_op(device, tmp_path):
-    """The op is built outside of the package, and passes the tests of the example."""
     cuda = device.type == "cuda"
     build("adding_an_op", tmp_path, f"-DWITH_CUDA={'ON' if cuda else 'OFF'}")
     libraries = [str(tmp_path / "libsquared_relu.so")] + [str(tmp_path / "libsquared_relu_cuda.so")] * cuda

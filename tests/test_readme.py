@@ -1,4 +1,4 @@
-"""Runs the examples of the README, and of a guide, without changes."""
+"""Runs the examples of the README and of a guide unchanged."""
 
 import re
 from pathlib import Path
@@ -21,7 +21,7 @@ def test_examples_run(example):
 
 
 def test_the_guide_from_hugging_face_runs(monkeypatch, tmp_path):
-    """The examples run on a machine without a GPU. A small model takes the place of the downloaded one."""
+    """A small model takes the place of the downloaded one."""
     transformers = pytest.importorskip("transformers")
     small = transformers.GPT2Config(n_layer=1, n_embd=64, n_head=1, vocab_size=60, n_positions=16)
     monkeypatch.chdir(tmp_path)

@@ -4,8 +4,7 @@
 training states, nanoGPT's checkpoints, Hugging Face's files, token files, tokenizers and loader states.
 
 A finding is any other exception, a crash, a load that takes more than `SECONDS` or `EXTRA_BYTES` of address space, or,
-if the file has checksums, content that differs from the intact file's. `--only CALL` repeats the call of a finding,
-whose number is CALL.
+for a file with checksums, content that differs from the intact file's. `--only CALL` repeats a finding's call.
 """
 
 from __future__ import annotations
@@ -46,11 +45,6 @@ VALUES = [None, True, False, 0, -1, 1.5, 1e308, 2**31, 2**63, 2**64, 10**30, "",
 
 
 class Kind(NamedTuple):
-    """A kind of file.
-
-    It has the name and the bytes of an intact file, the function that loads it, and whether it has checksums.
-    """
-
     name: str
     data: bytes
     load: Callable[[Path], Any]
@@ -58,8 +52,6 @@ class Kind(NamedTuple):
 
 
 class Call(NamedTuple):
-    """A damaged file: its kind and its bytes."""
-
     kind: Kind
     data: bytes
 
@@ -68,7 +60,6 @@ class Call(NamedTuple):
 
 
 def make_kinds(folder: Path) -> list[Kind]:
-    """Write an intact file of every kind, and return the kinds."""
     torch.manual_seed(0)
     model = GPT2(GPT2Config(block_size=4, vocab_size=10, n_layer=2, n_head=2, n_embd=8))
     optimizer = AdamW(model.parameters(), lr=1e-3)
@@ -176,10 +167,7 @@ class _Folder:
 
 
 class _Loader:
-    """Makes the DataLoader that a JSON file describes, and loads the file's state into it.
-
-    Arguments that are not integers are replaced by their defaults.
-    """
+    """Loads a DataLoader's state from a JSON file, with defaults for arguments that are not integers."""
 
     def __init__(self, tokens: Path) -> None:
         self._tokens = tokens
@@ -204,7 +192,7 @@ class _Loader:
 
 
 def make_call(kinds: list[Kind], seed: int, number: int) -> Call:
-    """Damage a file of a random kind. The seed and the call's number determine the kind and the damage."""
+    """The seed and the call's number determine the kind and the damage."""
     rng = random.Random(f"{seed}/{number}")
     kind = rng.choice(kinds)
     mutations: list[Callable[[random.Random, bytes], bytes]] = [_flip, _overwrite, _cut, _insert, _remove, _integer]
@@ -221,7 +209,6 @@ def make_call(kinds: list[Kind], seed: int, number: int) -> Call:
 
 
 def _place(rng: random.Random, data: bytes) -> int:
-    """Choose a position in the file, with a probability of 1/2 among the first 64 bytes, where headers are."""
     end = len(data) if rng.random() < 0.5 else min(len(data), 64)
     return rng.randrange(end + 1)
 
@@ -281,7 +268,6 @@ def _json_value(rng: random.Random, data: bytes) -> bytes:
 
 
 def _places(tree: Any) -> Iterator[tuple[Any, Any]]:
-    """Yield (container, key) for every item of nested lists and dicts. The key of a list's item is its index."""
     items = tree.items() if isinstance(tree, dict) else enumerate(tree) if isinstance(tree, list) else ()
     for key, value in list(items):
         yield tree, key
@@ -303,9 +289,8 @@ def _safetensors_header(rng: random.Random, data: bytes) -> bytes:
 def judge(call: Call, folder: Path) -> tuple[str, str]:
     """Load a damaged file, and return (outcome, description).
 
-    The outcome is "same" if the content equals the content of the intact file, "other" if it does not and the file has
-    no checksums, "refused" if loading raises an error as it should, and "finding" otherwise. Only a finding has a
-    description.
+    The outcome is "same" or "other" (only for files without checksums) by comparison with the intact file's content,
+    "refused" for a proper error, or "finding". Only a finding has a description.
     """
     path = folder / call.kind.name
     _replace_file(path, call.data)
@@ -325,13 +310,12 @@ def judge(call: Call, folder: Path) -> tuple[str, str]:
 
 
 def _replace_file(path: Path, data: bytes) -> None:
-    """Delete the file and write a new one, because tensors loaded before may be views of the mapped old file."""
+    """Write a new file, because tensors loaded before may be views of the mapped old file."""
     path.unlink(missing_ok=True)
     path.write_bytes(data)
 
 
 def digest(content: Any) -> bytes:
-    """Return a hash of nested containers, tensors and plain values."""
     found = hashlib.sha256()
     _feed(found, content)
     return found.digest()
@@ -358,10 +342,7 @@ def _feed(found: Any, content: Any) -> None:
 
 
 def _work(pipe: Connection, seed: int, numbers: range) -> None:
-    """Load damaged files in a child process, and classify the outcomes.
-
-    Send (kind, None) before a file is loaded, and (kind, outcome and description) afterwards.
-    """
+    """Send (kind, None) before each file is loaded, and (kind, outcome and description) after it."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.set_num_threads(1)
@@ -382,7 +363,6 @@ def _work(pipe: Connection, seed: int, numbers: range) -> None:
 
 
 def run(calls: range, seed: int) -> tuple[Counter[str], list[str]]:
-    """Load damaged files in child processes. Return how often each outcome occurred, and the findings."""
     counts: Counter[str] = Counter()
     findings: list[str] = []
     start = calls.start
@@ -392,11 +372,7 @@ def run(calls: range, seed: int) -> tuple[Counter[str], list[str]]:
 
 
 def _run_child(calls: range, seed: int, counts: Counter[str], findings: list[str]) -> int:
-    """Load damaged files in one child process and record the outcomes, until the process finishes, hangs or crashes.
-
-    Returns:
-        The number of the first call that was not started.
-    """
+    """Run calls in one child process until it ends or hangs. Return the first call that was not started."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe(duplex=False)
     child = context.Process(target=_work, args=(there, seed, calls), daemon=True)
@@ -432,7 +408,6 @@ def _run_child(calls: range, seed: int, counts: Counter[str], findings: list[str
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run a campaign and print its results. Return 1 if there are findings, otherwise 0."""
     parser = argparse.ArgumentParser("fuzz.files", description=__doc__)
     parser.add_argument("--calls", type=int, default=1000, metavar="N", help="number of damaged files (default: 1000)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="seed of the campaign (default: 0)")

@@ -1,25 +1,23 @@
 """Calls operators with random arguments and compares the results with the formula in float64.
 
-    cd tests && python -m fuzz.ops --calls 100000 --seed 1 [--device cuda] [--jobs 8] [--op gelu]
+cd tests && python -m fuzz.ops --calls 100000 --seed 1 [--device cuda] [--jobs 8] [--op gelu]
 
-A seed and an index determine a call. If a call fails, the fuzzer replaces the call's random choices by simpler ones as
-long as the call still fails. Then it prints a command that repeats the simplified call:
+A seed and an index determine a call. The fuzzer replaces the random choices of a failing call by simpler ones as long
+as the call still fails, and prints a command that repeats the simplified call:
 
-    cd tests && python -m fuzz.ops --seed 1 --index 4711 --set dtype=torch.float32 --set x.layout=contiguous
+cd tests && python -m fuzz.ops --seed 1 --index 4711 --set dtype=torch.float32 --set x.layout=contiguous
 
-The errors of the result and the gradients must satisfy the rule of ``gptkernels.testing.assert_as_exact_as_torch``, and
-so must their root mean squares. Matmuls must satisfy ``assert_product``, which does not depend on torch. Some calls are
-repeated and must give bitwise identical results. Some calls have a wrong argument and must raise an error that names
-the operator.
+The largest and the root mean square errors of results and gradients must satisfy the rule of
+``gptkernels.testing.assert_as_exact_as_torch``. Matmuls must satisfy ``assert_product``, which does not depend on
+torch. Some calls are repeated and must give the same bits. Some have a wrong argument and must raise an error that
+names the operator.
 
 On CUDA half of the calls have real sizes: their thread blocks fill the GPU several times. With ``--set size=real``, all
-calls have real sizes. With ``--jobs``, a call that hangs or ends its process is reported, and a new process makes the
-next calls.
+calls do. With ``--jobs``, a call that hangs or ends its process is reported, and a new process makes the next calls.
 
-The rule compares our error with torch's error, which may happen to be 0 if there are few numbers. If the result of a
-call breaks the rule, the call is therefore repeated with other numbers (``make_trial``), in up to 400 trials. The
-result of the first trial must then satisfy the rule with torch's largest error in all trials. The root mean square of
-our errors in all trials must satisfy the rule, too.
+Over a few numbers, torch's error may happen to be 0. A call that breaks the rule is therefore repeated with other
+numbers (``make_trial``), in up to 400 trials. The first result must then satisfy the rule with torch's largest error in
+all trials, and so must the root mean square of our errors in all trials.
 """
 
 import argparse
@@ -46,12 +44,11 @@ from gptkernels.testing.draw import FLOATING, Draw
 from gptkernels.testing.exactness import Errors, assert_norm_as_exact_as_torch, assert_product
 from helpers import assert_as_exact_as_torch, double
 
-# Calls of a task. On CUDA, all small calls of a task are launched before the first check, because a check synchronizes.
+# On CUDA, this many small calls are launched before the first check, because a check synchronizes.
 LAUNCHED = 32
 MOST_KEPT = 2**30  # bytes of unused CUDA memory that torch's allocator may keep for the next calls
 SKIPPED = "(no memory left)"  # calls that were not checked, because other processes used the GPU's memory
-# The rules are applied after these numbers of trials, until they are satisfied. Calls of real size have at most 100
-# trials.
+# The rules are applied after these numbers of trials until they are satisfied, with at most 100 trials for real sizes.
 TRIALS = (1, 10, 100, 400)
 
 
@@ -59,20 +56,11 @@ TRIALS = (1, 10, 100, 400)
 
 
 def list_operators():
-    """Return the names of the operators that the fuzzer calls."""
     return [name for name, operator in OPERATORS.items() if operator.weight]
 
 
 def launch(draw, op=None):
-    """Draw a call and make it, without checking its results.
-
-    Returns:
-        The Trial whose results must be checked. None if an argument was wrong and the operator raised an error for it.
-
-    Raises:
-        AssertionError: the operator accepted a wrong argument, or its error does not name the operator.
-        Exception: the operator raised this exception for valid arguments.
-    """
+    """Draw and make a call. Return the Trial to check, or None if the operator refused a wrong argument, as it must."""
     names = list_operators()
     draw.op = draw.choose("op", names, [OPERATORS[n].weight for n in names])
     draw.op = op or draw.op
@@ -88,22 +76,13 @@ def launch(draw, op=None):
 
 
 def run(draw, op=None):
-    """Draw a call, make it and check its results.
-
-    Raises:
-        AssertionError: a result is wrong, or the repeated call gave other bits.
-        Exception: the operator raised this exception for valid arguments.
-    """
     first = launch(draw, op)
     if first:
         check(draw, first, *choose_device(draw, [first]))
 
 
 def name_tensors(trial):
-    """Return a trial's tensors by the names that ``Call.products`` uses.
-
-    The names are those of the arguments, "out" and "dout" for the first output and its gradient, and "d<argument>".
-    """
+    """Return a trial's tensors by the names that ``Call.products`` uses: arguments, "out", "dout" and "d<argument>"."""
     named = dict(zip(trial.call.args, trial.args, strict=True))
     named |= {"out": trial.ours[0], "dout": trial.douts[0]}
     return named | {f"d{name}": t for name, t in zip(trial.wanted, trial.ours[len(trial.douts) :], strict=True)}
@@ -140,7 +119,6 @@ def make_first_trial(draw, call):
 
 
 def choose_gradients(draw, call):
-    """Choose which of the differentiable arguments require a gradient, and return their names."""
     names = list(call.differentiable())
     which = draw.choose("gradients", ("all", "some", "none"), (6, 3, 1))
     if which == "some":
@@ -149,17 +127,13 @@ def choose_gradients(draw, call):
 
 
 def make_leaves(call, args, wanted):
-    """Detach the arguments, and let the arguments in ``wanted`` require a gradient."""
     return [
         t if t is None else t.detach().requires_grad_(name in wanted) for name, t in zip(call.args, args, strict=True)
     ]
 
 
 def compute_gradients(outs, leaves, douts):
-    """Return the gradients of the leaves that require one.
-
-    The gradient of a leaf is 0 if the leaf affects only outputs without a gradient in ``douts``.
-    """
+    """Return the gradients of the leaves that require one, 0 for leaves that no output with a gradient depends on."""
     inputs = [t for t in leaves if t is not None and t.requires_grad]
     pairs = [(o, d) for o, d in zip(outs, douts, strict=True) if d is not None and o.requires_grad]
     if not inputs or not pairs:
@@ -169,7 +143,6 @@ def compute_gradients(outs, leaves, douts):
 
 
 def compute_results(call, function, args, douts, wanted):
-    """Return the outputs of ``function(*args)``, and the gradients of the arguments in ``wanted``."""
     leaves = make_leaves(call, args, wanted)
     outs = outputs(function(*leaves))
     return [t.detach() for t in outs] + compute_gradients(outs, leaves, douts)
@@ -180,8 +153,6 @@ def compute_results(call, function, args, douts, wanted):
 
 @dataclasses.dataclass
 class Trial:
-    """A call with one choice of its numbers, our results and torch's results."""
-
     call: Call  # from the table of operators
     wanted: list  # names of the arguments whose gradients are computed
     args: list  # tensors, or None for an absent argument
@@ -192,8 +163,6 @@ class Trial:
 
 
 def make_trial(draw, first, i):
-    """Repeat the call of the first trial with other numbers, which ``i`` determines."""
-
     def changed(t, name, **more):
         return other_numbers(t, i, draw.source(f"trial {i}, {name}"), **more)
 
@@ -205,15 +174,11 @@ def make_trial(draw, first, i):
 
 
 def choose_device(draw, trials):
-    """Copy small trials to the CPU, where their results are compared. Trials of real size stay on their device."""
     return trials if draw.real else copy_to_cpu(trials)
 
 
 def copy_to_cpu(trials):
-    """Return the trials with all tensors on the CPU.
-
-    The tensors are copied together, as one tensor of bytes, because every copy from the GPU synchronizes.
-    """
+    """Copy all tensors together, as one tensor of bytes, because every copy from the GPU synchronizes."""
     lists = ("args", "douts", "ours", "torchs", "again")
     tensors = [t for trial in trials for name in lists for t in getattr(trial, name) if t is not None]
     if all(t.device.type == "cpu" for t in tensors):
@@ -237,18 +202,14 @@ def view_bytes(t):
 
 
 def compute_formula(trial):
-    """Return the outputs and gradients of the formula, in float64, for the arguments of the trial."""
     args = [double(t) if t is not None and t.is_floating_point() else t for t in trial.args]
     return compute_results(trial.call, trial.call.exact, args, [double(d) for d in trial.douts], trial.wanted)
 
 
 def check(draw, first, compared):
-    """Check the results of a call. If they break the rules of exactness, make trials with other numbers.
+    """Check a call's results, in further trials with other numbers if they break the rules of exactness.
 
-    Args:
-        draw: the source of the call's random numbers.
-        first: the call's first trial.
-        compared: a copy of ``first`` on the device where results are compared (``choose_device``).
+    ``compared`` is a copy of ``first`` on the device where results are compared.
     """
     for one, other in zip(compared.ours, compared.again, strict=False):
         assert torch.equal(view_bytes(one), view_bytes(other)), "the same call gave other bits"
@@ -265,24 +226,14 @@ def check(draw, first, compared):
 
 
 def assert_as_exact(names, results, errors, norms):
-    """Assert that each result satisfies the rules for its largest error and for its root mean square error.
-
-    Args:
-        names: the names of the results.
-        results: (our result, torch's result, the formula's result) for each name.
-        errors: torch's largest errors in other trials, or 0.
-        norms: torch's largest root mean square errors in other trials, or 0.
-    """
+    """``results`` are (ours, torch's, the formula's). ``errors`` and ``norms`` are torch's largest in other trials."""
     for name, triple, error, norm in zip(names, results, errors, norms, strict=True):
         assert_as_exact_as_torch(*triple, name, torch_error=error)
         assert_norm_as_exact_as_torch(*triple, name, torch_error=norm)
 
 
 def assert_as_exact_in_trials(draw, first, names, results):
-    """Assert that the first trial's results satisfy the rules with torch's largest error in all trials so far.
-
-    Trials are added until the rules are satisfied, or the largest number in ``TRIALS`` is reached.
-    """
+    """Add trials until the first trial's results satisfy the rules with torch's largest error in all trials."""
     noise, luck = first.call.noise(first.args, first.douts), 2.0 if first.call.torchs_splits else 1.0
     errors = [Errors(noise, luck) for _ in names]
 
@@ -314,7 +265,7 @@ def assert_as_exact_in_trials(draw, first, names, results):
 
 
 def leave_out_overflows(ours, torchs, exact):
-    """Return the three results. Elements that are finite only in the formula get the formula's value in all of them.
+    """Replace elements that are finite only in the formula by the formula's value in all three results.
 
     An intermediate result of such an element overflowed both in our and in torch's dtype, but not in float64.
     """
@@ -323,10 +274,7 @@ def leave_out_overflows(ours, torchs, exact):
 
 
 def repeat_call(draw, call, douts, wanted):
-    """Repeat our call and return its results.
-
-    On the CPU, the repeated call uses another number of threads if ``call.any_threads`` says that this changes no bit.
-    """
+    """On the CPU, use another number of threads if ``call.any_threads`` says that this changes no bit."""
     threads = torch.get_num_threads()
     try:
         if call.any_threads and draw.device.type == "cpu":
@@ -340,11 +288,6 @@ def repeat_call(draw, call, douts, wanted):
 
 
 def break_argument(draw, call):
-    """Draw a kind of fault. Return an argument's name and a wrong value, or None if the call cannot have the fault.
-
-    The faults are integers in place of floating numbers, a dtype that differs from the other arguments' dtype, one more
-    column, and an index out of range.
-    """
     floating = [n for n, t in call.args.items() if t is not None and t.is_floating_point()]
     tied = [n for n in call.tied if call.args[n] is not None]
     how = draw.choose("breakage", ("integers", "another dtype", "wider", "an index out of range"))
@@ -363,10 +306,9 @@ def break_argument(draw, call):
 
 
 def break_index(draw, call):
-    """Return an argument's name and its tensor with an index out of range, or None if the call has no indices.
+    """Return an argument's name and its tensor with an index out of range, or None.
 
-    On CUDA the result is always None, because the kernels find the index by a device-side assertion, after which the
-    process cannot use the device.
+    On CUDA the kernels find the index by a device-side assertion, after which the process cannot use the device.
     """
     name = next((n for n in ("tokens", "targets") if n in call.args), None)
     if name is None or draw.device.type != "cpu" or not call.args[name].numel():
@@ -396,7 +338,6 @@ def check_refused(draw, call, name, value):
 
 
 def find_failure(seed, index, device, op=None, replaced=None):
-    """Make and check a call. Return its draw and its exception if it fails, else None."""
     draw = Draw(seed, index, device, replaced)
     draw.call = "?"
     try:
@@ -407,12 +348,9 @@ def find_failure(seed, index, device, op=None, replaced=None):
 
 
 def simplify(draw, error, seed, index, device, op, seconds):
-    """Replace the choices of a failing call by simpler ones, one by one, as long as the call raises the same exception.
+    """Replace a failing call's choices by simpler ones, one by one, as long as it raises the same exception.
 
     After a CUDA error no simpler call is tried, because the process cannot use the device.
-
-    Returns:
-        The draw and the exception of the simplest call that failed.
     """
     if "CUDA error" in str(error):
         return draw, error
@@ -436,10 +374,6 @@ def simplify(draw, error, seed, index, device, op, seconds):
 
 
 def format_report(draw, error, seed, index, device, op):
-    """Return a text of three lines: the command that repeats the call, the call, and the error.
-
-    If the error is not an AssertionError, the line of code that raised it follows.
-    """
     where = "" if isinstance(error, AssertionError) else "".join(traceback.format_tb(error.__traceback__)[-1:])
     return (
         f"{format_command(seed, index, device, op, draw.replaced)}\n"
@@ -448,7 +382,6 @@ def format_report(draw, error, seed, index, device, op):
 
 
 def format_command(seed, index, device, op, replaced):
-    """Return the command that repeats a call."""
     options = [f"--seed {seed} --index {index}", *([f"--device {device}"] if device != "cpu" else [])]
     options += [f"--op {op}"] if op else []
     options += [f"--set {shlex.quote(f'{name}={value}')}" for name, value in replaced.items()]
@@ -461,19 +394,18 @@ _progress = None  # the Progress of this process, if it is a worker of a campaig
 
 
 class Progress:
-    """The current call of a worker process and the stage of this call, in memory that the campaign's process reads."""
+    """A worker's current call and stage, in memory shared with the campaign's process."""
 
     def __init__(self, context):
         self.numbers = context.Array("q", 2, lock=False)  # the call's index, and the number of stages entered so far
         self.texts = [context.Array("c", size, lock=False) for size in (50, 4000)]  # the stage and the call
 
     def read(self):
-        """Return (index, stage, call)."""
         return self.numbers[0], *(text.value.decode(errors="replace") for text in self.texts)
 
 
 def enter(stage, call=None, index=None):
-    """Record that this process enters a stage of a call. If ``call`` and ``index`` are given, a new call begins."""
+    """Record that this process enters a stage of a call. ``call`` and ``index`` begin a new call."""
     if _progress:
         for buffer, text in zip(_progress.texts, (stage, call), strict=True):
             if text is not None:
@@ -490,19 +422,14 @@ def prepare_process():
 
 
 class DeviceLost(Exception):
-    """Is raised if this process cannot use the device any more, after a CUDA error."""
+    """Raised after a CUDA error, when this process cannot use the device any more."""
 
 
 def make_calls(arguments, start, stop, alone=False):
-    """Make and check the calls start to stop - 1.
+    """Make the calls start to stop - 1, on CUDA in groups that are launched together unless ``alone`` is true.
 
-    On CUDA, ``LAUNCHED`` calls at a time are launched before the first of them is checked, unless ``alone`` is true.
-
-    Yields:
-        (index, report) of each failure, and after each group of calls a Counter of the calls of each operator.
-
-    Raises:
-        DeviceLost: the process cannot use the device any more.
+    Yields (index, report) of each failure, and after each group a Counter of the calls of each operator. Raises
+    DeviceLost if the process cannot use the device any more.
     """
     seed, device, op = arguments.seed, arguments.device, arguments.op
     together = 1 if alone or device == "cpu" else LAUNCHED
@@ -522,15 +449,10 @@ def make_calls(arguments, start, stop, alone=False):
 
 
 def parse_settings(arguments):
-    """Return a dict of the options ``--set``. In every call, its values replace the random choices with these names."""
     return dict(text.split("=", 1) for text in arguments.set)
 
 
 def find_failures(arguments, indices, counts):
-    """Make the calls with these indices. Return (index, draw, exception) of each failing call.
-
-    All small calls are launched before the first of them is checked. ``counts`` counts the calls of each operator.
-    """
     launched, failed = [], []
     for index in indices:
         enter("draw", "?", index)
@@ -563,9 +485,8 @@ def find_failures(arguments, indices, counts):
 
 
 def work(pipe, progress, arguments):
-    """Run a worker process: receive tasks from the pipe, and send back what ``make_calls`` yields, then None.
-
-    If the device is lost, the process ends without sending None.
+    """Send back what ``make_calls`` yields for each task, then None. If the device is lost, the process ends before
+    None.
     """
     global _progress
     _progress = progress
@@ -613,14 +534,13 @@ class Worker:
             self.pipe.send(task)
 
     def is_stuck(self, patience):
-        """Return whether the process has entered no stage for ``patience`` seconds, or for ``START`` if it is new."""
+        """A process has ``patience`` seconds to enter its next stage, and ``START`` to enter its first."""
         count = self.progress.numbers[1]
         if count != self.count:
             self.count, self.since = count, time.monotonic()
         return time.monotonic() - self.since > (patience if count else START)
 
     def end(self):
-        """Kill the process. This also ends its kernels on the device."""
         self.process.kill()
         self.process.join(60)
         self.pipe.close()
@@ -630,8 +550,8 @@ def run_in_processes(arguments):
     """Make the calls in several worker processes, and yield what ``make_calls`` yields in them.
 
     If a process on CUDA hangs or ends, a new process repeats its calls one by one to find the faulty call. While a
-    kernel hangs, the kernels of other processes may have to wait for it. Therefore only the process that has entered no
-    stage for the longest time is killed, and the waiting times of the other processes begin again.
+    kernel hangs, kernels of other processes may have to wait for it. Therefore only the process that has entered no
+    stage for the longest time is killed, and the waiting times of the others begin again.
     """
     starts = iter(range(0, arguments.calls, LAUNCHED))
     again = []  # (task, why) of tasks that must be repeated because their process hung or ended
@@ -646,10 +566,10 @@ def run_in_processes(arguments):
         return None if start is None else ((start, min(start + LAUNCHED, arguments.calls), False), None)
 
     def lose(worker, why):
-        """Replace a process that hangs or has ended by a new one.
+        """Replace a process that hangs or has ended.
 
-        On CUDA, if the task's calls were launched together, the task is repeated. Otherwise the current call of the
-        process is at fault: its report is yielded, and the calls after it are repeated.
+        On CUDA, calls that were launched together are repeated one by one. Otherwise the process's current call is
+        reported, and the calls after it are repeated.
         """
         start, stop, alone = worker.task
         index, stage, call = worker.progress.read()
@@ -704,7 +624,6 @@ def run_in_processes(arguments):
 
 
 def run_in_process(arguments):
-    """Make the calls in this process, and yield what ``make_calls`` yields. A CUDA error ends the campaign."""
     prepare_process()
     end = time.time() + arguments.seconds
     for start in range(0, arguments.calls, LAUNCHED):
@@ -722,10 +641,7 @@ def run_in_process(arguments):
 
 
 def run_campaign(arguments):
-    """Make all calls, and return the exit status: 1 if a call failed, otherwise 0.
-
-    At the end, also after an interrupt, the number of calls of each operator is printed.
-    """
+    """Return 1 if a call failed. Also after an interrupt, print the number of calls of each operator."""
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     begin = shown = time.monotonic()
     counts, failures = Counter(), 0

@@ -3,14 +3,13 @@
 `python -m fuzz.steps --steps 300 --seed 1 --device cuda` (in tests/). Every step starts with new weights. Its loss and
 all its gradients are compared with the results of torch's model in float64:
 
-- The norm of a gradient's error may be twice the norm of the error of torch's model in the same precision, plus one
-  rounding to float32.
+- The norm of a gradient's error may be twice that of torch's model in the same precision, plus one rounding to float32.
 - The loss's error may be twice the mean magnitude of the errors of torch's losses of single tokens, plus one rounding
-  to float32. (The error of torch's mean loss is at most this mean magnitude, but may happen to be near 0.)
+to float32. (The error of torch's mean loss is at most this mean magnitude, but may happen to be near 0.)
 
-If a step has few tokens, torch's errors may all happen to be small. A step that breaks this rule is therefore repeated
-with other numbers, and the root mean squares of the errors over all repetitions must satisfy the rule. A failing step
-is printed as a command that repeats it. If a step takes longer than `SECONDS`, the process ends.
+With few tokens, torch's errors may all happen to be small. A step that breaks this rule is therefore repeated with
+other numbers, and the root mean squares of the errors over all repetitions must satisfy the rule. A failing step is
+printed as a command that repeats it. A step that takes longer than `SECONDS` ends the process.
 """
 
 import argparse
@@ -40,8 +39,6 @@ REPLAYED = 4  # Of these calls of a graphed step, two are eager, the third captu
 
 
 class Sizes(NamedTuple):
-    """The sizes of the models, and the smallest and largest number of tokens (B * T) of a step."""
-
     layers: int
     heads: int
     channels: int
@@ -56,9 +53,9 @@ SIZES = {"cpu": Sizes(2, 2, 32, 64, 128, (64, 300)), "cuda": Sizes(2, 12, 768, 1
 class Family(NamedTuple):
     """A kind of model.
 
-    `make` returns our model and torch's model, whose parameters have the same names. `loss` calls our model for its
-    mean loss, and `logits` calls torch's model. If `shifts` is true, the model has no targets as an argument: it
-    computes the loss with the next token of the sequence as the target of each token but the last.
+    `make` returns our model and torch's, whose parameters have the same names. `loss` calls our model for its mean
+    loss, and `logits` calls torch's. If `shifts` is true, the model takes no targets: each token's target is the next
+    token.
     """
 
     make: Callable
@@ -121,8 +118,6 @@ if transformers is None:
 
 
 class Models:
-    """The models of a family, an optimizer for our model, and a training step for each way to run it."""
-
     def __init__(self, family, device, backend):
         self.family = family
         self.ours, self.torchs = (model.to(device) for model in family.make(SIZES[device.type]))
@@ -142,7 +137,7 @@ class Models:
 
     @torch.no_grad()
     def redraw(self, generator):
-        """Draw new weights that are so large that each of them affects the loss."""
+        """Draw weights so large that each of them affects the loss."""
         for name, p in self.ours.named_parameters():
             drawn = torch.randn(p.shape, generator=generator, device=p.device)
             is_norm = "ln_" in name and name.endswith("weight")
@@ -153,7 +148,6 @@ class Models:
             model.load_state_dict(self.ours.state_dict())
 
     def reference(self, model, tokens, targets, autocast=False):
-        """Run torch's model. Return the loss of each token, and the gradients of the mean loss by parameter name."""
         with torch.autocast(tokens.device.type, torch.bfloat16, enabled=autocast):
             logits = self.family.logits(model, tokens, targets)
             targets = targets.flatten()
@@ -164,11 +158,8 @@ class Models:
         return losses.detach().double(), {name: p.grad.double() for name, p in model.named_parameters()}
 
     def step(self, way, autocast, B, T, generator):
-        """Make a step with new weights and tokens.
-
-        Returns:
-            (our error, torch's error, magnitude) of the loss and of each gradient, by name. A gradient's numbers are
-            norms.
+        """Make a step with new weights and tokens. Return (our error, torch's error, magnitude) of the loss and of each
+        gradient.
         """
         sizes, device = SIZES[generator.device.type], generator.device
         self.redraw(generator)
@@ -191,7 +182,6 @@ class Models:
 
 
 def find_broken(trials):
-    """Return descriptions of the results whose root mean square error over the trials breaks the rule, by name."""
     found = {}
     for name in trials[0]:
         error, torchs, magnitude = (
@@ -205,10 +195,6 @@ def find_broken(trials):
 
 
 def run(index, arguments, made):
-    """Make the step with this index. Return descriptions of its faults by name, or an empty dict if there are none.
-
-    ``made`` has the models of earlier steps by the family's name.
-    """
     draw = random.Random(f"{arguments.seed}/{index}")
     device = torch.device(arguments.device)
     sizes = SIZES[device.type]

@@ -50,10 +50,7 @@ def crash(call, folder):
 
 
 def test_the_campaign_survives_crashes_and_hangs(monkeypatch):
-    """A crash and a hang are findings, and the later calls are made.
-
-    The test forks the child processes, so that they contain the functions that the test replaced.
-    """
+    """The child processes are forked, so that they contain the functions that the test replaced."""
     kind, calls = files.Kind("x", b"", None), [b"", b"crash", b"", b"hang", b""]
     monkeypatch.setattr(files, "make_kinds", lambda folder: [])
     monkeypatch.setattr(files, "make_call", lambda kinds, seed, number: files.Call(kind, calls[number]))

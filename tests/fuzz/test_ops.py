@@ -21,7 +21,6 @@ ops = torch.ops.gptkernels
 
 
 def run_main(*arguments):
-    """Run the fuzzer, and restore the number of threads."""
     threads = torch.get_num_threads()
     try:
         return fuzzer.main([*arguments])
@@ -55,7 +54,7 @@ ATTENTIONS = [
     ids=lambda value: value if isinstance(value, str) else "-".join(value.values()) or "drawn",
 )
 def test_one_more_tile_than_sms(op, choices, device):
-    """Calls with one tile more than the GPU has SMs satisfy the rule. ``make sanitize`` runs this test, too."""
+    """``make sanitize`` runs this test, too."""
     for index in range(2):
         fuzzer.run(Draw(17, index, device, ONE_MORE | choices), op)
 
@@ -77,10 +76,7 @@ def test_seed_and_index_determine_a_call():
 
 
 def test_a_fault_is_found_and_can_be_repeated(monkeypatch, capfd):
-    """The fuzzer finds a planted fault, simplifies the call, and prints a command that repeats it.
-
-    The softmax of this test returns 0 for the last element of rows that are wider than 20.
-    """
+    """The softmax of this test returns 0 for the last element of rows that are wider than 20."""
 
     def faulty(draw):
         call = OPERATORS["softmax"].draw(draw)
@@ -109,8 +105,6 @@ def test_a_fault_is_found_and_can_be_repeated(monkeypatch, capfd):
 
 
 def make_off_by(units):
-    """Return a function that multiplies results by 1 + ``units`` ulps."""
-
     def change(out):
         if isinstance(out, tuple | list):
             return type(out)(change(t) for t in out)
@@ -120,8 +114,6 @@ def make_off_by(units):
 
 
 class DoutOffBy(torch.autograd.Function):
-    """Returns its argument. The backward multiplies the gradient by 1 + ``units`` ulps."""
-
     @staticmethod
     def forward(ctx, out, units):
         ctx.units = units
@@ -158,10 +150,7 @@ def test_a_gradient_off_by_a_few_ulps_is_found(op, device):
 
 
 def test_a_missing_row_is_found_if_torch_misses_it_too(device):
-    """A missing term of a matmul is found although torch's result has the same fault.
-
-    In this test, the gradient of the weight of linear omits the last row of the input, in ours and in torch's.
-    """
+    """The gradient of linear's weight omits the last row of the input, in ours and in torch's."""
 
     def faulty(draw):
         call = OPERATORS["linear"].draw(draw)
@@ -215,9 +204,8 @@ def test_errors_of_several_trials():
 
 
 def test_trials_keep_what_is_special_about_arguments(device):
-    """A trial with other numbers keeps what is special about an argument.
-
-    Equal elements and rows stay equal, zeros, infinities and integers do not change, and absent arguments stay absent.
+    """Equal elements and rows stay equal, zeros, infinities and integers do not change, and absent arguments stay
+    absent.
     """
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(7, generator=generator)
@@ -296,10 +284,7 @@ def test_the_campaign_ends_after_its_time(capfd):
 
 @all_dtypes
 def test_attention_of_scale_zero(dtype, device):
-    """With scale 0, all keys that a query sees have the same probability.
-
-    If a matmul is multiplied by 0, oneDNN leaves the result's memory as it is, and NaN in it must not stay.
-    """
+    """A matmul multiplied by 0 makes oneDNN leave the result's memory as it is. NaN in this memory must not stay."""
     op = ops.attention_probabilities
     qkv = randn(2, 63, 3 * 120, dtype=dtype, device=device)
     junk = torch.full((2, 5, 63, 63), float("nan"), dtype=dtype, device=device)

@@ -1,4 +1,4 @@
-"""Tests that a transformer block as one node of autograd's graph has the bits of its operators called one by one."""
+"""Tests that a transformer block as one autograd node has the bits of its operators called one by one."""
 
 import contextlib
 import copy
@@ -39,12 +39,10 @@ def compute_loss(model, device, seed=5):
 
 
 def count_nodes(loss):
-    """Return how many transformer blocks are a single node in the autograd graph of the loss."""
     return node_names(loss).count("_LayerBackward")
 
 
 def train(model, device, autocast=None):
-    """Make three training steps from a fixed seed. Return all losses and gradients, and the final state dict."""
     torch.manual_seed(7)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = []
@@ -59,7 +57,6 @@ def train(model, device, autocast=None):
 
 
 def assert_same(found, expected):
-    """Assert that two sequences of tensors have the same values, dtypes and strides. Both may contain None."""
     for i, (ours, theirs) in enumerate(zip(found, expected, strict=True)):
         if ours is None or theirs is None:
             assert ours is theirs, i
@@ -70,7 +67,6 @@ def assert_same(found, expected):
 
 
 def compare(model, device, monkeypatch, autocast=None, expected_nodes=None):
-    """Assert that training has the same bits whether each block is one node or calls its operators one by one."""
     other = copy.deepcopy(model)
     if expected_nodes is not None:
         # A forward pass updates the float8 histories, so the nodes are counted on a copy of the model.
@@ -112,7 +108,7 @@ def test_recomputed_blocks_have_the_same_bits(options, device, monkeypatch):
 @pytest.mark.parametrize("options", ["plain", "exact GELU"])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=str)
 def test_recomputed_gelus(options, autocast, device, monkeypatch):
-    """With recompute_gelu, a block does not save the output of its GELU. On the CPU, no bit of the results changes."""
+    """On the CPU, recomputation changes no bit of the results."""
     model = make_model(device, **OPTIONS[options])
     other, saved = copy.deepcopy(model), [count_saved_bytes(model, autocast)]
     for block in model.transformer.h:
@@ -126,7 +122,6 @@ def test_recomputed_gelus(options, autocast, device, monkeypatch):
 
 
 def count_saved_bytes(model, autocast):
-    """Return the number of bytes that autograd saves for the backward pass of a loss."""
     device = next(model.parameters()).device
     with kept_sizes() as sizes, torch.autocast(device.type, autocast, enabled=autocast is not None):
         _ = compute_loss(model, device)
@@ -139,10 +134,7 @@ def count_saved_bytes(model, autocast):
 )
 @both_precisions
 def test_frozen_parameters(options, frozen, device, monkeypatch):
-    """With frozen parameters, training has the same bits whether blocks are single nodes or call their operators.
-
-    With float8 matmuls, blocks with a frozen parameter are not single nodes. All other blocks are.
-    """
+    """With float8 matmuls, exactly the blocks with a frozen parameter are not single nodes."""
     model = make_model(device, **options)
     for name, p in model.named_parameters():
         p.requires_grad_(frozen not in name)
@@ -194,7 +186,6 @@ def add_buffer(model):
     ],
 )
 def test_a_changed_block_is_called(options, change, device, monkeypatch):
-    """If one block is changed, this block calls its modules. The other two blocks stay single nodes."""
     model = make_model(device, **options)
     before = compute_loss(copy.deepcopy(model), device)
     change(model)
@@ -204,12 +195,11 @@ def test_a_changed_block_is_called(options, change, device, monkeypatch):
 
 
 def test_a_changed_dropout_is_called(device):
-    """A block whose dropout module has a hook calls the module, and is not a single node of autograd's graph."""
     model = make_model(device, dropout=0.5)
     seen = []
     model.transformer.h[0].resid_dropout.register_forward_hook(lambda module, args, out: seen.append(out.shape))
     assert count_nodes(compute_loss(model, device)) == 2
-    assert len(seen) == 2  # one call after attention, one call after the MLP
+    assert len(seen) == 2  # after attention and after the MLP
 
 
 def test_without_gradients_there_is_no_node(device):
@@ -221,7 +211,7 @@ def test_without_gradients_there_is_no_node(device):
 
 
 def test_some_calls_with_float8_matmuls_have_no_node(device, monkeypatch):
-    """A float8 block is not one node in evaluation mode, without gradients, with the exact GELU or under autocast."""
+    """In evaluation mode, without gradients, with the exact GELU and under autocast."""
     model = make_model(device, **FP8)
     before = [t.clone() for t in model.buffers()]
     with torch.no_grad():
@@ -244,7 +234,6 @@ def test_a_retained_graph_can_be_used_again(create_graph, device):
 
 
 def test_a_second_derivative(device, monkeypatch):
-    """A penalty on the gradient's norm has the same gradient whether or not each block is a single node."""
     model = make_model(device, torch.float64)
     parameters = list(model.parameters())
 
@@ -273,7 +262,6 @@ def test_float8_matmuls_refuse_a_second_derivative(device):
 
 @both_precisions
 def test_a_block_in_torchs_checkpoint_has_the_same_bits(options, device):
-    """torch's checkpoint, which recomputes a block's saved tensors, changes no bit of the block's gradients."""
     block = Block(GPT2Config(**small_models.SIZES | options), device)
     other = copy.deepcopy(block)
     x = torch.randn(2, T, C, device=device, requires_grad=True)
@@ -288,10 +276,7 @@ def test_the_norm_refuses_another_width(device):
 
 
 def test_accumulated_float8_gradients_have_the_same_bits(device, monkeypatch):
-    """Accumulated gradients and amax histories have the bits of the operators called one by one.
-
-    After the forwards of two losses, the backward of each loss is called twice.
-    """
+    """After the forwards of two losses, the backward of each loss is called twice."""
     found = []
     for patched in (False, True):
         model = make_model(device, torch.bfloat16, **FP8)

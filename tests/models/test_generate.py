@@ -22,7 +22,6 @@ from small_runs import error_of
 
 
 def save_model_of(path, **sizes):
-    """Save an untrained model and return the model."""
     torch.manual_seed(0)
     model = GPT2(GPT2Config(**{"block_size": 32, "vocab_size": 256, "n_layer": 1, "n_head": 2, "n_embd": 16} | sizes))
     save_model(path, model.state_dict(), model.config)
@@ -31,15 +30,12 @@ def save_model_of(path, **sizes):
 
 @pytest.fixture
 def checkpoint(tmp_path):
-    """Save an untrained model with the byte tokenizer in llm.c's format."""
     save_model_of(tmp_path / "model.bin")
     return tmp_path / "model.bin"
 
 
 @pytest.fixture
 def generate(checkpoint, capsys):
-    """Return a function that runs `gptkernels generate` and returns the exit status, stdout and stderr."""
-
     def run(*flags, path=checkpoint, device="cpu"):
         status = main(["generate", str(path), *flags, "--device", str(device)])
         return status, *capsys.readouterr()
@@ -71,7 +67,7 @@ def test_an_empty_prompt_begins_a_document(checkpoint, device):
 
 
 class Script:
-    """Replaces a model in tests. It generates the given bytes after every prompt."""
+    """Generates the given bytes after every prompt, in place of a model."""
 
     def __init__(self, data):
         self.data = data
@@ -101,7 +97,6 @@ def test_text_is_streamed_by_characters_up_to_its_end(checkpoint, data, pieces):
 
 @pytest.fixture
 def character_checkpoint(tmp_path):
-    """Save an untrained model and its tokenizer of five characters."""
     path = tmp_path / "chars[1].safetensors"
     save_model_of(path, vocab_size=5)
     CharTokenizer([b"\n", b"a", b"b", "é".encode(), "中".encode()]).save(path.with_suffix(""))
@@ -121,7 +116,6 @@ def test_a_prompt_that_cannot_be_encoded_is_not_echoed(character_checkpoint, gen
 
 
 def test_interactive_mode_continues_after_bad_lines(character_checkpoint, generate, monkeypatch):
-    """Invalid UTF-8 and an unknown character are reported, and the next line is answered."""
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\n\xff\xfe\nz\nb\n"), encoding="utf-8"))
     status, out, err = generate("--interactive", "--max-new-tokens", "1", path=character_checkpoint)
     assert (status, out.count("> ")) == (0, 5)
@@ -157,7 +151,6 @@ def test_a_model_of_the_hub_must_be_downloaded(tmp_path, monkeypatch, capsys):
 
 
 def test_interactive_mode_has_line_editing(checkpoint):
-    """In a terminal, Ctrl-A moves the cursor to the beginning of the line."""
     controller, terminal = os.openpty()
     command = [sys.executable, "-m", "gptkernels", "generate", checkpoint, "--interactive", "--max-new-tokens", "0"]
     with subprocess.Popen(command, stdin=terminal, stdout=terminal, stderr=terminal) as process:

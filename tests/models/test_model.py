@@ -32,10 +32,7 @@ DTYPES = pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.b
 
 
 def assert_same(ours, theirs, exact, dtype, name):
-    """Assert that our result matches the reference's result ``theirs``, with a tolerance in float32 and float64.
-
-    In 16 bits, the norm of our error relative to ``exact`` may be 1.5 times the norm of the reference's error.
-    """
+    """Assert that a result matches the reference, in 16 bits within 1.5 times the norm of the reference's error."""
     if dtype in (torch.float64, torch.float32):
         torch.testing.assert_close(ours, theirs, **tolerance(dtype), msg=lambda text: f"{name}: {text}")
         return
@@ -58,7 +55,7 @@ def test_the_configuration_pads_the_vocabulary():
 
 @pytest.mark.parametrize("token", [65, 127])
 def test_tokens_of_the_padding_are_refused(token, device):
-    """The model and its embedding refuse tokens from vocab_size to padded_vocab_size - 1, whose rows are padding."""
+    """Tokens from vocab_size to padded_vocab_size - 1 select padding rows."""
     if device.type != "cpu":
         pytest.skip("on CUDA a device-side assertion ends the process's context; see the next test")
     assert (CONFIG.vocab_size, CONFIG.padded_vocab_size) == (65, 128)
@@ -128,7 +125,7 @@ def test_bad_configurations_are_refused(fields, message):
 
 
 def test_flops_per_token():
-    """Each token takes 6 flops for each weight of a matmul, plus the flops of attention."""
+    """6 flops for each weight of a matmul, plus the flops of attention."""
     model = GPT2(CONFIG)
     matrices = sum(p.numel() for n, p in model.named_parameters() if "wpe" not in n) - 63 * 32
     assert model.flops_per_token(10) == 6 * matrices + 12 * 3 * 32 * 10
@@ -202,7 +199,6 @@ def test_a_submodule_loads_a_state_without_a_head():
 @pytest.mark.parametrize("fill", ["to_empty", "load_state_dict"])
 @pytest.mark.parametrize("nested", [False, True])
 def test_models_made_on_meta_stay_tied(fill, nested, tmp_path, device):
-    """A model that is built on the meta device, and allocated later, can be trained with float8 matmuls and saved."""
     torch.manual_seed(0)
     config = dataclasses.replace(CONFIG, fp8=True)
     model, state = GPT2(config, "meta"), GPT2(config, device).state_dict()
@@ -250,7 +246,6 @@ def test_a_checkpoint_restores_the_model(suffix, tmp_path, device):
 
 @contextlib.contextmanager
 def record_numbers(monkeypatch):
-    """Yield a list to which each dropout inside the context appends its (seed, offset)."""
     drawn, draw = [], functional._dropout_numbers
 
     def note(p, like):
@@ -263,11 +258,7 @@ def record_numbers(monkeypatch):
 
 
 def drop_out(reference, drawn, p):
-    """Make the reference apply dropout where nanoGPT does, with the masks of our ops for the pairs in ``drawn``.
-
-    Returns:
-        An iterator over the pairs (seed, offset) that the reference has not used yet.
-    """
+    """Make the reference apply dropout where nanoGPT does, with our masks. Return the unused pairs (seed, offset)."""
     drawn = iter(drawn)
 
     def attention(module, args, out):
@@ -289,7 +280,6 @@ def drop_out(reference, drawn, p):
 @pytest.mark.parametrize("changes", [{}, {"bias": False}, {"activation": "gelu"}, {"dropout": 0.2}], ids=str)
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_outputs_and_gradients_match_the_reference(return_logits, changes, dtype, device, monkeypatch):
-    """Logits, loss and gradients match the reference. With dropout, the reference applies the masks of the model."""
     ours, reference = make_pair(device, dtype, **changes)
     exact = copy.deepcopy(reference).double()
     tokens, targets = make_batch(device)
@@ -323,7 +313,6 @@ def test_outputs_and_gradients_match_the_reference(return_logits, changes, dtype
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_meta_tensors(return_logits, compiled):
-    """On the meta device, gradients and, in eager mode, second derivatives have the parameters' shapes."""
     model = GPT2(CONFIG, "meta")
     call = torch.compile(model, backend="aot_eager", fullgraph=True) if compiled else model
     logits, loss = call(*make_batch("meta"), return_logits=return_logits)
@@ -374,8 +363,6 @@ def test_twenty_steps_of_training_match_the_reference(dtype, device):
 
 
 class NoisyAdapter(torch.nn.Module):
-    """Applies dropout before a linear layer. The model's configuration does not contain this dropout."""
-
     def __init__(self, linear):
         super().__init__()
         self.linear = linear
@@ -389,10 +376,7 @@ class NoisyAdapter(torch.nn.Module):
     [(None, False), (None, True), *((change, False) for change in ("adapter", "probability", "attention", "hook"))],
 )
 def test_recomputed_blocks_have_the_same_gradient_bits(change, autocast, device):
-    """Recomputation changes no bit of the gradients, because it draws the same random numbers again.
-
-    A model without changes then saves less than half as many bytes.
-    """
+    """Recomputation draws the same random numbers again, and saves less than half as many bytes."""
     ours, _ = make_pair(device, torch.float64 if change else torch.float32)
     block = ours.transformer.h[0]
     if change == "adapter":
@@ -458,10 +442,7 @@ PROFILER = {"profiler::_record_function_enter_new", "profiler::_record_function_
 
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_a_training_step_runs_on_our_kernels(return_logits, device):
-    """A training step calls only our kernels, and a few ops of torch that are listed here.
-
-    A model with L layers has 2L + 1 norms, of which 2L are fused with the addition before them.
-    """
+    """With L layers, 2L of the 2L + 1 norms are fused with the addition before them."""
     ours, _ = make_pair(device, torch.float32)
     tokens, targets = make_batch(device)
     optimizer = AdamW(ours.parameters())
@@ -488,10 +469,7 @@ def test_a_training_step_runs_on_our_kernels(return_logits, device):
 
 
 def test_the_tied_weights_gradient_is_a_sum(device):
-    """The tied weight's gradient is the sum of the embedding's and the LM head's gradients.
-
-    The embedding's backward adds its gradient to the LM head's in place. If it cannot, autograd adds the two.
-    """
+    """The embedding's backward adds its gradient to the LM head's in place. If it cannot, autograd adds the two."""
     ours, _ = make_pair(device)
     weight = ours.lm_head.weight
     tokens, targets = make_batch(device)
@@ -531,7 +509,6 @@ def test_dropout_acts_in_training_only(device):
 
 
 def test_a_seed_fixes_all_dropout_masks(device):
-    """A seed fixes the dropout masks, whether blocks are fused or not, and whether modules have hooks or not."""
     ours, _ = make_pair(device, dropout=0.2)
 
     def step():
@@ -552,7 +529,6 @@ def test_a_seed_fixes_all_dropout_masks(device):
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_dropout_under_activation_checkpointing(reentrant, device):
-    """torch's checkpoint recomputes each block with the dropout masks of the first forward pass."""
     ours, _ = make_pair(device, dropout=0.2)
 
     def gradients():
@@ -569,7 +545,7 @@ def test_dropout_under_activation_checkpointing(reentrant, device):
 
 
 def test_dropout_saves_no_mask(device):
-    """Dropout saves no mask: autograd saves at most two more numbers, seed and offset, for each dropout."""
+    """For each dropout, autograd saves at most two more numbers, seed and offset."""
 
     def saved_by(config):
         model = GPT2(config, device)
@@ -584,7 +560,6 @@ def test_dropout_saves_no_mask(device):
 
 
 def test_only_the_embeddings_dropout_is_a_kernel(device):
-    """Only the dropout after the embedding calls the op ``dropout``. All other dropouts are fused with other ops."""
     ours, _ = make_pair(device, torch.float32, dropout=0.2)
     tokens, targets = make_batch(device)
     ours(tokens, targets)[1].backward()
@@ -601,10 +576,7 @@ def test_only_the_embeddings_dropout_is_a_kernel(device):
 @DTYPES
 @pytest.mark.parametrize("prompt", [1, 5, 16, 20])
 def test_cached_generation_matches_the_full_forward(prompt, dtype, device):
-    """Generation with a cache chooses the tokens with the largest logits of a forward of all tokens.
-
-    Beyond block_size tokens, the forward sees only the last block_size tokens.
-    """
+    """Beyond block_size tokens, the full forward sees only the last block_size tokens."""
     ours, _ = make_pair(device, dtype)
     tokens = torch.randint(65, (3, prompt), device=device)
     found = ours.generate(tokens, 22, temperature=0)
@@ -733,10 +705,7 @@ def test_bad_options_of_generation_are_refused(device):
 
 
 def test_only_layers_with_dropout_keep_random_state(device):
-    """A recomputed layer keeps the random state only if it has dropout in training mode.
-
-    The random state of a GPU would have to be copied to the host.
-    """
+    """A GPU's random state would have to be copied to the host."""
     kept = []
     for config, training in ((CONFIG, True), (DROPOUT, True), (DROPOUT, False)):
         block = GPT2(config, device).train(training).transformer.h[0]

@@ -14,7 +14,6 @@ from helpers import assert_raises
 
 
 def make_pair(device="cpu", **changes):
-    """Return our model and nanoGPT's with the same weights in float64."""
     ours = make_model(dtype=torch.float64, activation="gelu", **changes).to(device)
     names = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
     theirs = published.GPT(published.Config(**{name: getattr(ours.config, name) for name in names}))
@@ -26,7 +25,6 @@ def make_pair(device="cpu", **changes):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_configure_optimizers_matches_nanogpt(bias, device):
-    """The parameter groups match nanoGPT's, and the parameters match nanoGPT's after five steps."""
     ours, theirs = make_pair(device, bias=bias)
     optimizer = ours.configure_optimizers(weight_decay=0.1, learning_rate=1e-2, betas=(0.8, 0.9), device_type="cpu")
     assert type(optimizer) is AdamW
@@ -94,7 +92,7 @@ def test_get_num_params_matches_nanogpt(bias):
 
 
 def test_estimate_mfu_is_nanogpts_formula(monkeypatch):
-    """estimate_mfu has nanoGPT's formula, with peak_flops or, without this argument, the peak of the device."""
+    """The peak is peak_flops or, without this argument, that of the device."""
     model = make_model()
     L, H, Q, T = 2, 2, 8, 8
     flops = (6 * model.get_num_params() + 12 * L * H * Q * T) * T

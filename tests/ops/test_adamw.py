@@ -25,8 +25,6 @@ OPTIONS = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1}
 
 
 class Lists:
-    """The lists of tensors that are the arguments of adamw_, for some parameters."""
-
     def __init__(self, params, state_dtype=None, masters=False):
         self.params = params
         self.exp_avgs = [torch.zeros_like(p, dtype=state_dtype) for p in params]
@@ -53,11 +51,6 @@ class Lists:
 
 
 def torch_steps(params, gradients, lr=1e-2, beta1=0.9, beta2=0.95, **options):
-    """Make a step of torch.optim.AdamW, without fused kernels, for each list of gradients.
-
-    Returns:
-        The parameters, then the first moments, then the second moments.
-    """
     leaves = [p.clone().requires_grad_() for p in params]
     options = {"eps": 1e-8, "weight_decay": 0.1, **options}
     optimizer = torch.optim.AdamW(leaves, lr=lr, betas=(beta1, beta2), foreach=False, fused=False, **options)
@@ -83,7 +76,6 @@ def run(params, gradients, state_dtype=None, masters=False, **options):
 
 
 def assert_close(a, b):
-    """Assert that float64 results of up to 20 steps are equal except for a few rounding errors."""
     torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-15)
 
 
@@ -128,10 +120,7 @@ def test_twenty_steps_are_as_exact_as_torch(dtype, device):
 
 @pytest.mark.parametrize("beta2", [0.999, 0.99999])
 def test_first_step_has_the_size_of_lr(beta2, device):
-    """The first step changes a parameter by lr.
-
-    If beta2 were rounded to float32, 1 - beta2 and the first step would be wrong by up to 0.07 %.
-    """
+    """If beta2 were rounded to float32, 1 - beta2 and the first step would be wrong by up to 0.07 %."""
     lists = run([torch.zeros(9, device=device)], [[torch.full((9,), 1e-2, device=device)]], beta2=beta2, lr=1e-3)
     torch.testing.assert_close(lists.params[0], torch.full((9,), -1e-3, device=device), rtol=2e-6, atol=0)
 
@@ -158,9 +147,9 @@ def test_master_parameters_take_float32s_steps(dtype, device):
 @low_dtypes
 @pytest.mark.parametrize("state_dtype", [None, torch.float32], ids=["own states", "float32 states"])
 def test_changed_parameters_replace_their_masters(state_dtype, dtype, device):
-    """A step starts from the float32 master if the master rounds to the parameter, otherwise from the parameter."""
+    """The master is kept if it rounds to the parameter, otherwise the step starts from the parameter."""
     (param,), gradients = make([(1003,)], dtype, device, steps=1)
-    master = param.float() * (1 + 2**-13)  # The master rounds to the parameter.
+    master = param.float() * (1 + 2**-13)  # rounds to the parameter
     assert torch.equal(master.to(dtype), param)
     changed = torch.arange(1003, device=device) % 3 == 0
     param = torch.where(changed, param * 2, param)
@@ -248,7 +237,6 @@ LAYOUTS = {
 @pytest.mark.parametrize("masters", [False, True])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_parameters_in_any_dense_layout(layout, masters, grads_in, device):
-    """Parameters in another dense layout get the same bits as contiguous parameters."""
     shape, change = LAYOUTS[layout]
     params, gradients = make([shape, (3,)], torch.bfloat16, device, steps=3)
     params[0] = change(params[0])
@@ -322,10 +310,6 @@ def test_gradients_are_divided_by_grad_scale_before_they_are_clipped(options, de
 @pytest.mark.parametrize("norm", [0.0, 0.5, 1.0, 3.0, 1e30, float("inf"), float("nan")])
 @with_dtypes(torch.float64, torch.float32)
 def test_clipping_has_the_bits_of_torchs(norm, dtype, device):
-    """A step with grad_norm and max_grad_norm has the bits of a step after clip_grad_norm_.
-
-    Unlike clip_grad_norm_, it does not change the gradients.
-    """
     params, gradients = make([(5, 7), (3000,)], dtype, device, steps=3)
     norm = torch.tensor(norm, device=device)
     scale = (2.0 / (norm + 1e-6)).clamp(max=1.0)
@@ -338,7 +322,6 @@ def test_clipping_has_the_bits_of_torchs(norm, dtype, device):
 @pytest.mark.parametrize("masters", [False, True])
 @low_dtypes
 def test_clipped_gradients_are_not_rounded(masters, dtype, device):
-    """A step with 16-bit gradients has the results of a step with float32 gradients that were clipped in float32."""
     params, gradients = make([(40, 33), (7,)], dtype, device, steps=3)
     state = torch.float32 if masters else None
     norm = torch.tensor(3.0, device=device)
@@ -365,7 +348,6 @@ def test_found_inf_changes_nothing(device):
 
 @all_dtypes
 def test_without_beta1_the_average_is_the_gradient(dtype, device):
-    """With beta1 = 0, exp_avg is exactly the new gradient, even if the last gradient was much larger."""
     params, gradients = make([(127,)], dtype, device, steps=2)
     gradients[0][0] *= 1000
     lists = run(params, gradients, beta1=0.0)
@@ -445,10 +427,8 @@ def test_cuda_graph_replays_with_another_lr_and_norm(device, on_cuda):
 
 def test_bad_lists(device):
     def refused(*fragments, index=0, name=None, value=None, masters=False, dtype=torch.bfloat16):
-        """Make a step with a wrong list, and expect an error with these fragments.
-
-        Element ``index`` of the list ``name`` is replaced by ``value(element)``, or removed if ``value`` is None.
-        Without ``name``, the lists are unchanged.
+        """``value(element)`` replaces element ``index`` of the list ``name``; without ``value``, the element is
+        removed.
         """
         params, (grads,) = make([(5, 8), (3, 4)], dtype, device, steps=1)
         lists = Lists(params, masters=masters)

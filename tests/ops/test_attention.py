@@ -50,17 +50,12 @@ def packed(qkv, num_heads, *args):
 
 
 def visible(q, k, mask=None, causal=False, offset=0, begin=None, end=None):
-    """Return a bool mask (B, NH, Tq, Tk) of the keys that each query sees."""
     seen = seen_keys(q.shape[2], k.shape[2], causal, offset, mask, begin, end, q.device)
     return seen.expand(*q.shape[:3], k.shape[2])
 
 
 def formula(q, k, v, *, scale=None, keep=None, p=0.0, **options):
-    """Compute out and logsumexp with torch's elementary operators, in the dtype of q, k and v.
-
-    ``options`` are those of ``visible``. If ``keep`` is given, the probabilities are multiplied by it and divided by
-    1 - p, which is dropout.
-    """
+    """``options`` are those of ``visible``. With ``keep``, probabilities are multiplied by it and divided by 1 - p."""
     seen = visible(q, k, **options)
     groups = q.shape[1] // k.shape[1]
     k, v = (t.repeat_interleave(groups, 1) for t in (k, v))
@@ -77,10 +72,8 @@ def formula(q, k, v, *, scale=None, keep=None, p=0.0, **options):
 
 
 def torchs(q, k, v, *, scale=None, **options):
-    """Compute out with torch's scaled_dot_product_attention.
-
-    For a query that sees no key, torch's output may be NaN. Such a query is therefore given a mask that shows all keys,
-    and then its output is set to 0.
+    """torch's output may be NaN for a query that sees no key. Such a query sees all keys here, and its output is set to
+    0.
     """
     if scale is not None and scale <= 0:  # torch's fused kernels are wrong for these scales
         return formula(q, k, v, scale=scale, **options)[0]
@@ -103,28 +96,24 @@ def ours(q, k, v, *, scale=None, mask=None, causal=False, offset=0, begin=None, 
 
 
 def out_of(function, **options):
-    """Return a function of (query, key, value) that calls ``function`` with these options and returns only out."""
     return lambda *t: function(*t, **options)[0]
 
 
 def all_results(q, k, v, dout, **options):
-    """Return our out and logsumexp, and the gradients of query, key and value for the gradient ``dout`` of out."""
     leaves = [t.detach().requires_grad_() for t in (q, k, v)]
     out, logsumexp = ours(*leaves, **options)
     return [out, logsumexp, *torch.autograd.grad(out, leaves, dout)]
 
 
 def tensors(b, heads, key_heads, rows, columns, size, dtype, device):
-    """Return query, key, value and dout."""
     shapes = [(b, heads, rows, size), (b, key_heads, columns, size), (b, key_heads, columns, size)]
     return [randn(*shape, dtype=dtype, device=device) for shape in (*shapes, shapes[0])]
 
 
 def check(q, k, v, dout, few_keys=False, **options):
-    """Check that out and its gradients are as exact as torch's, and that logsumexp is close to the formula in float64.
+    """Check that out and its gradients are as exact as torch's, and that logsumexp is close to the float64 formula.
 
-    If a query sees few keys, the rounding errors of their scores (sums of HS terms) do not average out in the query's
-    logsumexp. It may then be less exact than the rounded formula in float64, with which it is compared. With
+    Over few keys, the rounding errors of the scores (sums of HS terms) do not average out in logsumexp. With
     ``few_keys``, logsumexp is therefore only compared with a tolerance.
     """
     functions = out_of(ours, **options), partial(torchs, **options), out_of(formula, **options)
@@ -149,11 +138,6 @@ def check_norms(*inputs, **options):
 
 
 def check_gradients(ours, formula, inputs, douts):
-    """Check that the gradients of ``ours`` are as exact as the gradients of the formula in the dtype of the inputs.
-
-    ``douts`` are the gradients of out and logsumexp. The errors are differences from the formula in float64.
-    """
-
     def gradients_of(function, inputs):
         leaves = [t.detach().requires_grad_() for t in inputs]
         outs = function(*leaves)
@@ -165,7 +149,6 @@ def check_gradients(ours, formula, inputs, douts):
 
 
 def check_dropped(q, k, v, dout, dropout, **options):
-    """Check out and its gradients with dropout. The formula has the mask that attention_dropout_mask returns."""
     keep = ops.attention_dropout_mask(*q.shape[:3], k.shape[2], *dropout)
     dropped = out_of(formula, **options, keep=keep, p=dropout[0])
     functions = out_of(ours, **options, dropout=dropout), lambda *t: dropped(*t).to(q.dtype), dropped
@@ -219,8 +202,8 @@ def test_no_sequences_or_no_tokens(op, size, dtype, device):
     assert gradients(lambda x: op(x, nh)[0], (qkv,), dout)[0].shape == qkv.shape
 
 
-# attention_probabilities is tested with 20 tokens only: it calls torch's matmul, which on a CPU with AMX spreads a NaN
-# to other rows if the sequence is longer and the dtype is bfloat16 (docs/notes/linear.md).
+# attention_probabilities has 20 tokens only: torch's matmul on a CPU with AMX spreads a NaN to other rows of longer
+# sequences in bfloat16 (docs/notes/linear.md).
 @all_dtypes
 @pytest.mark.parametrize(
     ("op", "tokens", "first"),
@@ -276,10 +259,10 @@ def test_matches_float64(shape, dtype, device):
     check(*tensors(*sizes, dtype, device), causal=causal, offset=offset)
 
 
-# (NH, KH, Tq, Tk, HS, causal, offset): head sizes that need two panels of 64 channels. The numbers of queries are near
-# multiples of 64 and 128, the rows of the kernels' tiles. No sequence has a single key. For a single key, the formula's
-# gradients of query and key are 0, but the kernels' gradients have rounding errors. In the test of ATTENTION_SIZES, the
-# gradient of the packed qkv is compared as one tensor, whose value gradient allows for these errors.
+# (NH, KH, Tq, Tk, HS, causal, offset): head sizes that need two panels of 64 channels, and numbers of queries near
+# multiples of 64 and 128, the rows of the kernels' tiles. No sequence has a single key, for which the formula's
+# gradients of query and key are 0 while the kernels' have rounding errors. (ATTENTION_SIZES may have one: its test
+# compares the gradient of the packed qkv as one tensor, whose value gradient allows for these errors.)
 WIDE = [
     *((2, 1, rows, rows, 128, causal, 0) for rows in (63, 64, 65, 127, 128, 129, 257) for causal in (True, False)),
     (4, 2, 1000, 1000, 128, True, 0),
@@ -302,11 +285,7 @@ def test_wide_heads(shape, dtype, device):
 
 @low_dtypes
 def test_wide_heads_in_strided_views(dtype, device):
-    """Gradients are as exact as the formula's if the arguments are views of larger tensors.
-
-    The rows of query and dout are not adjacent in memory, and tokens precede heads there. Key and value are slices of
-    one tensor, in which heads precede tokens.
-    """
+    """Query and dout have tokens before heads and gaps between rows. Key and value are slices of one tensor."""
     size = 128
     q = randn(2, 150, 4, size + 16, dtype=dtype, device=device)[..., 8:-8].transpose(1, 2)
     kv = randn(2, 2, 2, 160, size, dtype=dtype, device=device)
@@ -319,9 +298,7 @@ def test_wide_heads_in_strided_views(dtype, device):
 @with_dtypes(torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize(("size", "few"), [((40, 385, 4, 128), 6), ((1025, 2, 64, 8), 2)], ids=str)
 def test_sequences_are_independent_in_large_batches(size, few, dtype, device):
-    """The first and the last sequences of a large batch have the results that they have in a small batch.
-
-    One batch has more tiles than the GPU has SMs. The other has 1025 * 64 heads, more than 65535, the largest y
+    """One batch has more tiles than the GPU has SMs. The other has 1025 * 64 heads, more than 65535, the largest y
     dimension of a CUDA grid.
     """
     qkv, dout = packed_inputs(size, dtype, device)
@@ -340,8 +317,8 @@ def test_sequences_are_independent_in_large_batches(size, few, dtype, device):
 def many_heads(device):
     """Return the number of the GPU's SMs, or 3 on a CPU.
 
-    If the number of heads (B * NH) is a multiple of the number of SMs, and the heads have up to 64 channels and 1024
-    queries, the backward for sm_90a is computed by attention/sm90/backward_one_pass.cu: one thread block for each head.
+    With a multiple of this number of heads (B * NH), up to 64 channels and up to 1024 queries, the backward for sm_90a
+    is attention/sm90/backward_one_pass.cu: one thread block for each head.
     """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
@@ -381,7 +358,7 @@ MANY_HEADS = [
 def test_many_heads(shape, dtype, device):
     rows, columns, size, causal, offset = shape
     heads = many_heads(device)
-    batches = 2 if rows < 500 else 1  # with 2 sequences, each thread block computes two heads, one after the other
+    batches = 2 if rows < 500 else 1  # with 2 sequences, each thread block computes two heads in turn
     check(*tensors(batches, heads, heads, rows, columns, size, dtype, device), True, causal=causal, offset=offset)
 
 
@@ -400,8 +377,7 @@ def test_many_heads_gradient_of_logsumexp(device):
 def test_many_heads_are_independent(device):
     """A head's results do not depend on which head its thread block computed before it.
 
-    If the order of the sequences is reversed, the results are bitwise identical in reverse order. A NaN in one head's
-    queries changes no bit of other heads' results.
+    Reversed sequences have the same bits in reverse order. A NaN in one head's queries changes no bit of other heads.
     """
     heads = many_heads(device)
     inputs = tensors(3, heads, heads, 200, 200, 64, torch.bfloat16, device)
@@ -433,10 +409,6 @@ def test_many_heads_in_a_cuda_graph(device, on_cuda):
 
 
 def masks(b, heads, rows, columns, device):
-    """Yield bool masks of several shapes, among them the masks of Hugging Face's models.
-
-    Some of the masks hide all keys from a query.
-    """
     lengths = torch.randint(0, columns + 1, (b,), device=device)
     lengths[0] = 0
     right = (torch.arange(columns, device=device) < lengths.view(-1, 1)).view(b, 1, 1, columns)
@@ -467,9 +439,8 @@ def test_masks_of_every_shape(causal, additive, dtype, device):
 
 @all_dtypes
 def test_key_begin_and_end(dtype, device):
-    """A query sees only keys with begin <= key < end, where begin may be negative and end may exceed Tk.
-
-    The six sequences have padding on the left, on the right, on both sides, nowhere or everywhere.
+    """begin may be negative and end may exceed Tk. The six sequences have padding on the left, on the right, on both
+    sides, nowhere or everywhere.
     """
     inputs = tensors(6, 2, 1, 70, 140, 32, dtype, device)
     begin = torch.tensor([0, 17, 64, 0, 90, -5], dtype=torch.int32, device=device)
@@ -483,13 +454,12 @@ def test_key_begin_and_end(dtype, device):
 @all_dtypes
 @pytest.mark.parametrize(("rows", "causal"), [(300, False), (300, True), (5, False)], ids=str)
 def test_padding_changes_no_bit(rows, causal, dtype, device):
-    """NaN in the keys and values of padding changes no bit of the results, with and without dropout."""
     q, k, v, dout = tensors(6, 4, 2, rows, 300, 64, dtype, device)
     begin = torch.tensor([0, 130, 0, 64, 250, 299], dtype=torch.int32, device=device)
     end = torch.tensor([300, 300, 17, 201, 240, 300], dtype=torch.int32, device=device)
     bounds = {"begin": begin, "end": end, "causal": causal}
-    # In the last sequence, begin 299 leaves only one key, for which torch's gradients of query and key are exactly 0.
-    # Rounding errors would then not be allowed. This check therefore uses begin 280 at most.
+    # begin is at most 280 in this check, because the sequence with begin 299 has a single key: torch's gradients of
+    # query and key are exactly 0 for it, which would allow no rounding errors.
     check(q, k, v, dout, **bounds | {"begin": begin.clamp(max=280)})
     hidden = ~visible(q, k, begin=begin, end=end)[:, :2, 0, :, None]
     poisoned = [t.masked_fill(hidden, math.nan) for t in (k, v)]
@@ -501,11 +471,10 @@ def test_padding_changes_no_bit(rows, causal, dtype, device):
 
 @all_dtypes
 def test_query_of_one_key_has_no_gradient(dtype, device, on_cpu):
-    """A query that sees one key has probability 1 for it, so that the query's gradient is 0.
+    """A query that sees one key has probability 1 for it and gradient 0.
 
-    The backward computes probability * (dprobability - delta). On the CPU the result is exactly 0, because both
-    dprobability and delta are then sums of dout * value over the channels, in the same order. CUDA's kernels add the
-    terms of the two sums in different orders.
+    The backward computes probability * (dprobability - delta). On the CPU the result is exactly 0, because both are
+    sums of dout * value over the channels in the same order. CUDA's kernels add the terms in different orders.
     """
     q, k, v, dout = tensors(2, 3, 3, 70, 70, 128, dtype, device)
     dq = gradients(out_of(ours, causal=True), (q, k, v), dout)[0]
@@ -518,11 +487,10 @@ def test_query_of_one_key_has_no_gradient(dtype, device, on_cpu):
 @pytest.mark.parametrize("scale", [0.125, 1.0])
 @with_dtypes(torch.float64, torch.float32)
 def test_probability_of_a_dominant_key_is_1(scale, dtype, device, on_cpu):
-    """The key with the largest score, which is 1000 or more, has probability 1 in the forward and the backward.
+    """The key with the largest score, 1000 or more, has probability 1 in the forward and the backward.
 
-    A kernel that multiplies score and logsumexp by a rounded log2(e) would have an error that is proportional to the
-    score. The CPU's kernels avoid this error. The test does not run on CUDA, where the kernels multiply logsumexp by
-    log2(e) and round the product.
+    A kernel that multiplies score and logsumexp by a rounded log2(e) has an error proportional to the score. The CPU's
+    kernels avoid this error. CUDA's kernels multiply logsumexp by log2(e) and round the product.
     """
     v = randn(1, 1, 300, 64, dtype=dtype, device=device)
     q, k = torch.zeros_like(v), torch.zeros_like(v)
@@ -538,7 +506,7 @@ def test_probability_of_a_dominant_key_is_1(scale, dtype, device, on_cpu):
 
 @all_dtypes
 def test_additive_mask_is_not_rounded_if_scores_are_0(dtype, device, on_cpu):
-    """If all scores are 0, the CPU adds the mask exactly. (CUDA's kernels round mask * log2(e).)"""
+    """CUDA's kernels would round mask * log2(e)."""
     _, k, v, _ = tensors(1, 2, 2, 100, 100, 16, dtype, device)
     mask = randn(1, 2, 100, 100, dtype=dtype, device=device, scale=30)
     exact = mask.double().softmax(-1) @ v.double()
@@ -567,10 +535,6 @@ def test_queries_that_see_no_key(dtype, device):
 
 
 def block_masks(b, heads, rows, columns, device):
-    """Yield (name, bool mask). The masks hide whole blocks of 64 x 64 or parts of blocks.
-
-    Some of the masks hide all keys from a query.
-    """
     i, j = (torch.arange(n, device=device) for n in (rows, columns))
     lengths = torch.linspace(max(columns // 3, 1), columns, b, device=device).int().view(b, 1, 1, 1)
     right, left = j < lengths, j >= columns - lengths
@@ -587,12 +551,10 @@ def block_masks(b, heads, rows, columns, device):
 
 
 def added(mask, hidden, dtype):
-    """Return the additive mask that has 0 where the bool mask is true, and the value ``hidden`` elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(~mask, hidden)
 
 
 def some_key(mask):
-    """Return the bool mask, but with all keys shown to each query that sees no key."""
     return mask | ~mask.any(-1, keepdim=True)
 
 
@@ -639,10 +601,7 @@ def test_masks_of_many_blocks(rows, size, dtype, device):
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("half", [0, 64])
 def test_masks_that_hide_most_of_half_a_tile(half, size, dtype, device):
-    """In each group of 128 queries, 64 see only one to three tiles of 64 keys.
-
-    In the transposed mask, 64 keys of each group of 128 are seen only from one to three tiles of 64 queries.
-    """
+    """64 of each 128 queries see only one to three tiles of 64 keys, and likewise for keys in the transposed mask."""
     one_kernel_on_a_cpu(device, size > 64 or dtype == torch.float16)
     rows = 1024
     heads = (1, 1) if device.type == "cpu" else (4, 2)  # the CPU takes a second for one head
@@ -668,10 +627,7 @@ def test_block_masks_of_more_or_fewer_keys_than_queries(dtype, device):
 @low_dtypes
 @pytest.mark.parametrize("size", [64, 96])
 def test_masks_with_values(size, dtype, device):
-    """The values of additive masks differ by position, by head or by element.
-
-    Some masks hide whole blocks of 64 x 64, or nearly all of a block, by -inf or by a very low value.
-    """
+    """Values differ by position, head or element. Some hide blocks of 64 x 64, or nearly all of one."""
     one_kernel_on_a_cpu(device, size > 64 or dtype == torch.float16)
     rows = 300
     inputs = tensors(2, 4, 2, rows, rows, size, dtype, device)
@@ -696,10 +652,7 @@ def test_masks_with_values(size, dtype, device):
 @pytest.mark.parametrize("deviation", [3, 10, 30])
 @pytest.mark.parametrize(("rows", "size"), [(193, 64), (321, 40), (1000, 64), (193, 128)])
 def test_additive_masks_of_large_deviation(rows, size, deviation, dtype, device):
-    """A kernel's exponentials do not overflow in a tile's rows beyond the last query.
-
-    These rows have no logsumexp to subtract, and exp(score + mask) would be infinite for large values of the mask.
-    """
+    """A tile's rows beyond the last query have no logsumexp to subtract, so that exp(score + mask) could overflow."""
     one_kernel_on_a_cpu(device, size > 64 or dtype == torch.float16 or deviation < 30)
     mask = randn(rows, rows, dtype=dtype, device=device, scale=deviation)
     check(*tensors(2, 4, 2, rows, rows, size, dtype, device), few_keys=True, mask=mask)
@@ -744,11 +697,6 @@ def test_nan_and_infinity_in_a_mask_stay_in_their_row(dtype, device):
 
 
 def check_lowest(q, k, v, dout, **options):
-    """Check out, logsumexp and gradients, as ``check`` does, if a mask has rows of the dtype's lowest value.
-
-    The logsumexp of such a row is nearly the lowest value. Its gradient is set to 0 (see
-    ``test_rows_of_lowest_values``).
-    """
     exact = formula(*map(double, (q, k, v)), **options)
     out, logsumexp = ours(q, k, v, **options)
     assert_as_exact_as_torch(out, formula(q, k, v, **options)[0], exact[0])
@@ -763,10 +711,10 @@ def check_lowest(q, k, v, dout, **options):
 def test_rows_of_lowest_values(rows, size, dtype, device):
     """A query whose whole row of the mask has the dtype's lowest value sees all keys alike.
 
-    Hugging Face's additive masks have such rows for padding on the left. The formula then returns the mean of all
-    values, because adding a score to the lowest value does not change the lowest value. (In float16 some bits of the
-    score remain.) The logsumexp of these rows is not differentiated. Its gradient's formula has exp(score - logsumexp),
-    which should be 1 / Tk, but is 1 because the logsumexp is rounded to the lowest value.
+    Hugging Face's additive masks have such rows for padding on the left. Adding a score to the lowest value does not
+    change it, so the formula returns the mean of all values. (In float16 some bits of the score remain.) The logsumexp
+    of these rows is not differentiated: exp(score - logsumexp) should be 1 / Tk, but is 1, because the logsumexp is
+    rounded to the lowest value.
     """
     lowest = torch.finfo(dtype).min
     batches = 2 if rows > 64 else 64  # the largest of few errors would depend on chance
@@ -795,10 +743,8 @@ def test_rows_of_lowest_values_in_tf32(device):
     [(300, 300, 2, 64), (100, 328, 1, 64), (330, 200, 4, 40), (257, 257, 2, 128)],
 )
 def test_additive_masks_of_padding_on_the_left(rows, columns, key_heads, size, form, dtype, device):
-    """The eight sequences have 0, 1, 37, 64, 100, 128, Tk - 1 and Tk tokens of padding.
-
-    The padding of a sequence is thus a part of a block of 64 keys, whole blocks, or all keys. A query in the padding
-    sees no key, or sees only keys for which the mask has the dtype's lowest value.
+    """The padding is a part of a block of 64 keys, whole blocks, or all keys. A query in the padding sees no key, or
+    only keys for which the mask has the dtype's lowest value.
     """
     one_kernel_on_a_cpu(device, size > 64 and dtype == torch.float16)
     begin = torch.tensor([0, 1, 37, 64, 100, 128, columns - 1, columns], device=device)
@@ -833,10 +779,7 @@ def test_masks_and_dropout(size, form, dtype, device):
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("form", ["bool", "lowest"])
 def test_masked_sequences_are_independent(form, size, dtype, device):
-    """A sequence has bitwise identical results in a repeated call and in a smaller batch.
-
-    The batch has more tiles than the GPU has SMs.
-    """
+    """A sequence in a batch with more tiles than the GPU has SMs has the same bits as in a smaller batch."""
     one_kernel_on_a_cpu(device, size > 64 or dtype == torch.float16)
     inputs = tensors(20, 4, 2, 300, 300, size, dtype, device)
     mask = torch.rand(20, 1, 300, 300, device=device) < 0.5
@@ -880,10 +823,10 @@ def test_logsumexp_is_differentiable(dtype, device):
 
 @two_dtypes
 def test_layouts_of_results(dtype, device):
-    """The memory of out has the layout (B, T, NH, HS), so that a model can reshape it to (B, T, C) without a copy.
+    """out has the memory layout (B, T, NH, HS), so that a model reshapes it to (B, T, C) without a copy.
 
-    Gradients have the strides of query, key and value. If these are slices of a packed tensor, the gradients have the
-    layout (B, T, NH, HS).
+    Gradients have the strides of query, key and value, or the layout (B, T, NH, HS) if these are slices of a packed
+    tensor.
     """
     b, heads, rows, size = 2, 3, 70, 16
     for transposed in (False, True):
@@ -905,7 +848,6 @@ def test_layouts_of_results(dtype, device):
 
 @all_dtypes
 def test_large_scores(dtype, device):
-    """Results are as exact as torch's if the scores are so large that the softmax is nearly one-hot."""
     q, k, v, dout = tensors(2, 2, 2, 70, 70, 16, dtype, device)
     check(q * 8, k, v, dout, causal=True)
 
@@ -920,11 +862,8 @@ def test_unscaled_scores_may_exceed_float16(op, device):
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 66])
 def test_backward_computes_the_forwards_scores(tokens, device):
-    """The backward computes each score by adding the same terms in the same order as the forward.
-
-    In another order the scores, which are about 90 to 110, would differ by several ulps from the scores in logsumexp.
-    All keys are equal, so that query n sees n keys with probability 1 / n, except for the rounding error of its
-    logsumexp.
+    """In another order the scores, about 90 to 110, would differ by several ulps from those in logsumexp. All keys are
+    equal, so that query n sees n keys with probability 1 / n, except for the rounding error of its logsumexp.
     """
     dtype = torch.float32
     eps = torch.finfo(dtype).eps
@@ -941,10 +880,7 @@ def test_backward_computes_the_forwards_scores(tokens, device):
 
 @pytest.mark.parametrize("size", [160, 256])
 def test_wide_float32_heads_with_large_scores(size, device):
-    """Heads of more than 128 channels are as exact as torch's if the scores are large.
-
-    A score is then a sum of many large terms. Its absolute rounding error is a relative error of the probability.
-    """
+    """A score is a sum of many large terms. Its absolute rounding error is a relative error of the probability."""
     check(*tensors(4, 4, 4, 150, 200, size, torch.float32, device), few_keys=True, causal=True, offset=1, scale=1.0)
 
 
@@ -961,7 +897,6 @@ def test_one_key(dtype, device):
 
 @all_dtypes
 def test_huge_scores(dtype, device):
-    """For scores up to 40000, the softmax is 1 at a row's largest score and 0 elsewhere, without an overflow."""
     size = 64
     q = torch.zeros(1, 1, 3, size, dtype=dtype, device=device)
     k = torch.zeros(1, 1, 130, size, dtype=dtype, device=device)
@@ -1002,7 +937,6 @@ def test_many_equal_scores(size, dtype, device):
 @pytest.mark.parametrize("size", [64, 128, 160])
 @all_dtypes
 def test_scores_beyond_the_whole_numbers_of_float32(size, keys, dtype, device):
-    """The softmax is 1 at the largest score, even if the scores' rounding errors are larger than 1."""
     large = 6e4 if dtype == torch.float16 else 1e12
     q = torch.zeros(1, 2, 5, size, dtype=dtype, device=device)
     k = torch.zeros(1, 2, keys, size, dtype=dtype, device=device)
@@ -1033,10 +967,7 @@ def test_nan_and_infinity_in_a_query_stay_in_their_row(dtype, device):
 @pytest.mark.parametrize("size", [8, 24, 32, 40, 72, 80, 96, 128, 136, 160, 256])
 @low_dtypes
 def test_every_head_size_with_all_options(size, dtype, device):
-    """Each call combines grouped heads, an offset, bounds, dropout and a gradient of logsumexp.
-
-    Two of the three calls also have a mask.
-    """
+    """Each call has grouped heads, an offset, bounds, dropout and a gradient of logsumexp. Two also have a mask."""
     q, k, v, dout = tensors(2, 4, 2, 77, 150, size, dtype, device)
     bool_mask = torch.rand(2, 1, 77, 150, device=device) < 0.8
     additive = randn(4, 77, 150, dtype=dtype, device=device).masked_fill(bool_mask[0] & bool_mask[1], -math.inf)
@@ -1062,10 +993,7 @@ def test_every_head_size_with_all_options(size, dtype, device):
 
 @two_dtypes
 def test_tiles_of_queries_of_several_heads(dtype, device):
-    """If there are few queries, as in decoding, a tile contains the queries of several heads.
-
-    Bounds, the causal mask and other masks apply to each of these queries separately.
-    """
+    """In decoding, a tile contains the queries of several heads, which have separate bounds and masks."""
     for heads, key_heads, rows, columns, size in [(8, 1, 16, 700, 64), (6, 2, 5, 1030, 40), (2, 2, 3, 300, 128)]:
         q, k, v, _ = tensors(2, heads, key_heads, rows, columns, size, dtype, device)
         mask = torch.rand(2, heads, rows, columns, device=device) < 0.6
@@ -1080,8 +1008,8 @@ def test_tiles_of_queries_of_several_heads(dtype, device):
 
 @pytest.mark.parametrize("size", [8, 32, 40, 64, 80, 128, 160])
 def test_tf32_is_used_only_if_torch_allows_it(size, device):
-    """Our errors are compared with torch's, which are larger if torch's option allows TF32 in float32 matmuls."""
-    # The largest errors are compared, which would depend on chance for small tensors.
+    """Our errors are compared with torch's, which are larger if torch allows TF32."""
+    # The largest errors of small tensors would depend on chance.
     q, k, v, dout = tensors(8, 4, 2, 150, 200, size, torch.float32, device)
     few = q[:, :, :5]
     exact = out_of(formula, causal=True, offset=50)
@@ -1089,7 +1017,7 @@ def test_tf32_is_used_only_if_torch_allows_it(size, device):
         with tf32(allowed):
             functions = out_of(ours, causal=True, offset=50), exact, exact
             assert_as_exact_with_gradients(*functions, (q, k, v), dout, QKV)
-            # torch may use float32 for a matmul with few rows. Compute all rows with torch, so that it uses TF32.
+            # torch may use float32 for a matmul with few rows, so all rows are computed.
             in_torch = formula(q, k, v)[0][:, :, : few.shape[2]]
             exact_few = formula(*map(double, (few, k, v)))[0]
             assert_as_exact_as_torch(ours(few, k, v)[0], in_torch, exact_few, "out of few queries")
@@ -1130,7 +1058,6 @@ def test_as_exact_as_each_of_torchs_backends(backend, dtype, device):
 
 
 def dropout_bits(seed, offset, head, i, j):
-    """Return the 16 random bits that csrc/philox.h assigns to query i and key j of a head."""
     counter = (j // 16 * 4 + j % 8 // 2, i // 16 * 8 + i % 8, head, offset & 0xFFFFFFFF)
     words = philox((seed ^ (offset >> 32 << 32)) & (2**64 - 1), counter)
     slot = i // 8 % 2 * 4 + j // 8 % 2 * 2 + j % 2
@@ -1154,10 +1081,7 @@ def test_dropout_mask_is_philoxs(p, device):
 
 
 def test_dropout_mask_does_not_depend_on_sizes(device):
-    """The mask of a head depends on its number b * NH + h, and not on the numbers of heads, queries and keys.
-
-    The Philox counter of an element contains only this number, the query, the key and the offset.
-    """
+    """An element's Philox counter contains only the head's number b * NH + h, the query, the key and the offset."""
     large = ops.attention_dropout_mask(1, 4, 300, 400, 0.3, *numbers(device))
     for heads, rows, columns in ((4, 64, 64), (2, 1, 400), (3, 129, 17)):
         small = ops.attention_dropout_mask(1, heads, rows, columns, 0.3, *numbers(device))
@@ -1166,10 +1090,7 @@ def test_dropout_mask_does_not_depend_on_sizes(device):
 
 
 def test_dropout_is_uniform_and_independent(device):
-    """The 16 bits of an element are uniformly distributed, and independent of the bits of other elements.
-
-    The compared pairs of elements are neighbours, or belong to different heads, sequences, seeds or offsets.
-    """
+    """The compared elements are neighbours, or belong to different heads, sequences, seeds or offsets."""
 
     def bins(seed, offset):
         masks = [ops.attention_dropout_mask(2, 3, 400, 500, i / 16, *numbers(device, seed, offset)) for i in range(16)]
@@ -1324,11 +1245,6 @@ def test_flops_are_those_of_torchs_fused_kernels(device):
 
 
 def spy_on_torch(monkeypatch):
-    """Replace torch's scaled_dot_product_attention by a function that records its calls.
-
-    Returns:
-        The list of calls, and torch's original function.
-    """
     calls, real = [], F.scaled_dot_product_attention
     monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: calls.append(1) or real(*a, **k))
     return calls, real
@@ -1360,10 +1276,6 @@ def test_functional_matches_torch(monkeypatch, device):
 
 
 def test_functional_falls_back_to_torch(monkeypatch, device):
-    """Calls that no kernel of this package supports are computed by torch's scaled_dot_product_attention.
-
-    In such a call, an option that torch's function does not have raises an error.
-    """
     calls, real = spy_on_torch(monkeypatch)
     f, d = torch.float32, device
     grad_mask = randn(32, 64, dtype=f, device=d).requires_grad_()

@@ -1,7 +1,4 @@
-"""Tests that apply only to ``attention_probabilities``.
-
-Tests that also apply to ``attention`` are in test_attention.py.
-"""
+"""Tests of ``attention_probabilities`` that do not apply to ``attention`` (test_attention.py)."""
 
 import math
 
@@ -31,7 +28,6 @@ def probabilities(qkv, num_heads, scale=None):
 
 
 def formula(qkv, num_heads, scale=None):
-    """Compute the result with torch's elementary operators, in the dtype of qkv."""
     out = probabilities(qkv, num_heads, scale) @ heads(qkv, num_heads)[2]
     return out.transpose(1, 2).flatten(2)
 

@@ -10,8 +10,8 @@ from helpers import as_view, assert_as_exact_with_gradients, assert_same_bits, g
 
 ops = torch.ops.gptkernels
 
-# (N, K, M). A tile has up to 24 rows. A panel has up to 512 rows (terms) and 64 columns, and its sums have parts of 256
-# terms. In these sizes a tile or a panel is not full, or there are several tiles, panels or parts.
+# (N, K, M). A tile has up to 24 rows. A panel has up to 512 terms and 64 columns, with sums in parts of 256 terms. In
+# these sizes a tile or a panel is not full, or there are several tiles, panels or parts.
 SIZES = [
     (1, 1, 1), (24, 16, 64), (25, 65, 67), (100, 513, 130), (70, 1030, 16), (300, 128, 512), (1025, 40, 50),
     (33, 2000, 129),
@@ -32,7 +32,6 @@ def matrix(rows, columns, transposed=False, scale=1.0):
 @pytest.mark.parametrize("transposed", [False, True], ids=["linear", "conv1d"])
 @all_sizes
 def test_linear(rows, inner, width, transposed):
-    """Results and gradients are as exact as torch's for all layouts of x, of the weight, and of its gradient."""
     weight, bias, dout = matrix(width, inner, transposed, inner**-0.5), matrix(1, width)[0], matrix(rows, width)
     names = ("dx", "dweight", "dbias")
     for x in (matrix(rows, inner), matrix(rows, inner, True), as_view(matrix(rows, inner), "misaligned")):

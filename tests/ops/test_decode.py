@@ -41,7 +41,6 @@ def make(dtype, device, **changes):
 
 
 def references(model):
-    """Return two ReferenceGPT2 with the model's weights: one in the model's dtype, and one in float64."""
     found = []
     for dtype in (model.lm_head.weight.dtype, torch.float64):
         reference = ReferenceGPT2(model.config).to(model.lm_head.weight.device, dtype)
@@ -51,7 +50,6 @@ def references(model):
 
 
 def arguments(model, tokens, capacity=None):
-    """Return the weights that are arguments of ``decode``, and a cache of keys and values that is filled with NaN."""
     weights = decoding._Weights.of(model, tokens)
     config = model.config
     size = config.n_head, capacity or config.block_size, config.n_embd // config.n_head
@@ -62,7 +60,6 @@ def arguments(model, tokens, capacity=None):
 
 
 def logits_of_all(model, tokens):
-    """Return the logits (B, T, V) of T decoding steps, one for each token."""
     weights, cache = arguments(model, tokens)
     with torch.no_grad():
         parts = [
@@ -94,10 +91,7 @@ def test_matches_float64(shape, batch, dtype, device):
     ids=["one sequence", "three sequences"],
 )
 def test_long_sequences(shape, room, steps, dtype, device):
-    """Decoding steps are as exact as torch for sequences of up to 1300 tokens.
-
-    The CUDA kernel divides the keys of an attention head among the 8 thread blocks of a cluster.
-    """
+    """The CUDA kernel divides the keys of an attention head among the 8 thread blocks of a cluster."""
     model = make(dtype, device, **SHAPES[shape], block_size=room)
     tokens = torch.randint(65, (len(steps[0]), room), device=device)
     torchs, exact = (reference(tokens)[0].detach() for reference in references(model))
@@ -112,10 +106,7 @@ def test_long_sequences(shape, room, steps, dtype, device):
 
 
 def test_norm_of_a_constant_row_is_its_bias(device):
-    """A layer norm of equal elements is its bias, or 0 without a bias.
-
-    The rounding error of the mean must not remain in x - mean, because it would be divided by sqrt(eps).
-    """
+    """The rounding error of the mean must not remain in x - mean, because it would be divided by sqrt(eps)."""
     wte = torch.full((5, 192), 1.37, device=device)
     norm, head = torch.randn(2, 192, device=device), torch.randn(65, 192, device=device)
     tokens = torch.zeros(2, 1, dtype=torch.int64, device=device)
@@ -175,7 +166,6 @@ def generate(model, tokens, count, seed=5, **options):
 
 
 def generate_like_eager(model, *args, **options):
-    """Generate with and without CUDA graphs. Assert that tokens and generator states are equal. Return the tokens."""
     graphed = generate(model, *args, **options)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoding._Graphs, "FEWEST", 10**9)
@@ -212,10 +202,7 @@ def test_a_closed_stream_has_drawn_for_its_tokens_alone(device):
 
 @pytest.mark.parametrize("called", ["as one operator", "by modules", "by modules, nine prompts"])
 def test_prompts_of_different_lengths_are_continued_apart(called, device):
-    """In float32, a prompt in a list gets the same tokens as in a call with this prompt only.
-
-    The longer prompts get more tokens than the model has positions, so that their windows slide.
-    """
+    """In float32, a prompt in a list gets the same tokens as alone, also when its window slides."""
     model = make(torch.float32, device, **SHAPES["64"])
     if called != "as one operator":
         model.transformer.h[1].attn.c_proj.register_forward_hook(lambda *_: None)
@@ -230,7 +217,6 @@ def test_prompts_of_different_lengths_are_continued_apart(called, device):
 
 
 def test_prompts_of_one_length_are_a_batch(device):
-    """A list of prompts of one length gets the same tokens, in the same dtype, as a tensor of these prompts."""
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (3, 7), device=device, dtype=torch.int32)
     expected, state = generate(model, tokens, 20)
@@ -255,7 +241,6 @@ def test_bad_prompts_of_different_lengths(device):
 
 @pytest.fixture
 def captures(on_cuda, monkeypatch):
-    """Return a list to which each capture of a CUDA graph adds the number of its decoding steps."""
     found, capture = [], decoding._Graphs._capture
     monkeypatch.setattr(
         decoding._Graphs, "_capture", lambda self, steps, weights: found.append(steps) or capture(self, steps, weights)
@@ -264,9 +249,9 @@ def captures(on_cuda, monkeypatch):
 
 
 def test_graphs_are_kept_with_the_model(captures, device):
-    """A model's graphs are used again in later calls, also after its weights change in place.
+    """Later calls use a model's graphs again, also after its weights change in place.
 
-    If sampling options differ or a parameter is replaced, new graphs are captured.
+    Other sampling options or a replaced parameter need new graphs.
     """
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (2, 3), device=device)
@@ -342,7 +327,6 @@ def test_default_generator(device):
 
 
 def test_modules_and_operator_agree(device):
-    """In float32 the modules generate the same tokens as the operator, because their logits are nearly equal."""
     model = make(torch.float32, device, **SHAPES["64"])
     tokens = torch.randint(65, (2, 3), device=device)
     fused = generate(model, tokens, 30)[0]
@@ -376,7 +360,7 @@ def test_changed_models_are_run_by_modules(device):
 
 @pytest.mark.parametrize("step", [1, 2, 7, 20])
 def test_nonfinite_logits(step, device):
-    """A decoding step with NaN or infinite logits raises an error, after which the process can still use the device."""
+    """NaN and infinite logits raise an error, after which the process can still use the device."""
     model = make(torch.float32, device, **SHAPES["64"])
     with torch.no_grad():
         model.transformer.wpe.weight[step] = torch.inf

@@ -26,7 +26,6 @@ ops = torch.ops.gptkernels
 
 
 def bits_of(seed, offset, element):
-    """Return the 16 random bits that csrc/philox.h assigns to an element of a dense dropout mask."""
     group, slot = divmod(element, 8)
     key = (seed ^ (offset >> 32 << 32)) & (2**64 - 1)
     words = philox(key, (group & 0xFFFFFFFF, group >> 32, 0xFFFFFFFF, offset & 0xFFFFFFFF))
@@ -61,10 +60,7 @@ def test_mask_depends_only_on_the_position(device):
 
 
 def test_mask_is_uniform_and_independent(device):
-    """The 16 bits of an element are uniformly distributed, and independent of the bits of other elements.
-
-    The compared elements are neighbours, or belong to other seeds or offsets, or to attention's mask.
-    """
+    """The compared elements are neighbours, or belong to other seeds or offsets, or to attention's mask."""
 
     def bins(seed, offset):
         masks = [ops.dropout_mask(600_000, i / 16, *numbers(device, seed, offset)) for i in range(16)]
@@ -80,10 +76,6 @@ def test_mask_is_uniform_and_independent(device):
 
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
 def test_dropped_share(p, device):
-    """The number of dropped elements has a binomial distribution.
-
-    Its mean and its variance over 40 calls are within 5 standard deviations of the expected values.
-    """
     size, calls = 50_000, 40
     found = torch.stack([(G.dropout(torch.ones(size, device=device), p) == 0).sum() for _ in range(calls)]).double()
     variance = size * p * (1 - p)
@@ -96,7 +88,7 @@ def test_calls_are_independent(device):
     ones = torch.ones(400_000, device=device)
     a, b = ((G.dropout(ones, 0.5) != 0).long() for _ in range(2))
     counts = (2 * a + b).bincount(minlength=4).double()
-    # chi-square with 3 degrees of freedom exceeds this bound with a probability of 1e-4
+    # exceeded with probability 1e-4 by chi-square with 3 degrees of freedom
     assert chi_square(counts) < 21.1
 
 
@@ -163,7 +155,7 @@ def test_recomputation_draws_the_same_mask(name, reentrant, device):
     (expected,) = torch.autograd.grad(seeded(3, FUNCTIONS[name], x, 0.5).square().sum(), x)
     torch.manual_seed(3)
     out = checkpoint(FUNCTIONS[name], x, 0.5, use_reentrant=reentrant)
-    torch.rand(5, device=device)  # other draws between the calls have no effect
+    torch.rand(5, device=device)  # draws between the calls have no effect
     out.square().sum().backward()
     assert torch.equal(x.grad, expected)
 
@@ -203,7 +195,7 @@ def test_inductor_draws_one_mask_for_forward_and_backward(device):
     ("name", "sizes"), [("dropout", [1, 1]), ("residual_layer_norm", [1, 1, 50, 50, 50 * 96])], ids=["", "residual"]
 )
 def test_the_graph_stores_no_mask(name, sizes, device):
-    """Autograd saves the seed and the offset, for the norm also the sum and its statistics, but no mask."""
+    """Autograd saves only the seed and the offset, and for the norm also the sum and its statistics."""
     saved = []
     x = randn(50, 96, dtype=torch.float32, device=device, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):

@@ -44,10 +44,6 @@ def inputs(batch, length, width, dtype, device, vocabulary=13, positions=None, i
 
 
 def check(tokens, wte, wpe, dout):
-    """Check that encoder is as exact as torch.
-
-    embedding must return torch's values, and its gradient must be equal to encoder's gradient of wte.
-    """
     functions = (partial(f, tokens) for f in (ops.encoder, torchs, torchs))
     dwte, _ = assert_as_exact_with_gradients(*functions, (wte, wpe), dout, ("dwte", "dwpe"))
     (dweight,) = gradients(lambda weight: ops.embedding(tokens, weight), (wte,), dout)
@@ -63,10 +59,7 @@ def test_many_tokens(shape, index, dtype, device):
 
 @pytest.mark.parametrize("count", [1, 31, 32, 33, 63, 64, 65, 97, 129, 300])
 def test_runs_of_a_token_across_windows(count, device):
-    """The gradients are exact if a run of equal tokens crosses the borders at which the CUDA kernels divide their work.
-
-    The CUDA backward divides the sorted tokens into units of 32 and windows of 64.
-    """
+    """The CUDA backward divides the sorted tokens into units of 32 and windows of 64."""
     for before in (0, 1, 31, 32, 40, 66):
         check_counts([0, 0, before, 0, 0, count] + [1] * (400 - before - count), "shuffled", 8, torch.float32, device)
 
@@ -74,7 +67,7 @@ def test_runs_of_a_token_across_windows(count, device):
 @pytest.mark.parametrize("vocabulary", [1, 2, 300, 70000, 1000000])
 @pytest.mark.parametrize("shape", [(1, 9000), (9000, 1), (140, 70)], ids=str)
 def test_long_sums(shape, vocabulary, device):
-    """Long sums are exact. The CUDA kernels add the parts of a long sum in groups of 64, and then the groups' sums."""
+    """The CUDA kernels add the parts of a long sum in groups of 64, and then the groups' sums."""
     dout = torch.randint(-8, 8, (*shape, 8)).float().to(device)
     common = torch.randint(vocabulary, shape)
     for share in (0.0, 0.5, 0.9, 1.0):
@@ -87,16 +80,12 @@ def test_long_sums(shape, vocabulary, device):
 
 
 def exact_sums(tokens, dout, vocabulary, there=0):
-    """Return, for each token, ``there`` plus the sum of the token's rows of dout, rounded to the dtype of dout once.
-
-    The sums are computed in float64.
-    """
+    """Return each token's float64 sum of its rows of dout, plus ``there``, rounded to the dtype of dout once."""
     sums = torch.zeros(vocabulary, dout.shape[-1], dtype=torch.float64, device=dout.device)
     return (sums.index_add_(0, tokens.flatten(), dout.double().view(-1, dout.shape[-1])) + there).to(dout.dtype)
 
 
 def check_counts(counts, order, width, dtype, device):
-    """Check that the gradients of both ops are exact if token i occurs counts[i] times, in runs or shuffled."""
     tokens = torch.repeat_interleave(torch.arange(len(counts)), torch.tensor(counts))
     if order == "shuffled":
         tokens = tokens[torch.randperm(len(tokens))]
@@ -111,7 +100,6 @@ def check_counts(counts, order, width, dtype, device):
 
 
 def check_added(dout, tokens, vocabulary):
-    """Check that encoder_backward_ adds sums to a gradient and rounds once, and does not write rows without tokens."""
     there = torch.randint(-8, 8, (vocabulary, dout.shape[-1]), device=dout.device).to(dout.dtype)
     expected = exact_sums(tokens, dout, vocabulary, there)
     unused = torch.bincount(tokens.flatten(), minlength=vocabulary) == 0
@@ -123,7 +111,7 @@ def check_added(dout, tokens, vocabulary):
 
 all_orders = pytest.mark.parametrize("order", ["runs", "shuffled"])
 
-# On CUDA each window of 64 tokens has a partial sum of a long run, and these sums are added in groups of 64. At these
+# On CUDA each window of 64 tokens has a partial sum of a long run, and these are added in groups of 64. With these
 # counts, the last group of a run ends near the window in which the next token's run begins.
 AROUND_A_GROUP = [m * 64 * 64 + d for m in (1, 2, 3) for d in (-65, -64, -63, -1, 0, 1, 4, 63, 64, 65)]
 
@@ -132,12 +120,12 @@ AROUND_A_GROUP = [m * 64 * 64 + d for m in (1, 2, 3) for d in (-65, -64, -63, -1
 @pytest.mark.parametrize("dominant", [2, 3, 5, 8])
 @all_dtypes
 def test_dominant_tokens(dtype, dominant, order, device):
-    for i, width in enumerate((8, 5, 136)):  # widths of whole packs, of single elements, and of several slabs
+    for i, width in enumerate((8, 5, 136)):  # whole packs, single elements, several slabs
         counts = [AROUND_A_GROUP[(7 * i + 11 * k + dominant) % len(AROUND_A_GROUP)] for k in range(dominant)]
         check_counts([*counts, 0, 1, 3], order, width, dtype, device)
 
 
-# The vocabulary has 4 tokens. The CUDA backward sorts them by their low bit first, into the order 0, 2, 1, 3.
+# Of 4 tokens, the CUDA backward's sort by the low bit makes the order 0, 2, 1, 3.
 TWO_RUNS = [[4100, 0, 200, 0], *([n, other, other, n] for n in AROUND_A_GROUP for other in (65, 200, 4096 + 64))]
 
 
@@ -169,7 +157,7 @@ def test_any_run_lengths(device, counts, order, width, dtype):
 @pytest.mark.parametrize("count", [8, 33, 48, 64, 65, 96, 128])
 @pytest.mark.parametrize("where", ["first", "anywhere"])
 def test_as_exact_as_torch_where_one_token_is_frequent(where, count, width, device):
-    """The gradient of a frequent token is as exact as torch's, because it is not summed in a single running sum."""
+    """A frequent token's gradient must not be a single running sum."""
     for seed in range(5):
         torch.manual_seed(seed)
         place = torch.arange(128) if where == "first" else torch.randperm(128)
@@ -195,7 +183,6 @@ def test_as_exact_as_torch_over_a_batch(batch, width, device):
 
 
 def cuda_constant(name):
-    """Return the value of a constant in the source of the encoder's CUDA kernels."""
     folder = Path(__file__).parents[2] / "csrc" / "cuda"
     source = (folder / "embedding/order.cuh").read_text() + (folder / "embedding/sums.cuh").read_text()
     value = re.search(rf"constexpr int {name} = ([^;]+);", source)[1]
@@ -205,13 +192,13 @@ def cuda_constant(name):
 def rows_of_partials(counts, batch, length, window, batch_piece):
     """Return, for each sum that several warps compute, the rows in which the warps store their partial sums.
 
-    The items have the places that encoder_backward_bins_kernel (embedding/order.cuh) gives them when it fills
-    long_runs. The rows are those of row_at in sum_long_runs and sum_over_batch (embedding/sums.cuh).
+    encoder_backward_bins_kernel (embedding/order.cuh) gives the items their places in long_runs. row_at in
+    sum_long_runs and sum_over_batch (embedding/sums.cuh) gives the rows.
     """
     long_runs = {}
     place = 0
     for token, count in enumerate(counts):
-        begin = place + 1  # The first item of a token is the run's head.
+        begin = place + 1  # a token's first item is the run's head
         last = begin + count - 1
         if count > window:
             for at in range(begin, last + 1):
@@ -240,8 +227,8 @@ def rows_of_partials(counts, batch, length, window, batch_piece):
 class Arrivals:
     """Simulates add_parts (csrc/cuda/embedding/sums.cuh) for all parts of all sums. One warp acts at a time.
 
-    An action is everything that a warp does up to and including its next increment of a counter. Before the increment,
-    no other warp reads what the warp has written. A partial sum is represented by the set of the parts in it.
+    An action is everything that a warp does up to and including its next increment of a counter, because no other warp
+    reads what it has written before. A partial sum is the set of its parts.
     """
 
     def __init__(self, sums, group, counter_of=lambda row: row):
@@ -252,7 +239,7 @@ class Arrivals:
 
     def copy(self):
         other = Arrivals({}, self.group, self.counter_of)
-        other.sums, other.owners = self.sums, self.owners  # every order of actions has the same owners of counters
+        other.sums, other.owners = self.sums, self.owners  # all orders of actions have the same owners
         for name in ("partials", "counters", "results", "actions"):
             setattr(other, name, dict(getattr(self, name)))
         return other
@@ -269,7 +256,6 @@ class Arrivals:
         return before == count - 1
 
     def act(self, warp):
-        """Do the next action of a warp. After its last action, remove the warp from ``actions``."""
         name, part = warp
         rows, group = self.sums[name], self.group
         parts, first = len(rows), part // group * group
@@ -310,7 +296,6 @@ class Arrivals:
         return len(seen)
 
     def run(self, generator):
-        """Let the warps act in one random order, and check the results."""
         while self.actions:
             warps = list(self.actions)
             generator.shuffle(warps)
@@ -320,10 +305,7 @@ class Arrivals:
 
 
 def test_arrivals_in_every_order():
-    """In every order of the warps, each sum has all its parts once.
-
-    The models have small windows and groups, all pairs of run lengths up to 7, and a few longer runs.
-    """
+    """Small windows and groups with all pairs of run lengths up to 7, and a few longer runs."""
     layouts = [(counts, 2) for counts in itertools.product(range(8), repeat=2)]
     layouts += [(counts, 3) for counts in [(3, 0, 3), (5, 3, 3), (3, 5, 4), (8, 6), (6, 8)]]
     states = 0
@@ -362,7 +344,7 @@ def test_arrivals_of_any_layout(counts, window, group, batch, length, generator)
 
 
 def test_arrivals_detect_a_shared_counter():
-    """The simulation fails if two groups of partial sums share a counter, as they would with one counter per window."""
+    """One counter per window would be shared by two groups of partial sums."""
     sums = rows_of_partials((4100, 200), 1, 0, cuda_constant("kWindow"), cuda_constant("kBatchPiece"))
     with pytest.raises(AssertionError, match="shares a counter"):
         Arrivals(sums, cuda_constant("kGroup"), counter_of=lambda row: row // 2).run(random.Random(0))
@@ -373,7 +355,7 @@ def test_untouched_rows_are_zero(device):
     dout = torch.ones(1, 3, 5, device=device)
     for _ in range(3):
         junk = torch.full((100, 5), float("nan"), device=device)
-        del junk  # The allocator uses this memory for the next tensor of this size.
+        del junk  # the allocator uses this memory for the next tensor of this size
         dwte, dwpe = ops.encoder_backward(dout, tokens, 6, 20)
         assert dwte[:, 0].tolist() == [0, 1, 0, 2, 0, 0]
         assert dwpe[:, 0].tolist() == [1] * 3 + [0] * 17
@@ -391,7 +373,6 @@ def test_special_and_extreme_values(dtype, device):
 
 @all_dtypes
 def test_adding_to_a_gradient(dtype, device):
-    """encoder_backward_ adds to a gradient tensor of any layout. The op is deterministic and has no derivative."""
     dout, there = randn(3, 5, 7, dtype=dtype, device=device), randn(20, 7, dtype=dtype, device=device)
     tokens = torch.randint(15, (3, 5), device=device)
     dwte, dwpe = ops.encoder_backward(dout, tokens, 20, 6)
@@ -415,7 +396,6 @@ def test_adding_to_a_gradient(dtype, device):
 
 
 def test_padding_of_the_vocabulary(device):
-    """With vocab_size, rows of wte beyond it are padding: their gradient is 0, and other results do not change."""
     tokens, wte, wpe = inputs(3, 4, 8, torch.float32, device, vocabulary=10)
     wte = torch.cat([wte, torch.ones(6, 8, device=device)])
     dout = randn(3, 4, 8, dtype=torch.float32, device=device)
@@ -492,10 +472,7 @@ def test_tokens_outside_the_vocabulary(index, device, on_cpu):
     ],
 )
 def test_tokens_outside_the_vocabulary_on_cuda(name, arguments, on_cuda):
-    """On CUDA, a token outside the vocabulary makes a device-side assertion fail, whose error names the op.
-
-    The call is made in another process, because a process cannot use the device after such a failure.
-    """
+    """The call is made in another process, because the device cannot be used after a device-side assertion."""
     done = run_python(f"""
 import torch, gptkernels
 ops = torch.ops.gptkernels

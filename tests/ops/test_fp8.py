@@ -26,10 +26,7 @@ def bits(t):
 
 
 def expected_scale(amax, fp8):
-    """Return the smallest power of two s for which amax / s is at most the largest number of the format.
-
-    The scale is at least 2^-126 and at most 2^126. For an amax of 0 it is 1.
-    """
+    """Return the smallest power of two s from 2^-126 to 2^126 for which amax / s is at most LARGEST[fp8]."""
     if amax == 0:
         return 1.0
     exponent = math.ceil(math.log2(amax / LARGEST[fp8]))
@@ -43,7 +40,6 @@ def assert_same_bytes(a, b):
 
 
 def check_quantized(x, history, fp8, amax):
-    """Check the three outputs of fp8_quantize if its scale follows from ``amax``."""
     q, q_t, scale = ops.fp8_quantize(x, history, fp8, True)
     assert q.dtype == q_t.dtype == fp8
     assert q.shape == x.shape
@@ -108,10 +104,7 @@ def test_quantized_special_values(dtype, fp8, device):
 
 @both_formats
 def test_scale_is_that_of_the_last_16_calls(fp8, device):
-    """The scale of a call follows from the largest amax of the 16 calls before it. Values too large for it saturate.
-
-    The first call's scale follows from its own amax.
-    """
+    """The largest amax of the last 16 calls gives the scale; in the first call, its own amax does."""
     torch.manual_seed(0)
     history = new_history(device)
     sizes = [3.0, 0.5, 1000.0, *(torch.rand(40) * 10).tolist(), 1e-3, 1e6, 7.0]
@@ -127,7 +120,7 @@ def test_scale_is_that_of_the_last_16_calls(fp8, device):
 
 
 def test_history_of_zeros_counts_as_empty(device):
-    """After calls with only zeros, such as a gradient of 0, the scale of the next call follows from its own amax."""
+    """After calls with only zeros, such as a gradient of 0, the next call's own amax gives its scale."""
     history = new_history(device)
     ops.fp8_quantize(torch.zeros(5, 16, device=device), history, E5M2)
     check_quantized(torch.full((5, 16), 3e-8, device=device), history, E5M2, torch.tensor(3e-8).item())
@@ -145,14 +138,12 @@ def test_large_values_saturate_at_the_history_scale(device):
 
 
 def norm_inputs(shape, dtype, device, residual):
-    """Return x, residual, weight, bias and x_bias."""
     vectors = [randn(shape[-1], dtype=dtype, device=device) for _ in range(3)]
     x, stream = (randn(*shape, dtype=dtype, device=device) for _ in range(2))
     return (x, stream, *vectors) if residual else (x, None, *vectors[:2], None)
 
 
 def assert_same_outputs(found, expected):
-    """Assert that two sequences of tensors have the same dtypes and values. Float8 tensors are compared as bytes."""
     for a, b in zip(found, expected, strict=True):
         assert a.dtype == b.dtype
         assert_equal(*(bits(t) if t.element_size() == 1 else t for t in (a, b)))
@@ -165,10 +156,7 @@ NORM_SHAPES = [(1, 16), (3, 24), (17, 40), (2, 33, 768), (100, 776), (40, 1280),
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
 def test_norm_has_the_bits_of_its_parts(shape, residual, dtype, device):
-    """fp8_layernorm's outputs and amax history equal those of a layer norm followed by fp8_quantize.
-
-    The history is empty in the first call. In the last call with a history, values saturate.
-    """
+    """The history is empty in the first call, and values saturate in the last."""
     if device.type == "cpu" and len(shape) == 2 and shape[0] > 1000:
         pytest.skip("takes seconds on a CPU")
     ours, parts = new_history(device), new_history(device)
@@ -194,7 +182,6 @@ def test_norm_without_the_transposed_copy(device):
 
 
 def test_norm_with_nan(device):
-    """If a row of x contains NaN, the row becomes NaN, and the scale follows from the other rows."""
     x, stream, weight, bias, x_bias = norm_inputs((40, 64), torch.bfloat16, device, True)
     x[3, 5] = math.nan
     ours, parts = new_history(device), new_history(device)
@@ -236,8 +223,8 @@ def operand(rows, inner, fp8, device):
 def sums_error(inner, fast, device):
     """Return a bound on the error of a matmul's sums, relative to the sum of the terms' magnitudes.
 
-    An instruction of the tensor cores adds 32 terms to a sum that has 14 bits of precision. Without fast accumulation,
-    the sum of at most four instructions is then added in float32.
+    A tensor-core instruction adds 32 terms to a sum with 14 bits of precision. Without fast accumulation, the sum of at
+    most four instructions is then added in float32.
     """
     if device.type == "cpu":
         return inner * 2.0**-24
@@ -303,13 +290,11 @@ def test_linear_and_gradients(rows, inner, width, dtype, device):
 
 
 def composed_mlp(x, fc, fc_bias, proj, proj_bias, history=None, hidden=None, dhidden=None, dout=None):
-    """Compute fp8_mlp with two fp8_linear and a gelu."""
     pre = functional.fp8_linear(x, fc, fc_bias, history, dhidden)
     return functional.fp8_linear(functional.gelu(pre, approximate="tanh"), proj, proj_bias, hidden, dout)
 
 
 def with_gradients(function, args, dout, *histories):
-    """Return the result of ``function``, and the gradients of the arguments that are not None."""
     leaves = [t if t is None else t.clone().requires_grad_() for t in args]
     out = function(*leaves, *histories)
     out.backward(dout)
@@ -334,10 +319,8 @@ SHAPES = [
 @low_dtypes
 @pytest.mark.parametrize(("rows", "inner", "hidden"), SHAPES)
 def test_matmul_and_gelu_in_one_kernel(rows, inner, hidden, dtype, device, monkeypatch):
-    """The kernel of a matmul with GELU has the bits of ``composed_mlp``.
-
-    The operands are small whole numbers times a power of two, whose sums have no rounding error in any order. The
-    histories are empty in the first call, and values saturate in the third call.
+    """The bits of ``composed_mlp``: the operands are small whole numbers times a power of two, whose sums are exact in
+    any order. The histories are empty in the first call, and values saturate in the third.
     """
     if device.type == "cpu" and rows > 2000:
         pytest.skip("takes seconds on a CPU")
@@ -403,7 +386,7 @@ def test_bad_input(device):
     ]:
         with pytest.raises(RuntimeError, match=message):
             call()
-    if device.type != "cpu":  # Without this check, a history on CUDA would make torch run the backward on CUDA.
+    if device.type != "cpu":  # otherwise a history on CUDA would make torch run the backward on CUDA
         with pytest.raises(RuntimeError, match="dout_history is on cuda:0 but x is on cpu"):
             functional.fp8_linear(x.cpu(), weight.cpu(), None, None, new_history(device))
     assert_raises(ValueError, "in_features must be a multiple of 16 for fp8, got 40", nn.Linear, 40, 32, fp8=True)
@@ -422,10 +405,7 @@ def small_model(device, dtype=torch.float32, **options):
 
 
 def batches(count, device, size=8):
-    """Yield batches of tokens and targets that a model can learn to predict.
-
-    A token follows from the previous token with a probability of 0.8, and is random otherwise.
-    """
+    """Yield learnable batches: a token follows from the previous one with probability 0.8, and is random otherwise."""
     generator = torch.Generator().manual_seed(5)
     for _ in range(count):
         tokens = torch.randint(64, (size, 33), generator=generator)
@@ -525,7 +505,6 @@ def test_files_keep_the_parameters_alone(options, device, tmp_path):
 @two_dtypes
 @pytest.mark.parametrize("options", [{}, {"dropout": 0.1}, {"activation": "gelu"}], ids=["node", "dropout", "parts"])
 def test_recomputed_layers_have_the_scales_of_the_first_time(options, dtype, device):
-    """After training, the parameters and amax histories are equal with and without recomputation of the layers."""
     states = []
     for recompute in (False, True):
         model = small_model(device, dtype, fp8=True, **options)
@@ -599,7 +578,6 @@ def test_linear_has_no_second_and_no_forward_derivative(device):
 
 @pytest.mark.parametrize("options", [{"fp8": True}, {"fp8": True, "fp8_head": True}], ids=str)
 def test_graphed_steps_are_eager_steps(options, device, on_cuda):
-    """With a CUDA graph, the losses, parameters and amax histories are equal to those of eager training steps."""
     runs = []
     for capture in (False, True):
         model = small_model(device, torch.bfloat16, **options)

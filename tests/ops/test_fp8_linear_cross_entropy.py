@@ -1,4 +1,4 @@
-"""Tests of fp8_linear_cross_entropy. Its loss is compared with linear_cross_entropy's, its gradients with float64."""
+"""Tests that fp8_linear_cross_entropy has linear_cross_entropy's loss, and gradients near float64's."""
 
 import math
 
@@ -20,10 +20,9 @@ both_reductions = pytest.mark.parametrize("reduction", ["mean", "sum"])
 
 
 def problem(rows, inner, width, vocab_size, dtype, device):
-    """Return x (N, C), weight (Vp, C) and targets (N). Some targets are ignored.
+    """Return x (N, C), weight (Vp, C) and targets (N), of which some are ignored.
 
-    The elements of x are -1, 0 and 1, those of the weight are whole numbers divided by 8. The logits are therefore
-    exact in 16 bits.
+    The elements of x are -1, 0 and 1, the weight's are whole numbers divided by 8: the logits are exact in 16 bits.
     """
     x = torch.randint(-1, 2, (rows, inner)).to(dtype) * (torch.rand(rows, inner) < 8 / inner)
     weight = torch.randint(-8, 9, (width, inner)).to(dtype) / 8
@@ -33,14 +32,12 @@ def problem(rows, inner, width, vocab_size, dtype, device):
 
 
 def gradients(function, x, weight, targets, dloss=1.0, **options):
-    """Return the loss, and the gradients of dloss * loss with respect to x and weight."""
     leaves = [t.detach().clone().requires_grad_() for t in (x, weight)]
     loss = function(*leaves, targets, **options)
     return loss.detach(), *torch.autograd.grad(loss, leaves, torch.full_like(loss, dloss))
 
 
 def dlogits_of(x, weight, targets, vocab_size):
-    """Return the gradients of the logits (N, Vp) for the sum of the losses, in float64."""
     logits = (x.double() @ weight.double().T)[:, :vocab_size]
     kept = targets != IGNORED
     found = logits.softmax(-1) - F.one_hot(targets.where(kept, 0), vocab_size)
@@ -48,15 +45,13 @@ def dlogits_of(x, weight, targets, vocab_size):
 
 
 def dequantized(x):
-    """Return x in float64, after rounding to E4M3 with the scale that follows from the amax of x."""
     q, _, scale = ops.fp8_quantize(x, None, E4M3)
     return q.double() * scale
 
 
 def round_dlogits(dlogits):
-    """Return dlogits rounded to E5M2, and the largest change of each rounded value.
-
-    A value changes if a relative error of 2^-18, from the arithmetic in float32, makes it round to another number.
+    """Return dlogits rounded to E5M2, and how much each changes if float32's relative error of 2^-18 moves its
+    rounding.
     """
 
     def read(d):
@@ -69,9 +64,8 @@ def round_dlogits(dlogits):
 def sums_errors(a, b, device):
     """Return bounds on the errors of the sums in a @ b^T.
 
-    A tensor core truncates each term 13 bits below the largest of the terms that an instruction adds. One element in a
-    row of ``a`` is near -1 and the others are small. The bound therefore depends on the largest term, not on the sum of
-    the terms' magnitudes.
+    A tensor core truncates each term 13 bits below the largest term of an instruction. In a row of ``a``, one element
+    is near -1 and the others are small, so the bound depends on the largest term, not on the sum of the magnitudes.
     """
     if device.type == "cpu":
         return a.shape[1] * 2.0**-24 * a.abs() @ b.abs().T
@@ -88,7 +82,6 @@ SHAPES = [  # N, C, Vp, V, chunk_size
 @both_reductions
 @pytest.mark.parametrize(("rows", "inner", "width", "vocab_size", "chunk_size"), SHAPES)
 def test_loss_and_gradients(rows, inner, width, vocab_size, chunk_size, reduction, dtype, device):
-    """The loss equals linear_cross_entropy's loss. The gradients are near matmuls of the operands rounded to float8."""
     x, weight, targets = problem(rows, inner, width, vocab_size, dtype, device)
     options = {"vocab_size": vocab_size, "ignore_index": IGNORED, "reduction": reduction, "chunk_size": chunk_size}
     loss, dx, dweight = gradients(functional.fp8_linear_cross_entropy, x, weight, targets, **options)
@@ -117,12 +110,9 @@ def test_loss_and_gradients(rows, inner, width, vocab_size, chunk_size, reductio
 @both_reductions
 @pytest.mark.parametrize(("rows", "inner", "width", "vocab_size", "chunk_size"), SHAPES)
 def test_float8_logits(rows, inner, width, vocab_size, chunk_size, reduction, dtype, device):
-    """With fp8_logits, the logits of the loss and gradients are computed from x and weight rounded to float8.
-
-    If no gradient is needed, the loss equals linear_cross_entropy's loss without rounding to float8.
-    """
+    """x and weight are rounded to float8 for the logits, except in a call that needs no gradients."""
     x, _, targets = problem(rows, inner, width, vocab_size, dtype, device)
-    weight = (torch.randint(-40, 41, (width, inner)).to(dtype) / 8).to(device)  # sums in float32 are exact
+    weight = (torch.randint(-40, 41, (width, inner)).to(dtype) / 8).to(device)  # exact sums in float32
     options = {"vocab_size": vocab_size, "ignore_index": IGNORED, "reduction": reduction, "chunk_size": chunk_size}
     function = functional.fp8_linear_cross_entropy
     found = gradients(function, x, weight, targets, fp8_logits=True, **options)
@@ -135,10 +125,7 @@ def test_float8_logits(rows, inner, width, vocab_size, chunk_size, reduction, dt
 
 @every_dtype
 def test_gradients_of_logits_are_rounded_once(dtype, device):
-    """The gradients of the logits are rounded to E5M2, and the matmuls of dx and dweight cause no further error.
-
-    x and weight are the identity times 4, so that dx and dweight are 4 times the rounded gradients of the logits.
-    """
+    """x and weight are the identity times 4, so that dx and dweight are 4 times the gradients rounded to E5M2."""
     eye = 4 * torch.eye(32, dtype=dtype, device=device)
     targets = torch.arange(32, device=device).flip(0)
     targets[7] = IGNORED
@@ -194,7 +181,7 @@ def test_nan_and_infinity_stay_in_their_row(dtype, device):
 
 
 def test_float16_gradients_do_not_underflow(device):
-    """Gradients that would underflow in float16 are multiplied by dloss before they are rounded to float16."""
+    """dloss multiplies gradients that would underflow in float16 before they are rounded."""
     x, weight, targets = (
         t.half() if t.is_floating_point() else t for t in problem(2000, 32, 1008, 1000, torch.float32, device)
     )
@@ -273,7 +260,6 @@ def test_bad_input(device):
 @pytest.mark.parametrize("fp8", [False, True])
 @every_dtype
 def test_model_in_training(fp8, dtype, device):
-    """A model has equal losses and nearly equal gradients with and without float8 matmuls in the LM head."""
     models = [small_model(device, dtype, fp8=fp8, fp8_head=head) for head in (False, True)]
     (tokens, targets), (others, _) = batches(2, device)
     targets = targets.clone()
@@ -296,7 +282,6 @@ def test_model_in_training(fp8, dtype, device):
 
 @every_dtype
 def test_fp8_head_has_no_effect_outside_training(dtype, device):
-    """fp8_head changes no result in evaluation, without gradients, and if logits are returned."""
     models = [small_model(device, dtype, fp8_head=head) for head in (False, True)]
     tokens, targets = next(batches(1, device))
     with torch.no_grad():
@@ -310,7 +295,6 @@ def test_fp8_head_has_no_effect_outside_training(dtype, device):
 
 
 def test_tied_weights(device):
-    """The tied weight has the sum of the gradients of embedding and LM head, also if the embedding has a hook."""
     tied, apart = (small_model(device, fp8_head=True) for _ in range(2))
     # A module with a hook is called separately.
     apart.transformer.wte.register_forward_hook(lambda *_: None)
@@ -321,7 +305,6 @@ def test_tied_weights(device):
 
 
 def test_model_with_float8_logits(device):
-    """fp8_logits changes the loss by less than 1 % in training, and not at all in evaluation."""
     models = [small_model(device, fp8_head=True, fp8_logits=logits) for logits in (False, True)]
     batch = next(batches(1, device))
     plain, eight = (m(*batch, return_logits=False)[1] for m in models)

@@ -27,10 +27,7 @@ IGNORED = -100
 
 
 def torchs(logits, targets, vocab_size=-1, ignore_index=IGNORED):
-    """Compute the losses with torch in float32, or in float64 for float64 logits.
-
-    torch's losses of 16-bit logits would be 16-bit numbers.
-    """
+    """Compute the losses in float32, because torch's losses of 16-bit logits would be 16-bit numbers."""
     used = logits.to(wide(logits.dtype))[..., : vocab_size if vocab_size != -1 else None].flatten(0, -2)
     losses = F.cross_entropy(used, targets.flatten().long(), reduction="none", ignore_index=ignore_index)
     return losses.view(targets.shape)
@@ -42,7 +39,6 @@ def exact(logits, targets, vocab_size=-1, ignore_index=IGNORED):
 
 
 def inputs(rows, width, dtype, device, vocab_size=-1, scale=1.0):
-    """Return logits, targets (every seventh is ignored), and gradients of the losses."""
     targets = torch.randint(0, width if vocab_size == -1 else vocab_size, (rows,))
     targets[6::7] = IGNORED
     return (
@@ -62,7 +58,6 @@ def ours(logits, targets, *options):
 
 
 def in_place(logits, targets, *options):
-    """Call the in-place op on a copy of the logits with the same strides and offset. Return the losses and dlogits."""
     storage = torch.empty_like(
         torch.as_strided(logits, (logits.untyped_storage().nbytes() // logits.itemsize,), (1,), 0)
     )
@@ -72,7 +67,6 @@ def in_place(logits, targets, *options):
 
 
 def check(logits, targets, dlosses, *options):
-    """Check that losses and gradients are as exact as torch's, and bitwise identical to those of the in-place op."""
     losses, dlogits = ops.fused_classifier(logits, targets, *options)
     assert_as_exact_as_torch(
         losses, torchs(logits, targets, *options), exact(double(logits), targets, *options), "losses"
@@ -120,10 +114,8 @@ def test_padded_columns_are_not_read(vocab_size, width, dtype, device):
 @pytest.mark.parametrize("width", [1000, 2000, 4096, 12288, 32768, 50304, 65536, 131072, 262144, 600000])
 @two_dtypes
 def test_rows_in_each_kind_of_memory(width, dtype, device):
-    """Results are right for each way in which the CUDA kernels access a row.
-
-    With growing width, a row is kept in the registers or the shared memory of a thread block or a cluster, or is read
-    from global memory in each pass.
+    """A row is kept, with growing width, in the registers or the shared memory of a thread block or a cluster, or is
+    read from global memory in each pass.
     """
     if device.type == "cpu" and width > 131072:
         pytest.skip("the CPU keeps no row")
@@ -134,10 +126,7 @@ def test_rows_in_each_kind_of_memory(width, dtype, device):
 @pytest.mark.parametrize("width", [1001, 50257])
 @two_dtypes
 def test_more_rows_than_the_device_keeps(width, dtype, device):
-    """Results are right if the kernels reuse their buffers, because shared memory cannot hold all rows at once.
-
-    Ignored rows are not loaded into a buffer.
-    """
+    """Shared memory cannot hold all rows at once. Ignored rows are not loaded into a buffer."""
     logits, targets, _ = inputs(1200 if device.type == "cuda" else 50, width, dtype, device)
     targets[3::5] = IGNORED
     losses, dlogits = ops.fused_classifier(logits, targets)
@@ -232,7 +221,6 @@ def test_leading_shapes_of_dlosses(device):
 
 @all_dtypes
 def test_large_logits(dtype, device):
-    """If 1000 is added to all logits, the only further error is the rounding of the logits to their dtype."""
     logits, targets, dlosses = inputs(5, 768, torch.float64, device, scale=4)
     check((logits + 1000).to(dtype), targets, dlosses.to(wide(dtype)))
 
@@ -240,7 +228,6 @@ def test_large_logits(dtype, device):
 @pytest.mark.parametrize("width", [2, 768, 16384, 50304, 131072])
 @all_dtypes
 def test_confident_rows_keep_their_digits(width, dtype, device):
-    """If the target's probability p is nearly 1, the loss and the gradient p - 1 have small relative errors."""
     for winner in (10, 15, 20, 40):
         logits, targets, _ = inputs(5, width, dtype, device)
         logits.scatter_(-1, targets.unsqueeze(-1), winner)
@@ -264,13 +251,12 @@ def test_denormal_and_large_logits(dtype, device):
 @pytest.mark.parametrize("width", [33, 9000, 131072])
 @all_dtypes
 def test_masked_logits_have_probability_zero(width, dtype, device):
-    """Logits of -inf have probability 0, even if all logits of a thread or of a thread block are -inf."""
     logits, targets, dlosses = inputs(5, width, dtype, device)
     logits[:, : width - 10] = float("-inf")
     targets[:] = width - 1
     check(logits, targets, dlosses)
     assert (ops.fused_classifier(logits, targets)[1][:, : width - 10] == 0).all()
-    targets[2] = 0  # This target is masked, so that the loss is infinite.
+    targets[2] = 0  # this target is masked, so that the loss is infinite
     check(logits, targets, dlosses)
     assert ops.fused_classifier(logits, targets)[0][2] == float("inf")
 
@@ -283,7 +269,7 @@ def test_infinities_and_nan_stay_in_their_row(value, width, dtype, device):
     clean = ops.fused_classifier(logits, targets)
     logits[2, 7] = value
     if value == float("-inf"):
-        logits[2] = value  # The softmax of a row of -inf is undefined.
+        logits[2] = value  # the softmax of a row of -inf is undefined
     losses, dlogits = ops.fused_classifier(logits, targets)
     assert losses[2].isnan()
     assert dlogits[2].isnan().all()
@@ -301,7 +287,6 @@ def test_deterministic_with_dlosses(dtype, device):
 
 
 def write_view_in_place(logits, targets, vocab_size):
-    """Call the in-place op on a view of logits * 1. Return the losses, and the written tensor and its square."""
     made = logits * 1
     losses = ops.fused_classifier_(made.view(-1, made.shape[-1]), targets, vocab_size)
     return losses, made, made.square()
@@ -416,10 +401,7 @@ def test_target_outside_the_vocabulary(op, bad, device, on_cpu):
 
 @pytest.mark.parametrize("width", [9, 50304, 131072])
 def test_target_outside_the_vocabulary_on_cuda(width, on_cuda):
-    """On CUDA, a target outside the vocabulary makes a device-side assertion fail, whose message says so.
-
-    The call is made in another process, because a process cannot use the device after such a failure.
-    """
+    """The call is made in another process, because the device cannot be used after a device-side assertion."""
     done = run_python(f"""
 import torch, gptkernels
 targets = torch.tensor([0, {width - 1}, 2], device="cuda")
@@ -461,10 +443,6 @@ def test_more_than_2_31_elements(device):
 @pytest.mark.parametrize("dloss", [1.0, 0.25, float("nan"), "rows"])
 @all_dtypes
 def test_backward_in_place(dloss, dtype, device):
-    """fused_classifier_backward_ has the bits of fused_classifier_backward.
-
-    It supports any layout, and changes the version of the written tensor.
-    """
     dlogits = randn(7, 33, dtype=dtype, device=device)
     options = {"dtype": wide(dtype), "device": device}
     dlosses = randn(7, **options) if dloss == "rows" else torch.tensor(dloss, **options)

@@ -23,7 +23,6 @@ def torchs(x, approximate):
 
 
 def check(x, dout, approximate):
-    """Check that the result and the gradient are as exact as torch's."""
     functions = (partial(f, approximate=approximate) for f in (ours, torchs, exact))
     assert_as_exact_with_gradients(*functions, (x,), dout, ("dx",))
 
@@ -52,10 +51,7 @@ def test_tanh_is_the_default(device):
 
 @all_forms
 def test_relative_error_where_gelu_is_nearly_0(approximate, device):
-    """The relative error is small for negative x, where GELU is nearly 0.
-
-    A kernel that computes 1 + tanh(u) or 1 + erf(u) in float32, as torch's does, returns 0 for x below about -5.6.
-    """
+    """A float32 1 + tanh(u) or 1 + erf(u), as in torch's kernels, is 0 for x below about -5.6."""
     x = torch.linspace(-9, -1, 10001, device=device)
     expected = exact(x.double(), approximate)
     worst = ((ours(x, approximate) - expected) / expected).abs().max()
@@ -66,10 +62,7 @@ def test_relative_error_where_gelu_is_nearly_0(approximate, device):
 @all_forms
 @all_dtypes
 def test_infinities_and_nan(approximate, dtype, device):
-    """GELU is infinity at infinity, and NaN at -infinity and NaN, in vectorized and in scalar code.
-
-    torch's vectorized kernels may return other values at infinities, depending on the processor.
-    """
+    """torch's vectorized kernels may return other values at infinities, depending on the processor."""
     x = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1.0], dtype=dtype, device=device)
     for values in (x, x.repeat(11), x[:1]):  # whole SIMD vectors, and the elements that remain
         out = ours(values, approximate)
@@ -81,7 +74,7 @@ def test_infinities_and_nan(approximate, dtype, device):
 @all_forms
 @all_dtypes
 def test_huge_and_tiny_values(approximate, dtype, device):
-    """For huge x, GELU is x or 0, and its derivative is 1 or 0. (torch's float32 derivative is NaN beyond 1e19.)"""
+    """GELU is x or 0, and its derivative is 1 or 0. (torch's float32 derivative is NaN beyond 1e19.)"""
     info = torch.finfo(dtype)
     huge = torch.tensor([40.0, 1e4, info.max / 4, info.max], dtype=dtype, device=device)
     assert torch.equal(ours(huge, approximate), huge)

@@ -22,7 +22,6 @@ def exact(tensors):
 
 
 def check(tensors):
-    """Assert that the norm of the tensors is a float32 number, and that its error is at most half an ulp."""
     norm = ops.global_norm(tensors)
     assert norm.shape == ()
     assert norm.dtype == torch.float32
@@ -62,7 +61,7 @@ def test_nothing_to_sum(device):
 
 @all_dtypes
 def test_denormal_and_large_values(dtype, device):
-    """The error of the norm is at most half an ulp even if float32 squares of the elements overflow or underflow."""
+    """float32 squares of these elements overflow or underflow."""
     info = torch.finfo(dtype)
     largest = min(info.max, torch.finfo(torch.float32).max)
     check([torch.full((10,), largest / 8, dtype=dtype, device=device)])
@@ -71,7 +70,7 @@ def test_denormal_and_large_values(dtype, device):
     if dtype in (torch.float32, torch.bfloat16):
         assert (
             ops.global_norm([torch.full((10,), largest, dtype=dtype, device=device)]) == torch.inf
-        )  # The norm itself overflows.
+        )  # the norm itself overflows
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
@@ -85,7 +84,7 @@ def test_infinity_and_nan(value, dtype, device):
 
 @two_dtypes
 def test_gradient_of_a_denormal_norm(dtype, device):
-    """The gradient is right if the norm is denormal, so that 1 / norm overflows, but x / norm does not."""
+    """For a denormal norm 1 / norm overflows, but x / norm does not."""
     x = torch.full((), torch.finfo(dtype).smallest_normal / 16, dtype=dtype, device=device, requires_grad=True)
     (dx,) = torch.autograd.grad(3 * ops.global_norm([x]), x)
     assert dx == 3
@@ -97,7 +96,7 @@ def test_deterministic(device):
 
 
 def test_kernels_wait_for_the_results_of_the_last(device):
-    """The kernels, which may start before the previous kernel has ended, wait for its results before they read them."""
+    """A kernel may start before the previous kernel has ended."""
     x = torch.empty(3_000_000, device=device)
     for i in range(1, 50):
         x.fill_(i)
@@ -107,7 +106,7 @@ def test_kernels_wait_for_the_results_of_the_last(device):
 
 
 def test_gradients(device):
-    """First and second derivatives match torch's. (Finite differences of the float32 norm would be too inexact.)"""
+    """Finite differences of the float32 norm would be too inexact, so derivatives are compared with torch's."""
     tensors = [randn(3, 5, dtype=torch.float64, device=device), randn(7, dtype=torch.float64, device=device)]
     for leaves in (tensors, [t.float() for t in tensors]):
         leaves = [t.requires_grad_() for t in leaves]

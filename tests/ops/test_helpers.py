@@ -35,10 +35,7 @@ def test_special_values_must_be_the_formulas(exact, torchs, dtype):
 @pytest.mark.parametrize("special", [math.inf, -math.inf, math.nan])
 @all_dtypes
 def test_finite_formula_requires_a_finite_result(special, dtype):
-    """An infinity or NaN is wrong where the formula is finite, even if torch's result is infinite or NaN there.
-
-    Such a result of torch does not raise the allowed error.
-    """
+    """Where the formula is finite, an infinity or NaN of torch's does not raise the allowed error."""
     for torchs in (special, 2.0):
         refused([special, 1.0], [torchs, 1.0], [2.0, 1.0], dtype)
     compare([2.0, 1.0], [special, 1.0], [2.0, 1.0], dtype)

@@ -18,8 +18,6 @@ both_forms = pytest.mark.parametrize("approximate", ["tanh", "none"])
 
 
 def arguments(wide, low, device, values=True, biases=True, transposed=False):
-    """Return the tensors that are the first arguments of ``layer``: stream, values, values_bias and the parameters."""
-
     def vector(size, dtype=wide, given=biases):
         return randn(size, dtype=dtype, device=device) if given else None
 
@@ -41,7 +39,6 @@ def arguments(wide, low, device, values=True, biases=True, transposed=False):
 
 
 def histories(device):
-    """Return two lists of amax histories for the four matmuls of a layer: of their inputs, and of their gradients."""
     return [[new_history(device) for _ in range(4)] for _ in range(2)]
 
 
@@ -50,10 +47,7 @@ def options(approximate="tanh"):
 
 
 def dropouts(device, *probabilities):
-    """Return (probability, seed, offset) of each dropout in a flat list.
-
-    ``layer`` has three dropouts: of the values, of attention, and of the second addition to the residual stream.
-    """
+    """``layer`` has three dropouts: of the values, of attention, and of the second addition to the residual stream."""
     numbers = torch.randint(2**40, (len(probabilities), 2), generator=torch.Generator().manual_seed(6)).to(device)
     return [x for p, pair in zip(probabilities, numbers, strict=True) for x in (p, *(pair if p else (None, None)))]
 
@@ -87,7 +81,6 @@ def by_operators(args, approximate="tanh", dropped=NONE):
 
 
 def backward_arguments(args, outputs, mask, approximate="tanh"):
-    """Return the arguments of ``layer_backward``, with random gradients of out and residual_2."""
     out, saved, p = outputs[0], LayerSaved(*outputs[1:]), BlockParameters(*args[3:])
     if args[1] is None:
         saved = saved._replace(residual_1=args[0])
@@ -97,7 +90,6 @@ def backward_arguments(args, outputs, mask, approximate="tanh"):
 
 
 def fp8_backward_arguments(args, outputs, adds_past=True):
-    """Return the arguments of ``fp8_layer_backward``, with random gradients of out and residual_2."""
     _, residual_1, residual_2, *saved = outputs
     residual_1, p = args[0] if args[1] is None else residual_1, BlockParameters(*args[3:14])
     kept = residual_1, residual_2, saved, p.norm_1_weight, p.norm_2_weight, args[15]
@@ -112,14 +104,13 @@ def assert_same_bits_and_strides(found, expected):
 
 
 def compare(args, approximate="tanh", dropped=NONE, **which):
-    """Assert that all outputs and gradients of ``layer`` are bitwise identical to those of ``by_operators``."""
     outputs = ops.layer(*args, *options(approximate), *dropped)
     leaves = [t if t is None else t.detach().requires_grad_() for t in args]
     expected = by_operators(leaves, approximate, dropped)
     assert_same_bits_and_strides(outputs, expected)
     given = backward_arguments(args, outputs, EVERY, approximate)
     dstream, dvalues, *gradients = ops.layer_backward(*given, *dropped, **which)
-    if args[1] is None:  # The first norm and the first addition use the stream. Autograd adds these gradients.
+    if args[1] is None:  # autograd adds the stream's gradients of the norm and the addition
         dstream = dstream + dvalues
     found = [dstream, dvalues if dvalues.numel() else dstream, *gradients]
     results = expected[0], expected[1 + LayerSaved._fields.index("residual_2")]
@@ -185,10 +176,6 @@ def test_dropout(wide, low, probabilities, device):
 @both_forms
 @pytest.mark.parametrize(("wide", "low"), [SAME, MIXED], ids=str)
 def test_recomputed_gelu(wide, low, approximate, device):
-    """With keep_post_gelu=False, ``layer`` returns no post_gelu, and its other outputs do not change.
-
-    The gradients are those of a forward that computed post_gelu with ops.gelu.
-    """
     args = arguments(wide, low, device)
     *outputs, post = ops.layer(*args, *options(approximate), keep_post_gelu=False)
     assert post.shape == (0,)
@@ -203,7 +190,6 @@ def test_recomputed_gelu(wide, low, approximate, device):
 
 @pytest.mark.parametrize(("wide", "low"), [SAME, MIXED], ids=str)
 def test_output_mask(wide, low, device):
-    """A gradient that the output mask does not select has no elements, and the selected gradients do not change."""
     args = arguments(wide, low, device)
     dout, _, *given, _ = backward_arguments(args, ops.layer(*args, *options()), None)
     every = ops.layer_backward(dout, None, *given, EVERY)
@@ -211,7 +197,7 @@ def test_output_mask(wide, low, device):
         for mask in ([j == i for j in range(14)], [j != i for j in range(14)]):
             found = ops.layer_backward(dout, None, *given, mask)
             for j, (a, b) in enumerate(zip(found, every, strict=True)):
-                if mask[j] or (j == 0 and mask[1] and wide == low):  # Here one tensor is both dstream and dvalues.
+                if mask[j] or (j == 0 and mask[1] and wide == low):  # one tensor is both dstream and dvalues
                     assert torch.equal(a, b), (mask, j)
                 elif j > 1:
                     assert a.numel() == 0, (mask, j)
@@ -246,7 +232,7 @@ def test_opcheck_with_float8_matmuls_and_without_values(device):
     args = *arguments(torch.bfloat16, torch.bfloat16, device, values=False), *histories(device)
     torch.library.opcheck(ops.fp8_layer, (*args, *FP8_OPTIONS))
     outputs = ops.fp8_layer(*args, *FP8_OPTIONS)
-    # Without opcheck's test of the schema, which multiplies tensors. torch cannot multiply float8 tensors.
+    # opcheck's test of the schema multiplies tensors, which torch cannot do for float8.
     tests = "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"
     for adds_past in (True, False):
         given = fp8_backward_arguments(args, outputs, adds_past)

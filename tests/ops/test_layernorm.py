@@ -31,13 +31,11 @@ def torchs(x, weight, bias):
 )
 @two_dtypes
 def test_rows_in_each_kind_of_memory(rows, width, dtype, device):
-    """Results are as exact as torch's for each way in which the CUDA kernels access a row.
-
-    With growing width, they keep a row in the registers of a warp or of several warps, or in shared memory, or read it
-    from global memory in each pass.
+    """With growing width, the CUDA kernels keep a row in the registers of a warp or of several warps, or in shared
+    memory, or read it from global memory in each pass.
     """
-    # On the CPU, groups of rows have partial sums of dweight and dbias. With 1100 rows there is the largest number of
-    # groups, 64, and some groups have one row more than others.
+    # On the CPU, groups of rows have partial sums of dweight and dbias. 1100 rows make the most groups, 64, some with
+    # one row more than others.
     rows = min(rows, 1100) if device.type == "cpu" else rows
     check(dtype, device, {"x.rows": rows, "width": width})
 
@@ -52,7 +50,7 @@ def test_statistics(device):
 
 @all_dtypes
 def test_large_offset_keeps_the_variance(dtype, device):
-    """The variance of rows with a large mean is exact. The formula E[x^2] - E[x]^2 would lose all of its digits."""
+    """The formula E[x^2] - E[x]^2 would lose all digits of the variance."""
     x = (randn(5, 768, dtype=torch.float64, device="cpu") * 4 + 1000).to(dtype).to(device)
     check(dtype, device, {"x.rows": 5, "width": 768, **NOTHING_ELSE}, x=x)
 
@@ -72,7 +70,7 @@ def test_denormal_and_large_values(dtype, device):
 
 @all_dtypes
 def test_gradient_of_a_constant_dout_is_0(dtype, device):
-    """If all elements of dout are equal, dx is 0. It is exactly 0 for these short rows, whose means are exact."""
+    """dx is exactly 0 for these short rows, whose means are exact."""
     x = torch.tensor([[-1.0, -2.0, 3.0], [4.0, -5.0, 1.0]], dtype=dtype, device=device, requires_grad=True)
     out = ops.layernorm(x, None, None, 1e-5)[0]
     out.backward(torch.full_like(out, 1.28125))

@@ -22,7 +22,7 @@ torchs = F.linear
 
 
 def exact(x, weight, bias=None):
-    """Compute the formula with torch's pairwise sums, which have smaller rounding errors than the sums of a BLAS."""
+    """torch's pairwise sums have smaller rounding errors than the sums of a BLAS."""
     out = (x.unsqueeze(-2) * weight).sum(-1)
     return out if bias is None else out + bias
 
@@ -36,14 +36,12 @@ def inputs(rows, inner, width, dtype, device, bias=True):
 
 
 def check(args, dout):
-    """Check that the result and all gradients are as exact as torch's."""
     assert_as_exact_with_gradients(ours, torchs, exact, args, dout, ("dx", "dweight", "dbias"))
 
 
 @all_dtypes
 @all_rows
 def test_no_columns(rows, dtype, device):
-    """If x has no columns, out is the bias. If the weight has no rows, dx is 0."""
     for inner, width in [(0, 5), (5, 0), (0, 0)]:
         for bias in (True, False):
             check(inputs(rows, inner, width, dtype, device, bias), randn(rows, width, dtype=dtype, device=device))
@@ -51,7 +49,7 @@ def test_no_columns(rows, dtype, device):
 
 @all_dtypes
 def test_slices_and_transposes(dtype, device):
-    """linear is as exact as torch if its arguments are slices or transposes, which a BLAS can read without a copy."""
+    """A BLAS can read these slices and transposes without a copy."""
     wide = randn(24, 100, dtype=dtype, device=device)
     tall = randn(100, 24, dtype=dtype, device=device)
     for x in (wide[:, 30:70], tall[30:70].T, wide[:1, 30:70], wide[::3, 3:43]):
@@ -127,10 +125,7 @@ def test_more_than_2_31_elements(device):
 @all_dtypes
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_transposed_weight_and_its_gradient_are_not_copied(rows, dtype, device):
-    """The weight may be the transpose of a tensor (in, out), as in Hugging Face's Conv1D.
-
-    Its gradient has the strides of the weight.
-    """
+    """The transpose of a tensor (in, out) is a weight as in Hugging Face's Conv1D."""
     x = randn(rows, 24, dtype=dtype, device=device)
     weight = randn(24, 40, dtype=dtype, device=device, scale=0.2)
     bias, dout = randn(40, dtype=dtype, device=device), randn(rows, 40, dtype=dtype, device=device)
@@ -150,10 +145,7 @@ def test_transposed_weight_and_its_gradient_are_not_copied(rows, dtype, device):
 @pytest.mark.parametrize("inner", [7, 33, 48, 79, 1000])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_memory_between_rows_has_no_effect(inner, dtype, device):
-    """NaN in memory between the rows of x or dout does not affect the results.
-
-    On CPUs with AMX, oneDNN multiplies elements after the end of a row by 0, which gives NaN if they are NaN.
-    """
+    """On CPUs with AMX, oneDNN multiplies elements after the end of a row by 0, which gives NaN if they are NaN."""
     torch.manual_seed(0)
     wide = torch.full((47, inner + 32), float("nan"), dtype=dtype, device=device)
     x, weight = wide[:, :inner], torch.randn(16, inner, device=device).to(dtype)

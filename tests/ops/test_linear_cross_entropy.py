@@ -28,17 +28,12 @@ all_reductions = pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 
 
 def problem(*rows, dtype=torch.float32, device="cpu", requires_grad=False):
-    """Return x (*rows, 8), weight (12, 8) and targets (*rows)."""
     x = randn(*rows, 8, dtype=dtype, device=device, requires_grad=requires_grad)
     weight = randn(12, 8, dtype=dtype, device=device, requires_grad=requires_grad)
     return x, weight, torch.randint(12, rows, device=device)
 
 
 def logits_and_loss(x, weight, targets, vocab_size=None, ignore_index=-100, reduction="mean"):
-    """Return the loss, computed by torch from all logits at once.
-
-    It is float32, or float64 for float64 arguments.
-    """
     logits = F.linear(x, weight)[..., :vocab_size]
     rows = logits.to(wide(x.dtype)).flatten(0, -2)
     loss = F.cross_entropy(rows, targets.flatten().long(), ignore_index=ignore_index, reduction=reduction)
@@ -61,7 +56,7 @@ def test_defaults(device):
 
 
 def test_keeps_small_float16_gradients(device):
-    """The quotients probability / count, which would underflow in float16, are multiplied by dloss before rounding."""
+    """dloss multiplies the quotients probability / count, which would underflow in float16, before rounding."""
     x, weight = randn(512, 8, dtype=torch.float16, device=device), randn(999, 8, dtype=torch.float16, device=device)
     x = (x * 0.01).requires_grad_()
     targets = torch.randint(999, (512,), device=device)
@@ -77,7 +72,7 @@ def test_never_holds_all_logits(device, on_cuda):
     x = randn(rows, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     weight = randn(columns, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
     targets = torch.randint(columns, (rows,), device=device)
-    G.linear_cross_entropy(x, weight, targets, chunk_size=1024).backward()  # so that cuBLASLt has its workspace
+    G.linear_cross_entropy(x, weight, targets, chunk_size=1024).backward()  # allocates cuBLASLt's workspace
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     G.linear_cross_entropy(x, weight, targets, chunk_size=1024).backward()
@@ -153,10 +148,7 @@ def test_weight_gradient_is_not_rounded_after_each_chunk(dtype, chunk_size, devi
 @pytest.mark.parametrize("chunk_size", [-1, 1, 13, 14, 100])
 @all_dtypes
 def test_with_logits(dtype, chunk_size, scale, device):
-    """The logits, the loss and both gradients are as exact as torch's.
-
-    The logits and dx have the dtype of x. The loss and dweight are float32, or float64 if x is float64.
-    """
+    """The logits and dx have the dtype of x. The loss and dweight are float32, or float64 if x is float64."""
     x, weight, targets = problem(2, 20, dtype=dtype, device=device)
     targets %= 10
     targets[0, 2:5] = 9
@@ -182,7 +174,7 @@ def test_with_logits(dtype, chunk_size, scale, device):
 
 @with_dtypes(torch.float32, torch.float64)
 def test_mean_over_many_rows(dtype, device):
-    """The mean is right if there are more rows than a thread block of the kernel of the mean reads in one iteration."""
+    """More rows than a thread block of the mean's kernel reads in one iteration."""
     rows = 3 * 8 * 1024 + 77
     x, weight = randn(rows, 2, dtype=dtype, device=device), randn(3, 2, dtype=dtype, device=device)
     targets = torch.randint(3, (rows,), device=device)
@@ -226,7 +218,6 @@ OPTIONS = [
 
 
 def with_options(options):
-    """Return a function (x, weight, targets) that calls linear_cross_entropy with these options, and the dtype of x."""
     options = dict(options)
     dtype = options.pop("dtype", torch.float32)
     return lambda x, w, t: G.linear_cross_entropy(x, w, t % 10, **options).sum(), dtype
@@ -275,10 +266,6 @@ functions_and_dtypes = pytest.mark.parametrize(
 
 
 def aligned_problem(rows, dtype=torch.float32, device="cpu"):
-    """Return x (rows, 32) and weight (64, 32), which require gradients, and targets (rows) below 50.
-
-    Every fifth target is ignored.
-    """
     x, weight = (randn(n, 32, dtype=dtype, device=device, requires_grad=True) for n in (rows, 64))
     targets = torch.randint(50, (rows,), device=device)
     targets[2::5] = -100
@@ -288,10 +275,8 @@ def aligned_problem(rows, dtype=torch.float32, device="cpu"):
 @pytest.mark.parametrize("dloss", [1.0, -0.5])
 @functions_and_dtypes
 def test_backward_twice(function, dtype, dloss, device):
-    """Repeated backwards return equal gradients.
-
-    The forward has computed the gradients. A backward with retain_graph returns copies of them, the last backward may
-    overwrite and return them.
+    """The forward has computed the gradients. A backward with retain_graph returns copies of them, the last backward
+    may overwrite and return them.
     """
     x, weight, targets = aligned_problem(20, dtype, device)
     loss = function(x, weight, targets, vocab_size=50)
@@ -352,10 +337,7 @@ def test_compiles_once_for_all_numbers_of_rows(function, options, device):
 
 @both_functions
 def test_targets_outside_the_vocabulary(function, device, on_cpu):
-    """On the CPU, a target outside the vocabulary raises an error.
-
-    On CUDA it triggers a device-side assertion, which test_fused_classifier.py tests in another process.
-    """
+    """On CUDA a device-side assertion fails, which test_fused_classifier.py tests in another process."""
     x, weight, targets = aligned_problem(40)
     targets[20] = 50
     with raises(rf"{function.__name__}\w*: target 50 at row 20 is outside the vocabulary of 50"):
@@ -405,12 +387,12 @@ def test_bad_input_of_the_other_ops(device):
 
 @pytest.fixture
 def exponentials(sm_90a, monkeypatch):
-    """Compute the LM head's matmul with our kernel, which stores exponentials, at all sizes that it supports."""
+    """Use our kernel of the LM head's matmul, which stores exponentials, at all sizes that it supports."""
     monkeypatch.setenv("GPTKERNELS_MATMUL", "own")
 
 
 def head(rows, width, vocabulary, device, scale=0.3):
-    """Return x and weight in bfloat16, and targets. The standard deviation of the logits is scale * sqrt(width)."""
+    """Return bfloat16 x and weight, and targets. The standard deviation of the logits is scale * sqrt(width)."""
     torch.manual_seed(rows + width + vocabulary)
     x = randn(rows, width, dtype=torch.bfloat16, device=device)
     weight = randn(vocabulary, width, dtype=torch.bfloat16, device=device, scale=scale)
@@ -418,12 +400,9 @@ def head(rows, width, vocabulary, device, scale=0.3):
 
 
 def check_head(x, weight, targets, chunk_size=None, **options):
-    """Check that the loss and both gradients are as exact as torch's.
+    """Check that loss and gradients are as exact as torch's, and that a call without gradients has the loss's bits.
 
-    A call that needs no gradients must return a bitwise identical loss.
-
-    Returns:
-        torch's gradients, and the gradients in float64.
+    Returns torch's gradients, and the gradients in float64.
     """
 
     def found(function, *tensors, **more):
@@ -433,8 +412,8 @@ def check_head(x, weight, targets, chunk_size=None, **options):
 
     ours = found(G.linear_cross_entropy, x, weight, chunk_size=chunk_size)
     torchs, exact = found(logits_and_loss, x, weight), found(logits_and_loss, x.double(), weight.double())
-    # Most of the loss's error comes from rounding the logits. torch's error of the loss may happen to be near 0.
-    # Therefore an estimate of this error is allowed.
+    # Most of the loss's error comes from rounding the logits. torch's error may happen to be near 0, so an estimate of
+    # this rounding error is allowed.
     rounding = 2.0**-9 * F.linear(x.double(), weight.double()).abs().mean().item() / len(x) ** 0.5
     for name, a, b, c in zip(("loss", "dx", "dweight"), ours, torchs, exact, strict=True):
         assert_as_exact_as_torch(a, b.to(a.dtype), c, name, rounding if name == "loss" else 0.0)
@@ -485,16 +464,13 @@ def test_exponentials_of_rows_with_gaps(exponentials, device):
 
 @pytest.mark.parametrize("logit", [4, 16, 64])
 def test_exponentials_of_confident_rows(logit, exponentials, device):
-    """Losses near 0 and their gradients have small relative errors, because the kernel does not compute 1 - p.
-
-    Here p is the probability of the target. The logits are small whole numbers and have no rounding error.
-    """
+    """The kernel does not compute 1 - p for the target's probability p. The logits, small whole numbers, are exact."""
     torch.manual_seed(0)
     weight = -torch.randint(2, (128, 128), device=device).bfloat16()
     weight.fill_diagonal_(1)
     targets = torch.randint(128, (300,), device=device)
     x = logit * F.one_hot(targets, 128).bfloat16()
-    if logit < 64:  # For 64, the formula's 1 - p would be 0 in float64.
+    if logit < 64:  # for 64, the formula's 1 - p would be 0 in float64
         check_head(x, weight, targets)
     loss, dx, _ = ops.linear_cross_entropy_with_gradients(x, weight, targets, -1, -100, "mean", -1, [True, True])
     others = (x.double() @ weight.double().T - logit).exp()
@@ -506,7 +482,6 @@ def test_exponentials_of_confident_rows(logit, exponentials, device):
 
 @pytest.mark.parametrize("redone", [slice(7, 8), slice(250, 270), slice(None)], ids=["one", "some", "all"])
 def test_exponentials_that_overflow(redone, exponentials, device):
-    """Rows whose exponentials overflow are computed again from their logits. Other rows do not change."""
     x, weight, targets = head(600, 768, 1000, device)
     before = ops.linear_cross_entropy(x, weight, targets, -1, -100, "none", -1)
     x[redone] *= 50
@@ -520,7 +495,7 @@ def test_exponentials_that_overflow(redone, exponentials, device):
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e30])
 def test_exponentials_of_special_values(value, exponentials, device):
-    """Infinities, NaN and huge numbers in x affect only the results of their own row, and nothing in an ignored row."""
+    """They affect only their own row, and nothing in an ignored row."""
     x, weight, targets = head(300, 128, 264, device)
     arguments = (-1, -100, "sum", -1, [True, True])
     _, clean, _ = ops.linear_cross_entropy_with_gradients(x, weight, targets, *arguments)
@@ -547,7 +522,7 @@ def test_exponentials_of_ignored_rows(exponentials, device):
 
 
 def test_exponentials_in_a_cuda_graph(exponentials, device):
-    """A replay of a CUDA graph finds the rows that overflow in the replay, and computes them again."""
+    """A replay finds the rows that overflow in the replay, and computes them again."""
     x, weight, targets = head(600, 128, 1000, device)
     x.requires_grad_()
     weight.requires_grad_()

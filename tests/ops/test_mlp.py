@@ -41,7 +41,6 @@ def inputs(rows, width, hidden, dtype, device, bias=True, out=None):
 
 
 def check(args, dout):
-    """Check that the result and all gradients are as exact as torch's."""
     assert_as_exact_with_gradients(ours, torchs, exact, args, dout, NAMES)
 
 
@@ -52,7 +51,7 @@ def test_no_columns(dtype, device):
 
 
 # (rows, C, F, C'): the kernels for sm_90a have tiles of 256 x 256 and add 64 terms in an iteration. In these sizes a
-# tile is not full in rows or columns, the number of terms is no multiple of 64, or a thread block has several tiles.
+# tile is not full, the number of terms is no multiple of 64, or a thread block has several tiles.
 OWN_SIZES = [
     (1, 456, 8, 456), (130, 520, 200, 512), (300, 72, 520, 136), (257, 512, 256, 520), (600, 456, 1032, 776),
     (5000, 512, 2056, 512),
@@ -60,7 +59,6 @@ OWN_SIZES = [
 
 
 def with_weights(args, transposed):
-    """Return the arguments with weights in the layout of ``torch.nn.Linear``, or of Conv1D if ``transposed``."""
     x, fc_weight, fc_bias, proj_weight, proj_bias = args
     if transposed:
         fc_weight, proj_weight = fc_weight.t().contiguous().t(), proj_weight.t().contiguous().t()
@@ -95,10 +93,7 @@ def test_post_gelu_is_gelu_of_the_rounded_pre_gelu(dtype, product, device):
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e30])
 def test_special_values_stay_in_their_row(value, product, device):
-    """Infinities, NaN and huge numbers affect only their own row of out and dx.
-
-    A kernel's tile may have rows beyond the last row. If the weight has an infinity, these rows add no NaN to dfc_bias.
-    """
+    """Rows of a tile beyond the last row must add no NaN to dfc_bias if the weight has an infinity."""
     dtype = torch.bfloat16
     args = inputs(130, 520, 200, dtype, device)
     x, fc_weight, _, proj_weight, _ = args
@@ -159,7 +154,7 @@ def test_pre_gelu_and_post_gelu_are_differentiable(hidden, dtype, device):
 
 @all_dtypes
 def test_denormal_and_large_values(dtype, device):
-    """mlp is as exact as torch for large x, of which GELU is x or 0, and for denormal x, of which GELU is x / 2."""
+    """GELU is x or 0 for large x, and x / 2 for denormal x."""
     tiny, huge = torch.finfo(dtype).smallest_normal / 4, torch.finfo(dtype).max / 256
     eye = torch.eye(64, dtype=dtype, device=device)
     for scale in (tiny, huge, 12.0):
@@ -171,7 +166,6 @@ def test_denormal_and_large_values(dtype, device):
 @pytest.mark.parametrize("hidden", [17, 256])
 @all_dtypes
 def test_recomputed_gelu(hidden, dtype, device):
-    """With recompute_gelu, autograd saves only one tensor of post_gelu's size. No bit of the result changes."""
     args, dout = inputs(70, 64, hidden, dtype, device), randn(70, 64, dtype=dtype, device=device)
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
@@ -224,10 +218,7 @@ def test_more_than_2_31_elements(device):
 
 @all_dtypes
 def test_transposed_weights_and_their_gradients_are_not_copied(dtype, device):
-    """The weights may be transposes of tensors (in, out), as in Hugging Face's Conv1D.
-
-    Their gradients have the strides of the weights.
-    """
+    """The weights are transposes of tensors (in, out), as in Hugging Face's Conv1D."""
     x, fc, fc_bias, proj, proj_bias = inputs(9, 24, 40, dtype, device)
     args = x, fc.t().contiguous(), fc_bias, proj.t().contiguous(), proj_bias
     dout = randn(9, 24, dtype=dtype, device=device)

@@ -19,11 +19,11 @@ RUNS = [
     ("x......x", "xxxxxxxx"),
     ("xx.....x", "xxxxxxxx"),
     ("xxx", "..."),
-]  # A half of a tile has more hidden blocks in a row than the kernel may skip.
+]  # more hidden blocks in a row than the kernel may skip
 TILES_128 = [(3, (0, 1)), (1, (0, 0)), (2, (1, 0))]
 
-# For each model: the least number of states that its check must visit, and its scenarios. Unless a scenario gives a
-# constant, such as the number of stages, it has the kernel's constant.
+# For each model, the least number of states that its check must visit, and its scenarios. Constants that a scenario
+# does not give are the kernel's.
 MODELS = {
     "forward, four warpgroups": (
         10_000,
@@ -89,8 +89,7 @@ MODELS = {
 }
 
 
-# Further scenarios of ``test_no_fault``. ``test_every_wait_and_arrival_is_needed``, which explores a scenario again for
-# each wait and arrival, would take too long with them.
+# Further scenarios of ``test_no_fault``. ``test_every_wait_and_arrival_is_needed`` would take too long with them.
 LARGE = {
     "forward, four warpgroups": [partial(four_warpgroups, [(9, 9, 9, 1), (9, 8, 8, 9)], warpgroups=4)],
     "backward_head": [
@@ -102,8 +101,8 @@ LARGE = {
 
 # Waits that a kernel does not need, because another wait implies them.
 REDUNDANT = {
-    # The storing thread releases the buffer of a tile after it has read the previous tile's dq from a buffer of dout.
-    # The taking thread waits for the tile's buffer, and need not wait for the buffer of dout.
+    # The storing thread releases a tile's buffer after it has read the previous tile's dq from a buffer of dout. The
+    # taking thread, which waits for the tile's buffer, need not wait for the buffer of dout.
     "backward_128's dquery": {("taking thread", "wait", "dout_empty")},
     # Only the loading thread of a thread block must wait at the cluster's barrier.
     "matmul": {(f"block *'s {role} *", "wait", "cluster_barrier") for role in ("product", "finish")},
@@ -156,7 +155,6 @@ CHOICES = {
 
 @pytest.mark.parametrize("name", CHOICES)
 def test_every_choice(name):
-    """Models have no fault for any choice of tiles, visible blocks and sizes in these ranges of small numbers."""
     states = [choice().explore() for choice in CHOICES[name]]
     print(f"{name}: {sum(states)} states of {len(states)} choices")
     assert len(states) > 20
@@ -164,11 +162,6 @@ def test_every_choice(name):
 
 @pytest.mark.parametrize("name", MODELS)
 def test_every_wait_and_arrival_is_needed(name):
-    """If a wait or an arrival is removed, or a wait has the wrong parity, the checker finds a fault.
-
-    The exceptions are the waits in ``REDUNDANT``.
-    """
-
     def is_found(place, change):
         for scenario in MODELS[name][1]:
             for mutant in scenario().mutants(place, change):
@@ -189,8 +182,7 @@ def test_every_wait_and_arrival_is_needed(name):
 @pytest.mark.parametrize(
     ("model", "fault"),
     [
-        # An earlier version of the forward deadlocked in this scenario: a group without queries skipped all key tiles
-        # but one.
+        # An earlier version of the forward deadlocked here: a group without queries skipped all key tiles but one.
         (partial(four_warpgroups, [(8, 8), (8, 1)], most_skipped=8), Deadlock),
         (partial(four_warpgroups, [(11, 11), (11, 1)], most_skipped=MOST_SKIPPED + 1), Deadlock),
         (partial(two_warpgroups, [2, 2], stages=1), Deadlock),
@@ -227,10 +219,8 @@ def test_too_few_buffers(model, fault):
     }.items(),
 )
 def test_models_match_the_kernels(file, calls):
-    """A kernel's source file has as many barrier waits and arrivals as when its model was written.
-
-    The model describes the kernel's synchronization (docs/protocols.md). If the number differs, update the model first,
-    and then the number here.
+    """If a source's number of barrier waits and arrivals changes, update the model (docs/protocols.md) before the
+    number.
     """
     code = re.sub(r"//.*", "", (CUDA / file).read_text())
     names = r"m?barrier_(wait|arrive\w*|expect)|\w+_barrier|cluster_(arrive|wait)|bar\.(sync|arrive)"
@@ -239,10 +229,6 @@ def test_models_match_the_kernels(file, calls):
 
 @pytest.mark.parametrize(("blocks", "tiles"), list(itertools.product(range(1, 4), range(1, 7))))
 def test_tile_order_assigns_each_tile_once(blocks, tiles):
-    """In every order in which thread blocks can take tiles, each tile is taken once.
-
-    A thread block ends when it takes a number beyond the last tile.
-    """
     level, states = {(0, *((block,) for block in range(blocks)))}, 0
     while level:
         states += len(level)
@@ -252,7 +238,7 @@ def test_tile_order_assigns_each_tile_once(blocks, tiles):
             if not working:
                 assert sorted(tile for own in lists for tile in own[:-1]) == list(range(tiles))
             for block in working:
-                index = blocks + taken  # TileOrder::take has the same formula.
+                index = blocks + taken  # as in TileOrder::take
                 following.add((taken + 1, *lists[:block], (*lists[block], index), *lists[block + 1 :]))
         level = following
     assert states >= tiles

@@ -32,16 +32,12 @@ def torchs(x, residual, weight, bias):
 
 
 def inputs(rows, width, dtype, device):
-    """Return x, residual, weight and bias."""
     return [randn(*shape, dtype=dtype, device=device) for shape in ((rows, width), (rows, width), (width,), (width,))]
 
 
 @all_dtypes
 def test_normalizes_the_rounded_sum(dtype, device):
-    """The op normalizes the sum after it has been rounded to the dtype.
-
-    The rows of x are large and constant, so that rounding the sum removes most digits of the residual.
-    """
+    """The rows of x are large and constant, so that rounding the sum removes most digits of the residual."""
     x = torch.tensor([[300.0], [-7e4], [2e4]], dtype=torch.float64).expand(3, 33).to(dtype).to(device)
     x = x * 2.0**20 if dtype in (torch.float32, torch.float64) else x.clamp(-400, 400)
     check_call("residual_layernorm", dtype, device, {"x.rows": 3, "width": 33, "has weight": False}, x=x)
@@ -81,10 +77,7 @@ def test_x_and_residual_may_be_the_same_tensor(device):
 
 
 def test_zero_x_bias_changes_no_bits(device):
-    """An x_bias of zeros changes no bit of the forward.
-
-    The backward with the gradient of x_bias may round dx differently than the backward without it.
-    """
+    """The backward with the gradient of x_bias may round dx differently than the backward without it."""
     for dtype in (torch.float32, torch.bfloat16):
         for width in (7, 768, 1600, 50257):
             args = inputs(40, width, dtype, device)
@@ -94,7 +87,7 @@ def test_zero_x_bias_changes_no_bits(device):
             backward = out, args[0], total, args[2], mean, rstd
             plain = ops.residual_layernorm_backward(*backward, [True] * 3)
             dx, _, _, dx_bias = ops.residual_layernorm_bias_backward(*backward, [True] * 4)
-            if dtype == torch.float32:  # In 16 bits, the sum of the rounded dx differs from dx_bias.
+            if dtype == torch.float32:  # in 16 bits, the sum of the rounded dx differs from dx_bias
                 torch.testing.assert_close(dx_bias, plain[0].double().sum(0).to(dtype), **tolerance(dtype))
             torch.testing.assert_close(dx, plain[0], **tolerance(dtype))
             (*none, alone) = ops.residual_layernorm_bias_backward(*backward, [False, False, False, True])
@@ -145,8 +138,8 @@ def test_dropout_has_the_bits_of_the_plain_op(dtype, device):
     kept = ops.dropout(torch.ones_like(x), 0.4, *numbers(device)) != 0
     assert torch.equal(total[~kept], residual[~kept])
     assert_equal((out, mean, rstd), ops.layernorm(total, weight, bias))
-    # On CUDA, different kernels compute the two backwards. The compiler may contract their multiplications and
-    # additions differently.
+    # On CUDA, two kernels compute the two backwards. The compiler may contract their multiplications and additions
+    # differently.
     close = partial(torch.testing.assert_close, **tolerance(dtype) if device.type == "cuda" else {"rtol": 0, "atol": 0})
     args = x, residual, total, weight, mean, rstd
     dx, dweight, dbias, _, dresidual = ops.residual_layernorm_dropout_backward(*args, 0.4, *numbers(device), [True] * 5)
@@ -179,7 +172,7 @@ def test_functional_dropout(device):
 
     assert_equal(run(x, residual, dropout_p=0.5, training=False), run(x, residual))
     assert torch.equal(run(x, residual, dropout_p=1.0)[1], residual)
-    # The mask depends on the flat index of an element, not on the number of normalized dimensions.
+    # The mask depends on an element's flat index, not on the number of normalized dimensions.
     flat = run(x.view(1, -1), residual.view(1, -1), (165,), dropout_p=0.5)[1]
     assert torch.equal(run(x, residual, (5, 33), dropout_p=0.5)[1].view(1, -1), flat)
 
@@ -198,7 +191,6 @@ dropouts = pytest.mark.parametrize("p", [0.0, 0.2], ids=["no dropout", "dropout"
 
 
 def mixed_inputs(rows, width, dtype, device):
-    """Return x in ``dtype``, and residual, weight, bias and x_bias in float32."""
     x, *others = biased_inputs(rows, width, torch.float32, device)
     return x.to(dtype), *others
 
@@ -221,7 +213,6 @@ def test_mixed_op_rounds_the_float32_norm(dtype, p, device):
 
 @dropouts
 def test_mixed_second_derivatives(p, device):
-    """Second derivatives with x in bfloat16 are near those with x in float32: they differ by rounding to 16 bits."""
     args, drop = mixed_inputs(5, 33, torch.bfloat16, device), dropout(p, device)
     found = []
     for first in (args[0], args[0].float()):

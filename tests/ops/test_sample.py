@@ -1,4 +1,4 @@
-"""Tests of sample_. Its tokens must be those of a formula in torch with the same noise."""
+"""Tests that sample_ draws the tokens of a formula in torch with the same noise."""
 
 import pytest
 import torch
@@ -10,7 +10,6 @@ ops = torch.ops.gptkernels
 
 
 def sample(logits, noise, *options):
-    """Return the tokens that sample_ writes into the sequences, one for each row of logits."""
     sequences = torch.full((len(logits), 3), -7, device=logits.device)
     lengths = torch.ones(len(logits), dtype=torch.int64, device=logits.device)
     ops.sample_(logits, noise, sequences, lengths, *options)
@@ -39,7 +38,6 @@ def test_matches_the_formula(options, vocabulary, dtype, device):
 @pytest.mark.parametrize("top_k", [1, 2, 47, 48, 49, 200, 256, 257, 3000])
 @pytest.mark.parametrize("vocabulary", [300, 8192, 50257, 70000])
 def test_top_k_of_clustered_and_equal_logits(vocabulary, top_k, device):
-    """top_k keeps the right logits if the largest are neighbours (row 1), or if many equal the largest (row 2)."""
     logits, noise = draws(3, vocabulary, torch.bfloat16, device)
     logits[1] = torch.linspace(-5, 5, vocabulary).to(logits)
     logits[2].clamp_(max=0.5)
@@ -61,7 +59,7 @@ def test_likeliest_token(dtype, device):
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_equal_logits_and_negative_zero(options, device):
-    """top_k keeps all logits that equal the smallest of the k largest. The logits -0.0 and 0.0 are equal."""
+    """top_k keeps all logits that equal the smallest of the k largest. -0.0 and 0.0 are equal."""
     logits, noise = draws(4, 3000, torch.float32, device)
     logits = logits.round()
     logits[logits == 0] = -0.0

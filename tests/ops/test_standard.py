@@ -15,7 +15,6 @@ all_cases = pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 
 
 def cases_with_dtypes(cases):
-    """Parametrize a test by (case, dtype), with all dtypes that the operator of the case supports."""
     pairs = [(case, dtype) for case in cases for dtype in case.operator.dtypes]
     return pytest.mark.parametrize(
         ("case", "dtype"), pairs, ids=[f"{case.name}-{name_of(dtype)}" for case, dtype in pairs]
@@ -32,7 +31,7 @@ EDGES = [
     for operator in OPERATORS.values()
     for choices in operator.edges
     for dtype in operator.dtypes
-    if not (choices.get("mixed") and dtype.itemsize > 2)  # In mixed calls, x has 16 bits and the residual 32.
+    if not (choices.get("mixed") and dtype.itemsize > 2)  # in mixed calls, x has 16 bits and the residual 32
 ]
 
 
@@ -49,13 +48,12 @@ def test_matches_float64_at_edge_sizes(operator, choices, dtype, device):
 @all_views
 @cases_with_dtypes(CASES)
 def test_views(case, dtype, view, device):
-    """Operators satisfy the rule if their arguments and the gradients of their results are views of other tensors."""
     checks.hold_to_the_rule(case.call(ODD, dtype, device, view=view), view)
 
 
 @cases_with_dtypes(CASES)
 def test_one_misaligned_argument(case, dtype, device):
-    """Operators satisfy the rule if one argument is misaligned, so that kernels must not load it in packs."""
+    """Kernels must not load the misaligned argument in packs."""
     for name in case.call(ORDINARY, dtype, device).args:
         checks.hold_to_the_rule(case.call(ORDINARY, dtype, device, **{f"{name}.layout": "misaligned"}))
 
@@ -71,7 +69,6 @@ def test_unused_output(case, dtype, unused, device):
 
 @all_cases
 def test_gradient_of_one_argument(case, device):
-    """An argument's gradient is the same whether it is computed alone or with the gradients of the other arguments."""
     call = case.call(ODD, case.opcheck_dtype(), device)
     names = list(call.differentiable())
     if len(names) < 2:
@@ -83,7 +80,6 @@ def test_gradient_of_one_argument(case, device):
 
 
 def rows_of(case):
-    """Return the name of the choice that sets the leading dimensions, or None if the operator has no such choice."""
     return next((name for name in case.operator.sizes if name.endswith(".rows")), None)
 
 
@@ -103,10 +99,6 @@ IN_ROWS = (
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @cases_with_dtypes([case for case in CASES if case.operator.name in IN_ROWS])
 def test_infinities_and_nan_stay_in_their_row(case, dtype, value, device):
-    """An infinity or NaN in a row of the first argument changes no bit of other rows' results.
-
-    The results of the row itself are equal to the formula, within the rule.
-    """
     call = case.call(ODD, dtype, device, **{rows_of(case): 5})
     first, *others = call.args.values()
     clean, first = checks.outputs(call.ours(first, *others)), first.clone()
@@ -120,7 +112,6 @@ def test_infinities_and_nan_stay_in_their_row(case, dtype, value, device):
 
 
 def results(call):
-    """Return a function without arguments that computes the call's outputs and gradients."""
     torch.manual_seed(1)
     douts = [torch.randn(out.shape).to(out) for out in checks.outputs(call.ours(*call.args.values()))]
     return lambda: checks.with_gradients(call, call.ours, list(call.args.values()), douts)
@@ -128,7 +119,7 @@ def results(call):
 
 @cases_with_dtypes(CASES)
 def test_deterministic(case, dtype, device):
-    """Repeated calls are bitwise identical. The number of threads changes no bit unless torch's BLAS is called."""
+    """The number of threads changes no bit unless torch's BLAS is called."""
     rows = rows_of(case)
     many = {rows: 20 if rows == "lead.rows" else 1000} if rows else {}
     call = case.call(ORDINARY, dtype, device, **many)
@@ -152,7 +143,6 @@ def test_opcheck(case, dtype, device):
 
 @all_cases
 def test_output_masks(case, device):
-    """If an op has a mask that selects its outputs, fake outputs match real outputs for two complementary masks."""
     for op, args, kwargs in case.call(SMALL, case.opcheck_dtype(), device).invocations():
         for i, mask in enumerate(args):
             if not isinstance(mask, list) or not all(isinstance(wanted, bool) for wanted in mask):
@@ -164,7 +154,6 @@ def test_output_masks(case, device):
 
 @all_cases
 def test_compile(case, device):
-    """torch.compile compiles a call into one graph, whose outputs and gradients are the eager call's."""
     call = case.call(SMALL, case.opcheck_dtype(), device)
     tensors = [t.detach().requires_grad_() for t in call.differentiable().values()]
 
@@ -176,7 +165,7 @@ def test_compile(case, device):
         gradients = torch.autograd.grad(outs, tensors, [torch.ones_like(out) for out in outs]) if tensors else ()
         return [*outs, *gradients]
 
-    torch._dynamo.reset()  # Dynamo would count the cases as recompilations of one function, which it limits.
+    torch._dynamo.reset()  # Dynamo limits recompilations, and would count the cases as recompilations of one function
     compiled = torch.compile(function, fullgraph=True, backend="aot_eager")
     for a, b in zip(with_gradients(compiled), with_gradients(function), strict=True):
         torch.testing.assert_close(a, b)
@@ -189,10 +178,7 @@ FOLLOWS_TORCH = ("gelu", "softmax", "causal_softmax", "linear", "mlp")
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
 @all_cases
 def test_autocast(case, low, device):
-    """Under autocast, a call has the results of a call whose arguments are cast as the operator's autocast rule says.
-
-    Gradients have the dtypes of the arguments.
-    """
+    """The call equals one whose arguments are cast as the operator's autocast rule says."""
     rule = case.operator.autocast
     if torch.float32 not in case.operator.dtypes or rule == "torch's steps":
         pytest.skip("the op does not support float32, or has a test in test_autocast.py")
@@ -214,23 +200,19 @@ def test_autocast(case, low, device):
             assert gradient.dtype == dtype
 
 
-# Names of arguments that may have any number of rows, any number of columns, or any shape.
+# Arguments that may have any number of rows, any number of columns, or any shape.
 ANY_ROWS = [
     *("attn_mask", "weight", "proj_weight", "mlp_proj_weight", "head", "wpe"),
     *("saved", "x_t", "weight_t", "fc_weight_t"),
 ]
 ANY_COLUMNS, ANY_SHAPE = ("dlogits",), ("tensors", "steps")
-# Tensors that contain indices or are indexed. With another shape, a kernel might access memory beyond a tensor.
+# Tensors of indices, or indexed ones: with another shape, a kernel might access memory beyond a tensor.
 INDICES = ("tokens", "targets", "sequences", "lengths", "wte", "dwte")
 # These ops call other ops, whose errors name their own arguments.
 OF_PARTS = ("layer", "layer_backward", "fp8_layer", "fp8_layer_backward")
 
 
 def wrong_tensors(t, name):
-    """Yield tensors that an op must refuse in place of its argument t, each with fragments of the error's message.
-
-    ``name`` is the name of the argument.
-    """
     refused = "must .*got"
     if name != "attn_mask":
         yield t.to(torch.int64 if t.is_floating_point() else torch.float32), (refused, name)
@@ -249,10 +231,7 @@ def wrong_tensors(t, name):
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.name != "embedding"], ids=lambda case: case.name)
 def test_wrong_dtypes_shapes_and_devices_are_refused(case, device):
-    """An op raises an error if one of its tensors is replaced by a wrong one.
-
-    The first tensor determines the expected shapes and the device. Only its dtype is made wrong.
-    """
+    """The first tensor determines the expected shapes and the device. Only its dtype is made wrong."""
     for op, args, kwargs in case.call(SMALL, case.opcheck_dtype(), device).invocations():
         leaves, structure = tree_flatten(args)
         names = [op._schema.arguments[i].name for i, arg in enumerate(args) for _ in tree_leaves(arg)]

@@ -13,7 +13,6 @@ STATES = pytest.mark.parametrize("state_dtype", [torch.bfloat16, torch.float32],
 
 
 def step(tensors, number=1, seed=7, **options):
-    """Run an AdamW step on copies of the lists (params, grads, exp_avgs, exp_avg_sqs), and return the copies."""
     lists = [[t.clone() for t in part] for part in tensors]
     steps = [torch.full((), float(number), device=p.device) for p in lists[0]]
     ops.adamw_(*lists, steps, lr=torch.tensor(1e-3, dtype=torch.float64), **{**OPTIONS, **options}, rounding_seed=seed)
@@ -21,7 +20,6 @@ def step(tensors, number=1, seed=7, **options):
 
 
 def made(sizes, device, state_dtype=torch.bfloat16):
-    """Return lists of random parameters, gradients, first moments and second moments with these shapes."""
     params, grads, first, second = (
         [randn(*shape, dtype=torch.bfloat16, device=device) for shape in sizes] for _ in range(4)
     )
@@ -29,10 +27,7 @@ def made(sizes, device, state_dtype=torch.bfloat16):
 
 
 def in_float32(tensors):
-    """Run an AdamW step on float32 copies of the lists, and return the copies.
-
-    Rounding these values to bfloat16 must give the operator's results.
-    """
+    """Run the step on float32 copies, which rounded to bfloat16 must give the operator's results."""
     lists = [[t.float() for t in part] for part in tensors]
     steps = [torch.ones((), device=p.device) for p in lists[0]]
     ops.adamw_(*lists, steps, lr=torch.tensor(1e-3, dtype=torch.float64), **OPTIONS)
@@ -40,10 +35,9 @@ def in_float32(tensors):
 
 
 def expected_bits(exact, seed, number, tensor, array):
-    """Return the bits of ``exact`` after stochastic rounding to bfloat16.
+    """Round to bfloat16: add a random 16-bit number to the bits of a float32 value, and keep the upper 16 bits.
 
-    A random 16-bit number is added to the bits of a float32 value, and the upper 16 bits are the result. ``array`` is 0
-    for parameters, 1 for first moments and 2 for second moments.
+    ``array`` is 0 for parameters, 1 for first moments and 2 for second moments.
     """
     values = exact.flatten().cpu().numpy().view(np.uint32)
     groups = -(-len(values) // 8)
@@ -56,10 +50,9 @@ def expected_bits(exact, seed, number, tensor, array):
 
 @STATES
 def test_rounding_adds_philoxs_bits(state_dtype, device):
-    """A step rounds with the random bits of Philox for the seed, the step, the tensor and the element.
+    """The bits are Philox's for the seed, the step, the tensor and the element.
 
-    On CUDA, divisions and roots are approximate for 16-bit results. Therefore a few elements are rounded differently
-    there.
+    On CUDA, divisions and roots are approximate for 16-bit results, so a few elements are rounded differently.
     """
     tensors = made([*SHAPES, (100_003,)], device, state_dtype)
     seed = 0x123456789ABC
@@ -78,10 +71,7 @@ def test_rounding_adds_philoxs_bits(state_dtype, device):
 
 @STATES
 def test_mean_is_exact(state_dtype, device):
-    """The rounding is unbiased.
-
-    Each of 2^20 equal elements is rounded to one of two neighbouring bfloat16 numbers, and their mean is nearly exact.
-    """
+    """2^20 equal elements are rounded to two neighbouring bfloat16 numbers, and their mean is nearly exact."""
     n = 2**20
     low = torch.bfloat16
     tensors = [
@@ -108,7 +98,7 @@ def test_seeds_steps_and_tensors_have_different_bits(device):
     assert torch.equal(first[0][0], step(twice)[0][0])
     assert not torch.equal(first[0][0], first[0][1])
     assert not torch.equal(first[0][0], step(twice, seed=8)[0][0])
-    # With both betas 0 there is no bias correction, so that steps 1 and 2 differ only in their random bits.
+    # With both betas 0 there is no bias correction, so steps 1 and 2 differ only in their random bits.
     plain = {"beta1": 0.0, "beta2": 0.0, "weight_decay": 0.0}
     assert not torch.equal(step(two, 1, **plain)[0][0], step(two, 2, **plain)[0][0])
     moments = step((one[0], one[1], [one[3][0]], [one[3][0]]), beta1=0.5, beta2=0.5)
@@ -119,7 +109,7 @@ def test_seeds_steps_and_tensors_have_different_bits(device):
 @pytest.mark.parametrize("offset", [0, 1, 3])
 @pytest.mark.parametrize("size", [1, 7, 8, 511, 2049, 32769])
 def test_bits_do_not_depend_on_alignment(size, offset, state_dtype, device):
-    """Aligned tensors, which the CUDA kernel updates in packs, have the same bits as misaligned tensors."""
+    """The CUDA kernel updates aligned tensors in packs."""
     tensors = made([(size,)], device, state_dtype)
     moved = tuple([torch.cat([t.new_zeros(offset), t])[offset:] for t in part] for part in tensors)
     lists = [[part[0].as_strided((size,), (1,), part[0].storage_offset())] for part in moved]
@@ -161,7 +151,7 @@ def test_bad_input(device):
 
 
 def trained(steps, device, **options):
-    """Train 2^14 bfloat16 parameters that start at 1. A step is smaller than half of bfloat16's spacing at 1."""
+    """Train 2^14 bfloat16 parameters that start at 1, with steps smaller than half of bfloat16's spacing at 1."""
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.ones(2**14, dtype=torch.bfloat16, device=device))
     optimizer = AdamW([parameter], lr=2e-4, weight_decay=0.0, **options)
@@ -172,10 +162,6 @@ def trained(steps, device, **options):
 
 
 def test_small_updates_are_not_lost(device):
-    """With stochastic rounding, the mean of the parameters changes by lr in each step.
-
-    Here lr is 0.0002, while bfloat16's spacing below 1 is 0.0039. Rounding to nearest would change no parameter.
-    """
     nearest, _ = trained(100, device)
     assert nearest.eq(1).all()
     rounded, optimizer = trained(100, device, rounding_seed=3)

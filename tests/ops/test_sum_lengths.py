@@ -1,8 +1,7 @@
 """Tests that matmuls and column sums add all terms of a sum, for many numbers of terms.
 
-Some of cuBLASLt's algorithms omit the last terms (examples/cublas_tail), also in torch's matmuls. Results are therefore
-not compared with torch's. Instead, the tests choose operands whose sums are exact in every dtype, and change if a term
-is missing.
+Some of cuBLASLt's algorithms omit the last terms (examples/cublas_tail), also in torch's matmuls. The tests therefore
+choose operands whose sums are exact in every dtype and change if a term is missing.
 """
 
 import pytest
@@ -14,19 +13,17 @@ from helpers import DTYPES, tf32
 
 ops = torch.ops.gptkernels
 
-# Numbers of terms of a sum. Most of them exceed a multiple of 64 by only a few terms, by fewer than the number of parts
-# into which cuBLASLt may split the sum.
+# Numbers of terms, most of them a multiple of 64 plus fewer terms than the parts into which cuBLASLt may split a sum.
 SHORT, LONG = [9, 65, 519, 1027], [2057, 4097, 8200, 16385, 24645, 57123, 65537, 131071]
 FLOAT8 = [16, 80, 528], [2064, 16400, 20 * 128 * 3 + 16, 33 * 128 * 7 + 16, 48 * 128 * 5 + 32, 131088]
-# (rows, columns) of a result. They have few tiles. Some are large enough for cuBLASLt's algorithms to be timed, and one
-# has an odd number of rows.
+# (rows, columns) of a result with few tiles. Some are large enough for cuBLASLt's algorithms to be timed, and one has
+# an odd number of rows.
 SIZES = [(104, 1600), (3072, 64), (64, 64), (17, 40)]
 all_sizes = pytest.mark.parametrize(("rows", "columns"), SIZES)
 
 
 @pytest.fixture(params=[*SHORT, *LONG])
 def terms(request, device):
-    """Run the test for each number of terms."""
     if device.type == "cpu" and request.param in LONG:
         pytest.skip("long sums are for CUDA")
     return request.param
@@ -34,7 +31,6 @@ def terms(request, device):
 
 @pytest.fixture(params=[*DTYPES, "tf32"], ids=lambda d: str(d).removeprefix("torch."))
 def dtype(request, device):
-    """Run the test for each dtype, and again for float32 while TF32 matmuls are allowed."""
     if request.param == "tf32" and device.type == "cpu":
         pytest.skip("TF32 is CUDA's")
     with tf32(request.param == "tf32"):
@@ -42,10 +38,9 @@ def dtype(request, device):
 
 
 def windows(rows, terms, dtype, device):
-    """Return a matrix (rows, terms) whose rows have the sum 255.
+    """Return a matrix (rows, terms) whose rows have the sum 255: 1, 2, 4, ... 128 in 8 neighbouring places, and zeros.
 
-    Each row has 1, 2, 4, ... 128 in 8 neighbouring places, and 0 elsewhere. In half of the rows, these are the first 8
-    or the last 8 places.
+    In half of the rows, these are the first 8 or the last 8 places.
     """
     first = torch.arange(rows, device=device) * 7919 % (terms - 7)
     first[::4] = terms - 8
@@ -55,7 +50,6 @@ def windows(rows, terms, dtype, device):
 
 
 def assert_complete(*sums):
-    """Assert that each sum is 255, and thus contains all terms of a row of ``windows``."""
     for found in sums:
         wrong = found != 255
         assert not wrong.any(), f"{wrong.sum()} of {wrong.numel()} sums: {found[wrong][:4].tolist()} instead of 255"
@@ -63,10 +57,7 @@ def assert_complete(*sums):
 
 @all_sizes
 def test_linear(rows, columns, terms, dtype, product, device):
-    """The sums of linear are complete.
-
-    dweight is a sum over the rows of x, out over the columns of x, and dx over the columns of dout.
-    """
+    """dweight is a sum over the rows of x, out over the columns of x, and dx over the columns of dout."""
 
     def ones(*shape):
         return torch.ones(shape, dtype=dtype, device=device)
@@ -81,7 +72,7 @@ def test_linear(rows, columns, terms, dtype, product, device):
 
 
 def test_second_derivative_of_linear(terms, dtype, device):
-    """The derivative of dx by the weight, a sum over the rows of dout, is complete."""
+    """The derivative of dx by the weight is a sum over the rows of dout."""
     dout = windows(64, terms, dtype, device).T.contiguous()
     x = torch.ones(terms, 40, dtype=dtype, device=device, requires_grad=True)
     weight = torch.ones(64, 40, dtype=dtype, device=device, requires_grad=True)
@@ -90,7 +81,7 @@ def test_second_derivative_of_linear(terms, dtype, device):
 
 
 def test_mlp(terms, dtype, product, device):
-    """The gradients of both weights and both biases of mlp, sums over the rows, are complete.
+    """The gradients of both weights and both biases are sums over the rows.
 
     GELU is the identity for these values, and each half of the projection's weight is an identity matrix.
     """
@@ -105,10 +96,10 @@ def test_mlp(terms, dtype, product, device):
 
 @pytest.mark.parametrize("width", [64, 200])
 def test_linear_cross_entropy(width, terms, dtype, product, device):
-    """dweight, a sum over the rows, and dx, a sum over the classes, are complete.
+    """dweight is a sum over the rows, dx over the classes.
 
-    Each row's softmax is 1 at class 0. All rows have target 0 except for up to three groups of 8 rows, so that only the
-    gradients of these rows' logits are not 0.
+    Each row's softmax is 1 at class 0. All rows have target 0 except for up to three groups of 8 rows, so that only
+    these rows' logits have gradients other than 0.
     """
     x = torch.ones(terms, width, dtype=dtype, device=device)
     weight = torch.zeros(72, width, dtype=dtype, device=device)
@@ -124,7 +115,6 @@ def test_linear_cross_entropy(width, terms, dtype, product, device):
     expected = torch.zeros_like(weight)
     expected[0], expected[list(groups)] = 8 * len(groups), -8
     assert torch.equal(dweight, expected)
-    # dx is a sum over the classes.
     classes = torch.zeros(terms, width, dtype=dtype, device=device)
     classes[0], classes[-8:] = 100, torch.arange(1, 9, dtype=dtype, device=device)[:, None]
     targets = terms - 1 - torch.arange(40, device=device) % 8
@@ -135,9 +125,8 @@ def test_linear_cross_entropy(width, terms, dtype, product, device):
 
 
 def test_attention_probabilities(terms, dtype, device):
-    """out and dvalue, sums over keys and over queries, are complete.
-
-    All scores are 0, so that a query has the same probability for each key that it sees.
+    """out and dvalue are sums over keys and over queries. All scores are 0, so that all visible keys have one
+    probability.
     """
     if terms > 4200:
         pytest.skip("the probabilities would fill the memory")
@@ -157,7 +146,6 @@ def test_attention_probabilities(terms, dtype, device):
 @pytest.mark.parametrize("terms", [*FLOAT8[0], 5280, 8496])
 @pytest.mark.parametrize("fast", [False, True])
 def test_nan_reaches_every_float8_sum(fast, terms, device):
-    """A sum is NaN if its first, a middle or its last term is NaN times 0."""
     one = torch.ones((), device=device)
     zeros = torch.zeros(16, terms, device=device)
     for at in (0, terms // 2, terms - 1):
@@ -182,7 +170,7 @@ def test_float8(rows, columns, dtype, a_format, b_format, fast, device):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_float8_weight_gradient(terms, dtype, device):
-    """dweight and dbias of fp8_linear are complete, although the kernels pad the rows to a multiple of 16."""
+    """The kernels pad the rows to a multiple of 16."""
     x, weight = (torch.ones(n, 64, dtype=dtype, device=device) for n in (terms, 96))
     _, *saved = ops.fp8_linear(x, weight, None, None, None, [True, True])
     dout = windows(96, terms, dtype, device).T.contiguous()

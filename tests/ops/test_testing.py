@@ -42,7 +42,6 @@ def test_every_op_passes_gptkernels_check(device):
 
 
 def test_every_op_has_a_case(device):
-    """The cases call every operator, including the operators of the derivatives."""
     drawn = [case.call(SMALL, case.opcheck_dtype(), device) for case in CASES]
     checked = {op.name().removesuffix(".default") for one in drawn for op, _, _ in one.invocations()}
     registered = {name for name in torch._C._dispatch_get_all_op_names() if name.startswith("gptkernels::")}
@@ -57,7 +56,7 @@ def test_progress_and_choice(device):
     assert report.results == [result for results in shown for result in results]
 
 
-# Each of the following functions is a GELU with a fault that the checks must find.
+# GELUs with faults that the checks must find.
 def slightly_off(x):
     return ops.gelu(x) * (1 + 3e-2)
 
@@ -156,5 +155,5 @@ def test_exactness_rule_is_public():
 def test_odd_sizes_are_no_multiples_of_8():
     for case in CASES:
         args = case.call(ODD, torch.bfloat16).args.values()
-        dim = 0 if case.name.startswith("fp8") else -1  # the feature sizes of float8 layers are always multiples of 16
+        dim = 0 if case.name.startswith("fp8") else -1  # feature sizes of float8 layers are multiples of 16
         assert any(t.shape[dim] % 8 for t in args if t is not None and t.dim()), case.name

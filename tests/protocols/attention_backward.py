@@ -1,8 +1,8 @@
 """Models of the two kernels of attention/sm90/backward.cu, which use backward_loader.cuh and backward_mask.cuh.
 
 The kernel of dq has tiles of queries and blocks of keys, the kernel of dk and dv has tiles of keys and blocks of
-queries. A tile is given by a string for each of its halves. The string has a letter for each block: "." if a mask or
-causality hides the whole block from the half, otherwise "x". Without ``masked``, only the first block may be hidden.
+queries. Each half of a tile is a string with a letter for each block: "." if a mask or causality hides the whole block
+from the half, otherwise "x". Without ``masked``, only the first block may be hidden.
 """
 
 from .checker import Buffers, Model, Staging, add_warps, find_constant, find_ring_size, load_tiles
@@ -12,10 +12,7 @@ MASK = "attention/sm90/backward_mask.cuh"
 
 
 def backward(tiles, dkey, masked=True, group=1, stages=None, most_passed=None, warps=1):
-    """Model the kernel of dq, or, if ``dkey`` is true, the kernel of dk and dv.
-
-    ``group`` is the number of query heads that share a tile of keys.
-    """
+    """Model the kernel of dq, or with ``dkey`` that of dk and dv. ``group`` query heads share a tile of keys."""
     stages = stages or find_ring_size(FILE, "ring")
     most_passed = find_constant(MASK, "kMostPassed", kStages=stages) if most_passed is None else most_passed
     model = Model()
@@ -29,11 +26,10 @@ def backward(tiles, dkey, masked=True, group=1, stages=None, most_passed=None, w
         seen = ""
 
         def find_own():
-            """Skip blocks that the mask hides, and wait for the next block that the warpgroup computes.
+            """Wait for the next block that the warpgroup computes, and return False if the tile has none.
 
-            Returns:
-                False if the tile has no such block. If ``most_passed`` blocks were skipped before and after the block
-                that was computed last, the next block is computed even if it is hidden.
+            Hidden blocks are skipped. After ``most_passed`` skipped blocks (before and after the last computed block),
+            the next block is computed even if it is hidden.
             """
             nonlocal ring, block, passed
             before, passed = passed, 0

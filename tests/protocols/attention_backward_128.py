@@ -1,8 +1,8 @@
 """Models of the two kernels of attention/sm90/backward_128.cu.
 
 The kernel of dq has tiles of queries and blocks of keys, the kernel of dk and dv has tiles of keys and blocks of
-queries. A tile is given by (blocks, passed): its number of blocks, and for each of its two halves the number of blocks
-(0 or 1) that the half's warpgroup skips at the beginning.
+queries. A tile is (blocks, passed): its number of blocks, and for each of its two halves the number of blocks (0 or 1)
+that the half's warpgroup skips at the beginning.
 """
 
 from .checker import Buffers, Model, Ring, add_warps, find_constant, find_ring_size

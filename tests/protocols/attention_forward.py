@@ -19,12 +19,11 @@ def four_warpgroups(tiles, stages=None, most_skipped=None, warpgroups=2, loaded=
     """Model the kernel with four warpgroups, each of which computes a group of 64 queries of a query tile.
 
     Args:
-        tiles: for each query tile, a tuple with the number of key tiles that each group sees. A group beyond the last
-            query has 1.
+        tiles: for each query tile, the number of key tiles that each group sees; 1 for a group beyond the last query.
         stages: the size of the ring of key tiles; the kernel's by default.
         most_skipped: the most key tiles that a warpgroup skips in a query tile; the kernel's number by default.
         warpgroups: the number of warpgroups in the model, and of groups in a query tile.
-        loaded: the number of key tiles that are loaded for each query tile; by default the largest number in its tuple.
+        loaded: the key tiles that are loaded for each query tile; by default the largest number in its tuple.
     """
     stages = stages or find_stages("FourWarpgroups")
     most_skipped = find_constant(FORWARD, "kMostSkipped", kStages=stages) if most_skipped is None else most_skipped

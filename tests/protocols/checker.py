@@ -1,12 +1,12 @@
 """A model checker of synchronization protocols, which explores every interleaving of a few processes.
 
-A process is a list of operations, which a function with the structure of the kernel's code records before the
-exploration. The list must not depend on the interleaving. Therefore there is a separate model for each choice that
-depends on data, such as the tiles and the blocks that a mask leaves visible. The state of a model is the position of
-each process in its list. The positions determine the phases of barriers and the contents of buffers.
+A process is a list of operations, recorded before the exploration by a function with the structure of the kernel's
+code. The list must not depend on the interleaving, so each choice that depends on data, such as the blocks that a mask
+leaves visible, has its own model. A state is the position of each process in its list. The positions determine the
+phases of barriers and the contents of buffers.
 
 A wait, the accesses after it and the arrivals after these accesses are one step, because no other process can observe a
-state in between. A TMA copy is an operation of a separate process, because it may happen at any time after its start.
+state in between. A TMA copy is a separate process, because it may happen at any time after its start.
 """
 
 import itertools
@@ -37,10 +37,7 @@ class WrongData(Fault):
 
 
 def find_constant(file, name, **known):
-    """Return the value of an integer constant in a kernel's source.
-
-    Constants in its definition are looked up in ``known``, and then in the same source.
-    """
+    """Return the value of an integer constant in a kernel's source. ``known`` overrides the source's constants."""
     if name in known:
         return known[name]
     source = (CUDA / file).read_text()
@@ -63,9 +60,9 @@ def find_ring_size(file, name):
 class Ring:
     """Barriers or buffers that are used cyclically: use n of the ring is use n // size of item n % size.
 
-    A call of the ring returns ((name, item), phase) of a barrier or ((name, item), number of the write) of a buffer.
-    Phase -1 of a barrier is complete at the start, as in the kernels, where a first wait with parity 1 returns at once.
-    ``writes`` is the number of writes of a buffer in each use.
+    A call returns ((name, item), phase) of a barrier or ((name, item), number of the write) of a buffer, which has
+    ``writes`` writes in each use. Phase -1 is complete at the start, as in the kernels, where a first wait with parity
+    1 returns at once.
     """
 
     def __init__(self, name, size=1, writes=1):
@@ -76,10 +73,7 @@ class Ring:
 
 
 class Buffers(Ring):
-    """A ring of buffers, each of which has a barrier "full" and a barrier "empty".
-
-    A buffer may be filled again when ``readers`` processes have released it.
-    """
+    """A ring of buffers with a barrier "full" and a barrier "empty" each. ``readers`` processes release a buffer."""
 
     def __init__(self, model, name, size, readers, writes=1):
         super().__init__(name, size, writes)
@@ -88,7 +82,7 @@ class Buffers(Ring):
         model.arrivals |= {self.full.name: 2, self.empty.name: readers}
 
     def fill(self, p, *others):
-        """Wait until the previous contents of the next buffer are released, and start to load new contents.
+        """Wait until the next buffer's contents are released, and load new contents.
 
         The kernels wait for parity ``phase ^ 1``, so that the first wait for each buffer returns at once.
         """
@@ -101,7 +95,6 @@ class Buffers(Ring):
         p.read(self(n))
 
     def free(self, p, n):
-        """Release the buffer of use n after its last read."""
         p.read(self(n))
         p.arrive(self.empty(n))
 
@@ -153,50 +146,41 @@ def add_warps(model, warpgroups, warps, run):
 
 
 class Process:
-    """Records the operations of a thread, or of several threads with the same operations."""
-
     def __init__(self, model, name):
         self.model, self.name, self.operations, self.issued = model, name, [], 0
 
     def wait(self, barrier):
-        """Record a wait until the barrier's phase is complete.
-
-        The kernels test only the parity of a phase. The phase must therefore be the current or the last complete one.
-        """
+        """The kernels test only the parity of a phase, which must therefore be the current or the last complete one."""
         self.operations.append(("wait", *barrier))
 
     def reach(self, counter):
-        """Record a wait until the number of a counter's complete phases exceeds a value, by any amount."""
+        """Wait until the number of a counter's complete phases exceeds a value, by any amount."""
         self.operations.append(("reach", *counter))
 
     def arrive(self, *barriers):
         self.operations += [("arrive", *barrier) for barrier in barriers]
 
     def sync(self, barrier):
-        """Record an arrival at a barrier and a wait for its phase, like bar.sync or a cluster's barrier."""
+        """Arrive and wait, like bar.sync or a cluster's barrier."""
         self.arrive(barrier)
         self.wait(barrier)
 
     def read(self, *buffers):
-        """Record that buffers are read, which must have the contents of exactly these writes.
-
-        A read that takes time is recorded at its start and at its end.
-        """
         self.operations += [("read", *buffer) for buffer in buffers]
 
     def write(self, *buffers):
         self.operations += [("write", *buffer) for buffer in buffers]
 
     def load(self, barrier, *buffers):
-        """Record the announcement of a copy at a barrier, and the start of the copy, which arrives there at its end."""
+        """Announce a copy at a barrier and start the copy, which arrives there at its end."""
         self.arrive(barrier)
         self.copy(barrier, *buffers)
 
     def copy(self, barrier, *buffers):
-        """Record the start of a copy that writes the buffers and then arrives at the barrier.
+        """Start a copy that writes the buffers and then arrives at the barrier.
 
-        The copies that a process starts for one ring of barriers end in the order of their starts. They may end in any
-        order relative to other copies.
+        A process's copies for one ring of barriers end in the order of their starts, and in any order relative to other
+        copies.
         """
         copies = self.model.process(f"{self.name}'s copies for {barrier[0][0]}")
         issued = (f"{copies.name} issued",)
@@ -208,7 +192,6 @@ class Process:
 
 
 def strip_numbers(key):
-    """Return the name of a barrier or buffer without the numbers of its owner and of its item in the ring."""
     return key[0] if isinstance(key[0], str) else " ".join(part for part in key[0] if isinstance(part, str))
 
 
@@ -226,9 +209,9 @@ class Model:
         return self.processes.setdefault(name, Process(self, name))
 
     def places(self):
-        """Return the set of (role, kind, name of the barriers) of all waits and arrivals, except those of copies.
+        """Return (role, kind, name of the barriers) of all waits and arrivals, except those of copies.
 
-        The role is the name of the process with "*" in place of numbers. The kind is "wait", "reach" or "arrive".
+        The role is the process's name with "*" in place of numbers. The kind is "wait", "reach" or "arrive".
         """
         return {
             (re.sub(r"\d+", "*", process.name), kind, strip_numbers(key))
@@ -240,7 +223,7 @@ class Model:
     def mutants(self, place, change):
         """Yield this model with the operations at a place replaced, once for each process that has the place's role.
 
-        ``change(kind, key, number)`` returns the operations that replace an operation. ``places`` describes places.
+        ``change(kind, key, number)`` returns the operations that replace an operation.
         """
         for name, process in self.processes.items():
             if re.sub(r"\d+", "*", name) == place[0]:
@@ -281,7 +264,6 @@ class Model:
         ]
 
     def perform(self, state, process, step):
-        """Return whether the process can make the step now. Raise a Fault if the step is wrong."""
         for kind, key, n, total, totals, arrivals in step:
             for index, table in totals:
                 total += table[state[index]]

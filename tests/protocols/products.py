@@ -1,8 +1,8 @@
 """Models of gemm/sm90_mainloop.cuh and fp8/sm90_gelu.cu.
 
-Other thread blocks of a cluster may access a thread block's shared memory only after its barriers are initialized and
-before the thread block ends. The models have a buffer for each thread block, whose first write is the initialization
-and whose second write is the end. An arrival at a thread block's barrier by another thread block reads this buffer.
+A thread block of a cluster may access another's shared memory only between the initialization of its barriers and its
+end. Each thread block has a buffer whose first write is the initialization and whose second write is the end. An
+arrival from another thread block reads this buffer.
 """
 
 from .checker import Buffers, Model, Ring, Staging, add_warps, find_constant, find_ring_size
@@ -14,15 +14,6 @@ class Cluster:
     """The barriers, buffers and loading threads of the thread blocks of a cluster, which share the operand b."""
 
     def __init__(self, model, stages, blocks, threads, arrivals):
-        """Create a cluster.
-
-        Args:
-            model: the model to which the processes are added.
-            stages: the number of stages of the ring in each thread block.
-            blocks: the number of thread blocks.
-            threads: the number of processes that arrive at the cluster's barrier.
-            arrivals: the number of arrivals that release a stage.
-        """
         self.model, self.blocks, self.stages = model, range(blocks), stages
         self.alive, self.met = Ring("block", blocks, writes=2), Ring("cluster_barrier")
         self.full, self.empty, self.a_at = (
@@ -64,7 +55,6 @@ class Cluster:
         self.read(p, rank, ring)
 
     def release(self, p, rank, ring):
-        """Release a stage after its last read, by an arrival at the barrier of every thread block of the cluster."""
         self.read(p, rank, ring)
         for other in self.blocks:
             p.read(self.alive(other))
@@ -120,7 +110,7 @@ def matmul(tiles, steps, stages=None, blocks=None, pairs=1, sums=2):
 def fp8_gelu(tiles, steps, stages=None, warps=1, pieces=1):
     """Model the float8 matmul with GELU, in which pairs of warpgroups compute tiles in turns.
 
-    The model has ``warps`` processes for a pair. Together they transpose ``pieces`` pieces of each tile.
+    A pair is ``warps`` processes, which together transpose ``pieces`` pieces of each tile.
     """
     pairs = find_constant(GELU, "kPairs")
     model = Model(all=pairs * warps, turn=warps)

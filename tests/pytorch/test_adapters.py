@@ -30,7 +30,6 @@ both_losses = pytest.mark.parametrize("return_logits", [True, False])
 
 
 def assert_same_step(ours, reference, device, return_logits=True):
-    """Assert that the outputs and gradients of two models match."""
     tokens, targets = make_batch(device)
     logits, loss = ours(tokens, targets, return_logits=return_logits)
     wanted, wanted_loss = reference(tokens, targets)
@@ -43,8 +42,6 @@ def assert_same_step(ours, reference, device, return_logits=True):
 
 
 class Adapter(torch.nn.Module):
-    """Adds a low-rank function of a module's output to this output, similar to LoRA."""
-
     def __init__(self, base, width):
         super().__init__()
         torch.manual_seed(9)

@@ -15,8 +15,6 @@ ops = torch.ops.gptkernels
 
 
 class CountCasts(TorchDispatchMode):
-    """Counts the calls of ``_to_copy``, which converts dtypes, for tensors of one shape."""
-
     def __init__(self, shape):
         super().__init__()
         self.shape, self.casts = shape, 0
@@ -75,9 +73,8 @@ def test_casts_are_freed_with_torchs_cache(device):
 
 
 def test_a_cached_cast_follows_updates_and_records_gradients(device):
-    """A cached cast is made again after the weight changed, or if it was made under no_grad and a gradient is needed.
-
-    (With torch's cache, a cast that was made under no_grad is used again, and the weight gets no gradient.)
+    """A cast made under no_grad is made again when a gradient is needed; torch's cache would reuse it, without a
+    gradient.
     """
     weight = torch.randn(7, 5, device=device, requires_grad=True)
     x = torch.randn(3, 5, device=device)
@@ -103,7 +100,6 @@ def test_the_cache_leaves_gradients_unchanged(device):
 
 
 def test_only_float32_leaf_parameters_are_cached(device):
-    """Tensors that need no gradient, activations, views and float64 tensors are not cached."""
     x = torch.randn(3, 5, device=device)
     weight = torch.randn(7, 5, device=device, requires_grad=True)
     for w in (weight.detach(), weight * 1, weight[:4], weight.double().detach().requires_grad_()):
@@ -130,7 +126,6 @@ def test_float64_results_stay_float64(device):
 
 
 def test_threads_have_their_own_contexts(device):
-    """When a context ends in another thread, the cache of this thread stays."""
     weight, x = torch.randn(7, 5, device=device, requires_grad=True), torch.randn(3, 5, device=device)
     with torch.autocast(device.type, torch.bfloat16):
         first = functional.linear(x, weight)
@@ -146,7 +141,6 @@ def test_threads_have_their_own_contexts(device):
 
 
 def test_saved_tensor_hooks_see_only_the_ops_tensors(device):
-    """Hooks for saved tensors get the tensors that the op saves, but no tensor of the cache of casts."""
     weight = torch.nn.Parameter(torch.randn(3, 4, device=device))
     x = torch.randn(5, 4, device=device)
     saved = []
@@ -165,10 +159,6 @@ def test_saved_tensor_hooks_see_only_the_ops_tensors(device):
 @pytest.mark.parametrize("x_dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("residual_dtype", [torch.float32, torch.bfloat16])
 def test_residual_layernorm_has_the_dtypes_of_torchs_steps(residual_dtype, x_dtype, dropout_p, device):
-    """Under autocast, the op has the dtypes of torch's dropout, addition and layer norm, on the CPU as on CUDA.
-
-    These are the dtype of x, torch's promoted dtype and float32.
-    """
     x, residual = torch.randn(3, 8, device=device).to(x_dtype), torch.randn(3, 8, device=device).to(residual_dtype)
     weight, bias = torch.randn(8, device=device), torch.randn(8, device=device)
     dropout = (dropout_p, torch.tensor(3, device=device), torch.tensor(4, device=device)) if dropout_p else ()

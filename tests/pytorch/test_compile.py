@@ -19,11 +19,9 @@ def make_model_and_tokens(device, n_layer=2, **changes):
 
 
 def test_inductor_compiles_a_deep_model(device, monkeypatch, caplog):
-    """Inductor compiles a model of 12 layers in reasonable time, because it has a rule for every op.
-
-    For an op without a rule, Inductor formats the expressions of its arguments, whose length is exponential in the
-    number of layers. From torch 2.13 on, it does so only if its log is on. The test turns the log on, and fails if
-    Inductor formats an expression.
+    """For an op without a rule, Inductor formats its arguments' expressions, whose length is exponential in the number
+    of layers. From torch 2.13 on, it does so only if its log is on, so the test turns the log on. Formatting an
+    expression fails the test.
     """
     import torch._inductor.exc
 
@@ -50,10 +48,7 @@ def test_inductor_has_a_rule_for_every_op(device):
 
 
 def test_inductor_trains_with_dropout(device):
-    """With dropout, each call of a compiled model draws new masks, which its backward uses, too.
-
-    In evaluation mode it draws none.
-    """
+    """Each call in training mode draws new masks, which its backward uses, too."""
     torch._dynamo.reset()
     model, tokens = make_model_and_tokens(device, dropout=0.5)
     compiled = torch.compile(model, fullgraph=True)
@@ -93,7 +88,7 @@ def test_importing_does_not_import_dynamo():
 @pytest.mark.parametrize("loss", [False, True])
 @pytest.mark.parametrize("stages", [2, 3])
 def test_pipelining(stages, loss, device):
-    """The stages of a pipeline match the whole model. The first and the last stage both have the tied weight."""
+    """The first and the last stage both have the tied weight."""
     model, _ = make_model_and_tokens(device, 4)
     inputs = torch.randint(64, (2 if loss else 1, 2, 8), device=device).unbind()
     expected = model(*inputs)

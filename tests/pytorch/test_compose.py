@@ -1,4 +1,4 @@
-"""Tests of the package with the features of torch that training programs use. docs/compose.md lists these tests."""
+"""Tests of the package with the features of torch that training programs use, as docs/compose.md lists them."""
 
 import collections
 import copy
@@ -41,7 +41,6 @@ def gradients_of(loss, model):
 
 
 def loss_and_gradients(model, *args, **kwargs):
-    """Return the loss and the gradients in the order of the model's parameters."""
     loss = model(*args, **kwargs)[1]
     return [loss.detach(), *gradients_of(loss, model)]
 
@@ -66,7 +65,6 @@ def _fresh_dynamo():
 @pytest.mark.usefixtures("_fresh_dynamo")
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_one_graph_supports_every_batch_and_length(return_logits, device):
-    """With ``dynamic=True``, the model is compiled once for all batch sizes and lengths, without a graph break."""
     model = make_model(device)
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(model, fullgraph=True, backend=counter, dynamic=True)
@@ -82,7 +80,6 @@ def test_one_graph_supports_every_batch_and_length(return_logits, device):
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_inductor_with_a_dynamic_batch(device):
-    """With ``torch._dynamo.mark_dynamic``, the model is compiled once for all batch sizes."""
     model = make_model(device, n_layer=1)
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     compiled = torch.compile(model, fullgraph=True, backend=counter)
@@ -97,7 +94,6 @@ def test_inductor_with_a_dynamic_batch(device):
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_reduce_overhead(device):
-    """Training steps compiled with "reduce-overhead", which uses CUDA graphs on a GPU, match eager steps."""
     found = []
     for compiles in (False, True):
         model = make_model(device, n_layer=1)
@@ -116,11 +112,6 @@ def test_reduce_overhead(device):
 
 
 def autocast_cases(device):
-    """Yield (name, function). ``function(f)`` calls the function of this name of the module ``f`` in float32.
-
-    The module is torch.nn.functional or gptkernels.functional.
-    """
-
     def make(*shape):
         return randn(*shape, dtype=torch.float32, device=device)
 
@@ -149,10 +140,7 @@ def test_autocast_gives_torchs_dtypes(dtype, device):
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_float16_with_a_grad_scaler(max_grad_norm, device):
-    """With a GradScaler, losses and scales match the reference model with torch's optimizer.
-
-    The scaler skips a step whose gradients overflow.
-    """
+    """The scaler skips a step whose gradients overflow."""
     overflows = 5
 
     def train(model, optimizer, clips):
@@ -201,7 +189,7 @@ def save_matmuls():
 )
 @pytest.mark.parametrize("autocast", [False, True])
 def test_selective_checkpointing_by_our_ops(contexts, saved, autocast, device):
-    """Selective checkpointing changes no bit of the gradients. Ops whose results are saved run once, others twice."""
+    """Ops whose results are saved run once, others twice."""
     block, x = make_model(device).transformer.h[0], randn(2, T, C, dtype=torch.float32, device=device)
     options = {} if contexts is None else {"context_fn": contexts}
 
@@ -226,7 +214,7 @@ def test_selective_checkpointing_by_our_ops(contexts, saved, autocast, device):
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_selective_checkpointing_compiled(device):
-    """The compiled backward recomputes the ops of a block except attention, whose result the policy saves."""
+    """The policy saves attention's result. The compiled backward recomputes all other ops of a block."""
     graphs = []
 
     def remember(graph, _):
@@ -251,7 +239,6 @@ def test_selective_checkpointing_compiled(device):
 
 
 def test_optimizer_hooks(device):
-    """Our optimizer calls its step hooks and state-dict hooks as torch's AdamW does. A hook may change gradients."""
     seen, found = [], []
 
     def halve(optimizer, args, kwargs):
@@ -276,7 +263,7 @@ def test_optimizer_hooks(device):
 
 
 def test_step_in_the_backward(device):
-    """Each parameter may have an optimizer that a hook calls in the backward pass, as in torch's tutorial."""
+    """Each parameter has an optimizer that a hook calls in the backward pass, as in torch's tutorial."""
     found = []
     for cls in (AdamW, torch.optim.AdamW):
         model = make_model(device, dtype=torch.float64)
@@ -297,7 +284,6 @@ def test_step_in_the_backward(device):
 
 @pytest.mark.parametrize("how", ["multi", "foreach over buffers"])
 def test_averaged_model(how, device):
-    """AveragedModel's moving average of the weights matches a run with torch's optimizer. Tied weights stay tied."""
     found = []
     options = {"use_buffers": True} if how != "multi" else {}
     for cls in (AdamW, torch.optim.AdamW):
@@ -315,7 +301,6 @@ def test_averaged_model(how, device):
 
 
 def test_gradient_penalty_and_functional_call(device):
-    """A penalty on the norm of the gradient has the reference's gradient, with autograd and with torch.func."""
     ours, reference = small_models.make_pair(device, noise=0, n_layer=1)
     args, found = make_batch(device), []
     for model in (ours, reference):
@@ -357,7 +342,6 @@ def test_profiler_shows_our_ops_with_shapes(device):
 
 @pytest.mark.parametrize("return_logits", [True, False])
 def test_flop_counter(return_logits, device):
-    """torch's FLOP counter counts our ops as it counts torch's ops, for the model and for each module."""
     model, (tokens, targets) = make_model(device), make_batch(device)
     with FlopCounterMode(display=False) as counted:
         model(tokens, targets, return_logits=return_logits)[1].backward()
@@ -367,8 +351,7 @@ def test_flop_counter(return_logits, device):
     assert counted.get_total_flops() == 3 * products + 7 * attention // 2
     by_module = counted.get_flop_counts()
     assert sum(by_module["GPT2.transformer.h.0.mlp"].values()) == 3 * 2 * rows * 8 * C * C
-    # The counter registers hooks on modules, so that they do not call fused ops. Outside of modules, the counter uses
-    # the formula of the fused op.
+    # The counter's hooks keep modules from calling fused ops. Outside of modules, it uses the fused op's formula.
     x = randn(5, 8, dtype=torch.float32, device=device)
     fc, proj = (randn(*shape, dtype=torch.float32, device=device) for shape in ((32, 8), (8, 32)))
     with FlopCounterMode(display=False) as counted:
@@ -399,7 +382,7 @@ def test_benchmark_timer(device):
 
 
 def test_memory_snapshot(device, tmp_path):
-    """torch's allocator records all memory that an op uses, because our kernel launchers allocate no memory."""
+    """Our kernel launchers allocate no memory, so torch's allocator records all memory of an op."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     x = randn(1024, 768, dtype=torch.float32, device=device)
@@ -419,7 +402,6 @@ def test_memory_snapshot(device, tmp_path):
 
 
 def train_briefly(device, seed, steps=3):
-    """Train a small model for some steps, half of them under autocast, and return its parameters."""
     model = make_model(device, n_layer=1)
     generator = torch.Generator().manual_seed(seed)  # threads share torch's default generator
     with torch.no_grad():
@@ -436,7 +418,6 @@ def train_briefly(device, seed, steps=3):
 
 
 def run_in_threads(functions):
-    """Call the functions at the same time in one thread each, and return their results."""
     found = [None] * len(functions)
     barrier = threading.Barrier(len(functions))
 
@@ -453,7 +434,6 @@ def run_in_threads(functions):
 
 
 def test_threads(device):
-    """Models that several threads train at the same time have the bits of models that are trained one by one."""
     alone = [train_briefly(device, seed) for seed in range(4)]
     for _ in range(3):
         together = run_in_threads([functools.partial(train_briefly, device, seed) for seed in range(4)])
@@ -461,7 +441,6 @@ def test_threads(device):
 
 
 def test_streams(device):
-    """Training on a stream waits only for this stream, not for other streams or the device."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     expected = train_briefly(device, 1)
@@ -488,7 +467,6 @@ def test_streams(device):
 
 
 def test_several_devices(device):
-    """An op runs on the device of its tensors, even if another device is the current device."""
     if torch.cuda.device_count() < 2 or device.type != "cuda":
         pytest.skip("needs two CUDA devices")
 
@@ -504,10 +482,7 @@ def test_several_devices(device):
 
 
 def test_inference_mode(device):
-    """A model has the same results in inference mode as outside of inference mode.
-
-    Autograd refuses to save a tensor that was made in inference mode, as it does for torch's ops.
-    """
+    """Autograd refuses to save a tensor made in inference mode, as for torch's ops."""
     model, (tokens, targets) = make_model(device), make_batch(device)
     with torch.inference_mode():
         logits, _ = model(tokens, targets)
@@ -525,7 +500,6 @@ def test_inference_mode(device):
 
 
 def fork_and_compare():
-    """Fork a child, and assert that parent and child compute the same values. The test runs this in a new process."""
     torch.set_num_threads(1)
     ours, theirs = multiprocessing.get_context("fork").Pipe()
 
@@ -543,18 +517,13 @@ def fork_and_compare():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fork_after_import():
-    """A process that is forked after the import of the package can train on the CPU.
-
-    (A forked process cannot use CUDA if its parent has used CUDA.)
-    """
+    """On the CPU only: a forked process cannot use CUDA if its parent has used CUDA."""
     code = "import test_compose; test_compose.fork_and_compare()"
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], env=os.environ | paths, check=True, timeout=120)
 
 
 class Batches(torch.utils.data.Dataset):
-    """A dataset that computes its items with our ops."""
-
     def __len__(self):
         return 4
 
@@ -566,10 +535,7 @@ class Batches(torch.utils.data.Dataset):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_data_loader_workers(context):
-    """A DataLoader's worker process can call our ops, also if it is forked after its parent has called them.
-
-    The parent has several OpenMP threads, a worker has one.
-    """
+    """The parent has called ops with several OpenMP threads before it forks; a worker has one."""
     data = Batches()
     expected = [data[i] for i in range(4)]
     loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=context)
@@ -577,7 +543,6 @@ def test_data_loader_workers(context):
 
 
 def test_copies(device):
-    """Copies of a model and its optimizer by pickle, torch.save or deepcopy continue the training bit for bit."""
     model = make_model(device, dtype=torch.float64)
     optimizer = AdamW(model.parameters(), lr=1e-2, max_grad_norm=1.0)
     step_on(model, optimizer, *make_batch(device, seed=0))
@@ -604,7 +569,6 @@ def test_functions_can_be_pickled():
 
 @pytest.mark.parametrize("parametrization", [parametrizations.weight_norm, parametrizations.orthogonal])
 def test_parametrizations(parametrization, device):
-    """torch's parametrizations have the same effect on our nn.Linear, alone or inside an MLP, as on torch's."""
     found = []
     for layer, activation in ((nn.Linear, nn.GELU), (torch.nn.Linear, torch.nn.GELU)):
         torch.manual_seed(2)

@@ -1,7 +1,7 @@
 """Tests that every op can be captured in a CUDA graph.
 
-An op must allocate no memory outside torch's allocator, and must not synchronise. The host must not read a value of a
-tensor, because a replay would use the value that was read in the capture.
+An op must allocate no memory outside torch's allocator and must not synchronise, and the host must not read a tensor's
+value, because a replay would use the value read in the capture.
 """
 
 import copy
@@ -24,7 +24,7 @@ WIDE = {
 @pytest.mark.parametrize("size", ["odd", "ordinary", "wide"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_op_and_its_derivative_is_captured(case, size, device):
-    """For each call of ``gptkernels check``, a replay on new values has the bits of an eager call on the new values."""
+    """For each call of ``gptkernels check``, a replay on new values has the bits of an eager call."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     if size == "wide" and case.name not in WIDE:
@@ -57,8 +57,6 @@ def test_every_op_and_its_derivative_is_captured(case, size, device):
 
 
 class Loss(torch.nn.Module):
-    """Wraps a model, and returns only the loss."""
-
     def __init__(self, model):
         super().__init__()
         self.model = model
@@ -68,8 +66,6 @@ class Loss(torch.nn.Module):
 
 
 def make_modules(device):
-    """Yield (name, module, input of the module)."""
-
     def make(module):
         return module.to(device, torch.bfloat16)
 
@@ -88,7 +84,6 @@ def make_modules(device):
 
 
 def test_make_graphed_callables(device):
-    """For new inputs, the graphs of the forward and the backward have the results of eager mode."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     for name, module, x in make_modules(device):
@@ -116,7 +111,6 @@ def make_dropout_modules(device):
 
 
 def test_make_graphed_callables_with_dropout(device):
-    """Each replay draws a new mask, which its backward uses, too. With the same seed, eager mode draws this mask."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     for name, module, x in make_dropout_modules(device):

@@ -125,7 +125,6 @@ def test_embedding_refuses_unsupported_options(option, device):
 
 
 def cross_entropies(**options):
-    """Return our cross-entropy and torch's cross-entropy, both with the given options."""
     return [functools.partial(module.cross_entropy, **options) for module in (G, F)]
 
 

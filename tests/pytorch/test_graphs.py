@@ -1,4 +1,4 @@
-"""Tests that a training step which `gptkernels.graphed_step` replays as a CUDA graph has the bits of an eager step."""
+"""Tests that a training step replayed by `gptkernels.graphed_step` has the bits of an eager step."""
 
 import copy
 import logging
@@ -48,7 +48,6 @@ def make_batches(count, batch=3, length=64, seed=1):
 
 
 def plain_step(model, optimizer, loss, *micro):
-    """Run one step of an ordinary training loop. Return the step's loss and gradient norm."""
     device = next(model.parameters()).device
     total = 0
     for batch in micro:
@@ -62,7 +61,6 @@ def plain_step(model, optimizer, loss, *micro):
 
 
 def assert_same(a, b):
-    """Assert that two pairs (model, optimizer) have equal parameters and optimizer states."""
     (model_a, optimizer_a), (model_b, optimizer_b) = a, b
     for (name, p), q in zip(model_a.named_parameters(), model_b.parameters(), strict=True):
         assert torch.equal(p, q), name
@@ -71,17 +69,11 @@ def assert_same(a, b):
 
 
 def run_both(device, steps, change=lambda i, model, optimizer: None, autocast=False, **options):
-    """Assert that plain and graphed training steps on the same batches have the same bits.
+    """Assert that plain and graphed steps on the same batches have the same bits. Return the graphed step and the
+    losses.
 
-    Args:
-        device: the models' device.
-        steps: the micro-batches of each step.
-        change: a function that is called before each step with the step's number, the model and the optimizer.
-        autocast: whether the loss is computed under autocast.
-        **options: the options of ``make_training``.
-
-    Returns:
-        The graphed step, and the losses.
+    ``steps`` has the micro-batches of each step. ``change`` is called before each step. ``options`` go to
+    ``make_training``.
     """
     plain, graphed = make_training(device, **options), make_training(device, **options)
     loss, losses = make_loss(plain[0], autocast), []
@@ -105,7 +97,6 @@ def run_both(device, steps, change=lambda i, model, optimizer: None, autocast=Fa
 
 
 def expect_captures(step, device, count):
-    """Assert that the step was captured ``count`` times on CUDA, or that it runs eagerly on the CPU."""
     reason = None if device.type == "cuda" else "the parameters are on the CPU"
     assert (step.eager_because, step.captures) == (reason, count if device.type == "cuda" else 0)
 
@@ -142,7 +133,7 @@ def test_learning_rates_change(device, where):
 
 
 def test_a_replay_waits_for_its_capture(device, monkeypatch):
-    """The first replay waits for work that was launched on the capture's stream. The test delays this stream."""
+    """The first replay waits for work that was launched on the capture's stream, which the test delays."""
     if device.type == "cpu":
         pytest.skip("graphs are CUDA's")
     begin = torch.cuda.CUDAGraph.capture_begin
@@ -158,10 +149,7 @@ def test_a_replay_waits_for_its_capture(device, monkeypatch):
 
 
 def test_a_change_of_shape_captures_again(device):
-    """A step whose batches have new shapes is captured again, three times in this test.
-
-    The first steps alternate between two shapes. Each later step has three batches, of which the last is smaller.
-    """
+    """The first steps alternate between two shapes. Each later step has three batches, of which the last is smaller."""
     long, short = make_batches(8), make_batches(8, batch=2, length=32, seed=2)
     one = [[b] for pair in zip(long[:4], short[:4], strict=True) for b in pair]
     both = [[long[4 + i], long[5 + i], short[i]] for i in range(3)]
@@ -170,7 +158,7 @@ def test_a_change_of_shape_captures_again(device):
 
 
 def test_autocasts_cache_does_not_outlive_an_update(device):
-    """Steps inside one autocast context use the updated parameters, although autocast caches casts of parameters."""
+    """Autocast caches casts of parameters. Steps inside one autocast context must use the updated parameters."""
     plain, graphed = make_training(device, dtype=torch.float32), make_training(device, dtype=torch.float32)
     step = gptkernels.graphed_step(lambda *batch: graphed[0](*batch, return_logits=False)[1], graphed[1])
     inside = make_loss(plain[0], autocast=True)
@@ -183,7 +171,6 @@ def test_autocasts_cache_does_not_outlive_an_update(device):
 
 @pytest.mark.parametrize("what", ["weight_decay", "max_grad_norm", "requires_grad", "state"])
 def test_changed_options_and_loaded_states_capture_again(device, what):
-    """If an option changes or a state is loaded, the next steps use it, and a new graph is captured."""
     saved = {}
 
     def change(i, model, optimizer):
@@ -206,7 +193,6 @@ def test_changed_options_and_loaded_states_capture_again(device, what):
 
 
 def test_a_resumed_run_has_the_same_bits(device):
-    """A resumed run, which begins with eager steps, has the bits of the first run, which replays a graph."""
     data = make_batches(8)
     model, optimizer = make_training(device)
     step = gptkernels.graphed_step(make_loss(model), optimizer)
@@ -222,7 +208,6 @@ def test_a_resumed_run_has_the_same_bits(device):
 
 
 def test_batch_memory_may_be_reused(device):
-    """The caller may overwrite a batch in host memory as soon as the call of the step returns."""
     plain, graphed = make_training(device), make_training(device)
     step = gptkernels.graphed_step(make_loss(graphed[0]), graphed[1])
     data = make_batches(2 * STEPS)
@@ -283,7 +268,6 @@ def test_a_model_of_torchs_layers_has_the_same_bits(device):
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 def test_before_update_may_change_the_gradients(device, accumulation):
-    """The update and the reported norm are computed from the gradients as the callback ``before_update`` left them."""
     plain, graphed = make_training(device), make_training(device)
     norms = []
 
@@ -307,13 +291,11 @@ def test_before_update_may_change_the_gradients(device, accumulation):
 
 
 def only_record(caplog):
-    """Return the only message that was logged."""
     (record,) = [r for r in caplog.records if r.name == "gptkernels.graphs"]
     return record.getMessage()
 
 
 def assert_trains_eagerly(step, model, optimizer, loss, expected):
-    """Assert that a graphed step runs eagerly for the expected reason, and has the bits of a plain step."""
     plain_model = copy.deepcopy(model)
     plain_optimizer = AdamW(plain_model.parameters(), lr=1e-2, max_grad_norm=1.0)
     for batch in make_batches(5):
@@ -367,10 +349,7 @@ def test_a_step_whose_hook_synchronises_is_eager(device, caplog):
 
 
 def test_a_step_whose_capture_fails_is_eager(device, caplog):
-    """If the capture fails, the step runs eagerly, and random number generators and later captures work.
-
-    In this test, the loss synchronises the stream, which is an error in a capture.
-    """
+    """The loss synchronises the stream, which is an error in a capture. Later captures must still work."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     model, _ = make_training(device, dtype=torch.float32)

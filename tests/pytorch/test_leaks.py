@@ -1,7 +1,7 @@
 """Tests that a call of an op frees all heap memory that it allocates, except its results.
 
-A leak of a few bytes matters. If small allocations stay between the large ones that a training step frees, the heap
-cannot merge the free memory, and the process may grow by megabytes with each step.
+A leak of a few bytes matters: small allocations between the large ones that a training step frees keep the heap from
+merging the free memory, and the process may grow by megabytes with each step.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ class Mallinfo2(ctypes.Structure):
 
 @pytest.fixture(autouse=True, scope="module")
 def frozen_garbage():
-    """Exclude the existing objects from garbage collection, which would otherwise take a second each time."""
+    """Exclude existing objects from garbage collection, which would otherwise take a second each time."""
     gc.collect()
     gc.freeze()
     yield
@@ -37,7 +37,6 @@ def frozen_garbage():
 
 
 def leaked_bytes(call):
-    """Return how many bytes of malloc's heap each call leaves allocated, on average."""
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2
     except AttributeError:
@@ -63,7 +62,7 @@ def test_every_op_leaks_nothing(case, device, one_thread):
 
 
 def call_on_copies(op, args, kwargs):
-    """Call an op on copies of its tensors, because an op may write to its arguments."""
+    """An op may write to its arguments."""
     args, kwargs = pytree.tree_map_only(torch.Tensor, torch.clone, (args, kwargs))
     op(*args, **kwargs)
 

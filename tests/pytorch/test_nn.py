@@ -30,7 +30,6 @@ all_layers = pytest.mark.parametrize(("name", "args", "options", "shape"), LAYER
 
 
 def make_pair(name, args, options, device):
-    """Return our layer and torch's layer, initialised from the same seed."""
     made = []
     for module in (nn, torch.nn):
         torch.manual_seed(5)
@@ -42,7 +41,6 @@ OPTIONS_OF_OURS = {"Linear": [("fp8", False)]}
 
 
 def list_parameters(layer):
-    """Return (name, default) of each parameter of a class's constructor, in order."""
     return [(p.name, p.default) for p in inspect.signature(layer).parameters.values()]
 
 
@@ -189,7 +187,6 @@ def test_dropout_differs_from_torchs_only_in_its_random_numbers(device):
 
 
 def test_dropout_of_attention_acts_in_training_only(device):
-    """In training mode, each call of attention draws a new dropout mask."""
     layer = nn.CausalSelfAttention(16, 2, device=device, dropout=0.5)
     plain = nn.CausalSelfAttention(16, 2, device=device)
     plain.load_state_dict(layer.state_dict())

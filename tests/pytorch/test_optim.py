@@ -40,7 +40,6 @@ def assert_same(ours, torchs, **options):
 
 
 def make_pair(dtype=torch.float64, device="cpu", **options):
-    """Return our optimizer, torch's optimizer, and the parameters of each, which have equal values."""
     ours, torchs = make_parameters(dtype, device), make_parameters(dtype, device)
     return AdamW(ours, **options), torch.optim.AdamW(torchs, **options), ours, torchs
 
@@ -70,9 +69,8 @@ def test_twenty_steps_match_torch(options, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_matches_torchs_fused_kernel(dtype, device):
-    """16-bit parameters match torch's fused kernel, which computes in float32 as ours does.
-
-    torch's other implementations round each intermediate result to 16 bits.
+    """torch's fused kernel computes in float32, as ours does. torch's other code rounds intermediate results to 16
+    bits.
     """
     ours, torchs, our_params, torch_params = make_pair(dtype, device, lr=0.1, fused=True)
     for optimizer in (ours, torchs):
@@ -111,10 +109,6 @@ def test_master_weights_have_float32s_updates(dtype, max_grad_norm, device):
 @pytest.mark.parametrize("change", ["load_state_dict", "another optimizer", "data", "one element"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_master_weights_follow_changed_parameters(dtype, change, device):
-    """If other code has changed an element of a parameter, the step starts from the new value.
-
-    For all other elements it starts from the master weight.
-    """
     ours = torch.nn.ParameterList(make_parameters(dtype, device))
     best = copy.deepcopy(ours.state_dict())
     optimizer = AdamW(ours, lr=0.1, master_weights=True)
@@ -182,7 +176,6 @@ def test_one_launch_per_group_and_dtype(device):
 @pytest.mark.parametrize("how", ["set_default_device", "with torch.device"])
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"master_weights": True}], ids=str)
 def test_the_default_device_is_ignored(options, how, device):
-    """Steps and clipping work with any default device of torch, because they allocate no tensor on it."""
     dtype = torch.bfloat16 if "master_weights" in options else torch.float64
     ours, wanted = make_parameters(dtype, device), make_parameters(dtype, device)
     train(AdamW(wanted, lr=0.1, **options), 3)
@@ -203,7 +196,6 @@ def test_the_default_device_is_ignored(options, how, device):
 
 
 def make_layouts(device, dtype=torch.float64):
-    """Return a parameter in channels_last, a transposed one, and a transposed one with a dimension of size 1."""
     torch.manual_seed(7)
     return [
         torch.nn.Parameter(randn(4, 3, 5, 5, dtype=dtype, device=device).contiguous(memory_format=torch.channels_last)),
@@ -232,7 +224,6 @@ def test_dense_layouts_match_torch(grads, device):
 
 @pytest.mark.parametrize("masters", [False, True])
 def test_a_loaded_state_takes_the_parameters_layout(masters, device):
-    """A state that was saved for contiguous parameters gets the strides of the parameters for which it is loaded."""
     dtype = torch.bfloat16 if masters else torch.float64
     rows = [torch.nn.Parameter(p.detach().contiguous()) for p in make_layouts(device, dtype)]
     first = AdamW(rows, lr=0.1, master_weights=masters)
@@ -287,10 +278,7 @@ def test_schedulers(as_tensor, device):
 )
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"master_weights": True}], ids=str)
 def test_compiled_steps_with_a_scheduler(options, device):
-    """Compiled steps have the bits of eager steps. As for torch's AdamW, two graphs suffice for any number of steps.
-
-    One graph is for the first step, which makes the state, and one for all other steps.
-    """
+    """Compiled steps have the bits of eager steps. One graph makes the state, and one serves all later steps."""
     torch._dynamo.reset()
     counters.clear()
     dtype = torch.bfloat16 if "master_weights" in options else torch.float64
@@ -310,7 +298,6 @@ def test_compiled_steps_with_a_scheduler(options, device):
 
 
 def save_and_load(optimizer):
-    """Save the state dict of an optimizer to a file in memory, and return what ``torch.load`` reads from it."""
     file = io.BytesIO()
     torch.save(optimizer.state_dict(), file)
     file.seek(0)
@@ -420,7 +407,7 @@ def test_the_scaler_leaves_gradients_scaled(device):
 
 @pytest.mark.parametrize("name", ["amsgrad", "differentiable"])
 def test_unsupported_options_and_their_states_are_refused(name):
-    """Options that our AdamW does not support are refused, also in a state. A refused state changes nothing."""
+    """A refused state changes nothing."""
     message = f"{name}=True is not supported"
     ours, torchs, params, torch_params = make_pair()
     assert_raises(ValueError, message, AdamW, params, **{name: True})
@@ -490,7 +477,6 @@ def test_clip_grad_norm_of_no_gradients_or_infinities(device):
 @pytest.mark.parametrize("max_norm", [0.5, 1e6, math.inf])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
 def test_clipping_in_the_step(max_norm, dtype, device):
-    """A step with max_grad_norm has the bits of clip_grad_norm_ on all parameters and a step without clipping."""
     ours, apart = make_parameters(dtype, device), make_parameters(dtype, device)
     optimizers = [
         AdamW([{"params": p[:3]}, {"params": p[3:], "lr": 0.1}], max_grad_norm=clip)
@@ -510,7 +496,7 @@ def test_clipping_in_the_step(max_norm, dtype, device):
 
 
 def test_clipping_inside_the_scaler(device):
-    """With a GradScaler, the optimizer clips the unscaled gradients. It also reports the norm of a skipped step."""
+    """The optimizer clips the unscaled gradients, and also reports the norm of a skipped step."""
 
     def train_scaled(inside):
         params = make_parameters(torch.float32, device)

@@ -22,11 +22,6 @@ ops = torch.ops.gptkernels
 
 
 def make_function(case):
-    """Return a function for CASES.
-
-    It returns the differentiable function of the case for a device and a dtype, and the shapes of its arguments.
-    """
-
     def made(device, dtype):
         call = case.call(SMALL, dtype, device)
         return call.function(), [tuple(t.shape) for t in call.differentiable().values()]
@@ -34,8 +29,7 @@ def make_function(case):
     return made
 
 
-# Each value is a function (device, dtype) that returns a differentiable function of floating-point tensors, and the
-# shapes of these tensors.
+# Each function (device, dtype) returns a differentiable function of floating-point tensors, and these tensors' shapes.
 CASES = {
     case.name: make_function(case)
     for case in cases.CASES
@@ -92,7 +86,6 @@ def test_forward_over_reverse(case, device):
 
 @all_cases
 def test_forward_mode_without_gradients(case, device):
-    """Tangents are computed without requires_grad. The tangents for single inputs add up to the tangent for all."""
     function, inputs = draw_case(case, device)
     directions = [torch.randn_like(t) for t in inputs]
     _, whole = jvp(function, inputs, tuple(directions))
@@ -123,7 +116,6 @@ def test_tangent_of_global_norm(device):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @all_cases
 def test_forward_mode_in_every_dtype(case, dtype, device):
-    """A tangent has the dtype of the output, and matches the tangent in float64 within rounding errors."""
     function, inputs = draw_case(case, device, dtype)
     directions = tuple(torch.randn_like(t) for t in inputs)
     if case.startswith("fused_classifier_backward"):  # dlosses are float32
@@ -139,7 +131,6 @@ def test_forward_mode_in_every_dtype(case, dtype, device):
 
 
 def test_an_op_without_derivative_refuses_tangents(device):
-    """If an argument has a tangent, an op without a derivative raises an error that names the op."""
     logits, targets = torch.randn(2, 5, device=device), torch.tensor([1, 2], device=device)
     ones = torch.ones(2, device=device)
 
@@ -181,7 +172,6 @@ def test_jacobians_agree(case, device):
 
 @all_cases
 def test_hessians_agree(case, device):
-    """The four combinations of forward and reverse mode compute the same Hessian."""
     skip_float32_result(case)
     if case in ("linear_cross_entropy", "linear_cross_entropy, sum", "linear_cross_entropy, functional"):
         pytest.skip("the op refuses a tangent outside of its forward if the forward computes the gradients")
@@ -204,10 +194,7 @@ def test_hessians_agree(case, device):
 
 @all_cases
 def test_vmap_equals_the_loop(case, device):
-    """vmap matches a loop over the samples.
-
-    It maps all inputs or a single input, over the first or the last dimension, and also inside another vmap.
-    """
+    """All inputs or a single input are mapped, over the first or the last dimension, also inside another vmap."""
     function, shapes = CASES[case](device, torch.float64)
     size = 3
     plain = [torch.randn(shape, dtype=torch.float64).to(device) for shape in shapes]
@@ -231,7 +218,6 @@ def test_vmap_equals_the_loop(case, device):
 
 @all_cases
 def test_per_sample_gradients(case, device):
-    """vmap over grad matches a loop over the samples, whether all inputs or only the first input are mapped."""
     function, shapes = CASES[case](device, torch.float64)
 
     def scalar(*args):
@@ -247,7 +233,6 @@ def test_per_sample_gradients(case, device):
 
 
 def test_vmap_over_integers(device):
-    """vmap over tokens or targets, which are integers, matches a loop, whether the other tensors are mapped or not."""
     tokens = torch.randint(4, (3, 2, 5), device=device)
     wte, wpe = (torch.randn(3, 4, 6, device=device), torch.randn(5, 6, device=device))
 
@@ -333,7 +318,6 @@ def test_model_per_sample_gradients(device):
 
 
 def test_ensemble_of_models(device):
-    """vmap over the stacked parameters of two models gives the logits of both models for one batch of tokens."""
     models, tokens = [make_model(device) for _ in range(2)], torch.randint(11, (3, 6), device=device)
     parameters, _ = torch.func.stack_module_state(models)
     found = vmap(lambda p: functional_call(models[0], p, (tokens,))[0])(parameters)
@@ -342,7 +326,6 @@ def test_ensemble_of_models(device):
 
 @pytest.mark.parametrize("module", ["LayerNorm", "Linear", "GELU", "Softmax", "MLP", "CausalSelfAttention"])
 def test_modules_have_per_sample_gradients_and_tangents(module, device):
-    """Modules support per-sample gradients, as torch.func's documentation computes them, and tangents."""
     made = {
         "LayerNorm": lambda: nn.LayerNorm(8),
         "Linear": lambda: nn.Linear(8, 4),
@@ -380,7 +363,6 @@ def test_transforms_of_cross_entropy_and_embedding_match_torch(device):
 
 
 def test_transforms_compile(device):
-    """torch.compile traces torch.func's transforms without a graph break."""
     x, w, b = (torch.randn(s, device=device) for s in [(3, 8), (8,), (8,)])
 
     def function(x, w, b):

@@ -28,18 +28,15 @@ def predict(self, x, targets):
 
 
 def set_parameter(name, *values):
-    """Return a `setup` function for `edit` that adds a parameter with these values to a module."""
     return lambda self, model, i: self.register_parameter(name, nn.Parameter(torch.tensor(values)))
 
 
 def set_trained(name, value):
-    """Return a `before` function for `edit` that sets a parameter to another value, as training would."""
     return lambda model: nn.init.constant_(model.get_parameter(name), value)
 
 
 @edit(nano, "GPT", set_parameter("skip_weights", 1.0))
 def unet_skips(self, forward, idx, targets=None):
-    """modded-nanogpt: the first layer's output is added to the last layer's input (a skip connection as in U-Net)."""
     x, (first, middle, last) = embed(self, idx), self.transformer.h
     skip = first(x)
     return predict(self, last(middle(skip) + self.skip_weights[0] * skip), targets)
@@ -47,7 +44,7 @@ def unet_skips(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", set_parameter("skip_weights", 0.0), set_trained("skip_weights", 0.5))
 def unet_skips_from_zero(self, forward, idx, targets=None):
-    """modded-nanogpt: the skip connection has a weight. While it is 0, as at first, the model computes GPT-2."""
+    """modded-nanogpt: while the skip connection's weight is 0, as at first, the model computes GPT-2."""
     x, (first, middle, last) = embed(self, idx), self.transformer.h
     skip = first(x)
     return predict(self, last(middle(skip) + self.skip_weights[0] * skip), targets)
@@ -55,7 +52,6 @@ def unet_skips_from_zero(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", set_parameter("lambdas", 1.0, 0.0), set_trained("lambdas", 0.6))
 def embedding_in_every_layer(self, forward, idx, targets=None):
-    """modded-nanogpt: the input of each layer is a mixture of the residual stream and the embedding."""
     x = x0 = embed(self, idx)
     for block in self.transformer.h:
         x = block(self.lambdas[0] * x + self.lambdas[1] * x0)
@@ -64,7 +60,7 @@ def embedding_in_every_layer(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", set_parameter("depth_weights", 0.0, 0.0, 0.0, 1.0), set_trained("depth_weights", 0.25))
 def denseformer(self, forward, idx, targets=None):
-    """DenseFormer: the output is a weighted sum of all layers' outputs. The initial weights select the last layer's."""
+    """DenseFormer. The initial weights select the last layer's output."""
     states = [embed(self, idx)]
     for block in self.transformer.h:
         states.append(block(states[-1]))
@@ -72,16 +68,12 @@ def denseformer(self, forward, idx, targets=None):
 
 
 class ValueEmbeddingAttention(nn.Module):
-    """Attention that adds an embedding of the tokens to its values, if the caller passes an embedding."""
-
     def forward(self, x, ve=None):
         q, k, v = heads(self, x)
         return attend(self, q, k, v if ve is None else v + 0.5 * ve.unflatten(2, (self.n_head, -1)).transpose(1, 2))
 
 
 class ValueEmbeddingBlock(nn.Module):
-    """A layer that passes an embedding of the tokens to its attention."""
-
     def forward(self, x, ve=None):
         x = x + self.attn(self.ln_1(x), ve)
         return x + self.mlp(self.ln_2(x))
@@ -89,7 +81,6 @@ class ValueEmbeddingBlock(nn.Module):
 
 @edit(nano, "GPT")
 def value_embeddings(self, forward, idx, targets=None):
-    """modded-nanogpt: the first and the last layer pass a token embedding to their attention as a second argument."""
     x, (first, middle, last) = embed(self, idx), self.transformer.h
     ve = self.transformer.wte(idx)
     return predict(self, last(middle(first(x, ve)), ve=ve), targets)
@@ -110,7 +101,6 @@ OTHERS["value_embeddings"] = with_value_embeddings(OTHERS["value_embeddings"])
 
 @edit(nano, "GPT")
 def universal_transformer(self, forward, idx, targets=None):
-    """Universal Transformer: all layers run twice, and the positions are added again before the second time."""
     x = embed(self, idx)
     for step in range(2):
         x = x if step == 0 else x + self.transformer.wpe.weight[: idx.size(1)]
@@ -130,7 +120,6 @@ def immediate_repeat(self, forward, idx, targets=None):
 
 @register
 def shared_block():
-    """ALBERT: the model uses one layer three times."""
     model = nano()
     model.transformer.h = nn.ModuleList([model.transformer.h[0]] * 3)
     return model, run
@@ -138,7 +127,6 @@ def shared_block():
 
 @edit(nano, "GPT")
 def layer_drop(self, forward, idx, targets=None):
-    """LayerDrop: training skips layers at random."""
     x = embed(self, idx)
     for block in self.transformer.h:
         if not (self.training and torch.rand(()) < 0.02):
@@ -159,7 +147,6 @@ def confident_exit(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def shallow_for_long(self, forward, idx, targets=None):
-    """Sequences of more than 60 tokens skip the last layer."""
     x = embed(self, idx)
     for block in self.transformer.h[: 3 if idx.size(1) <= 60 else 2]:
         x = block(x)
@@ -168,10 +155,7 @@ def shallow_for_long(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", lambda self, model, i: setattr(self, "depth", 3), lambda model: setattr(model, "depth", 2))
 def progressive_depth(self, forward, idx, targets=None):
-    """Progressive stacking: only the first `depth` layers run.
-
-    `depth` is the number of all layers until `run` makes it smaller.
-    """
+    """Progressive stacking: `depth` is the number of all layers until `run` makes it smaller."""
     x = embed(self, idx)
     for block in self.transformer.h[: self.depth]:
         x = block(x)
@@ -180,14 +164,12 @@ def progressive_depth(self, forward, idx, targets=None):
 
 @edit(nano, "Block", set_parameter("router", *torch.linspace(-1, 1, 32).tolist()))
 def mixture_of_depths(self, forward, x):
-    """Mixture-of-Depths: a layer changes only the half of the tokens that a router selects."""
     chosen = (x @ self.router).topk(-(-x.size(1) // 2), dim=1).indices.sort(dim=1).values[..., None].expand(-1, -1, 32)
     return x.scatter(1, chosen, forward(x.gather(1, chosen)))
 
 
 @edit(nano, "GPT")
 def norm_in_the_middle(self, forward, idx, targets=None):
-    """The final norm is also applied after the middle layer."""
     x, (first, middle, last) = embed(self, idx), self.transformer.h
     return predict(self, last(self.transformer.ln_f(middle(first(x)))), targets)
 
@@ -201,13 +183,12 @@ def post_norm(self, forward, x):
 
 @edit(nano, "Block")
 def parallel(self, forward, x):
-    """PaLM, GPT-NeoX: attention and MLP read the same residual stream."""
+    """PaLM, GPT-NeoX"""
     return x + self.attn(self.ln_1(x)) + self.mlp(self.ln_2(x))
 
 
 @edit(nano, "Block")
 def sandwich_norm(self, forward, x):
-    """CogView: the outputs of attention and MLP are normalized before they are added."""
     x = x + F.layer_norm(self.attn(self.ln_1(x)), (32,))
     return x + F.layer_norm(self.mlp(self.ln_2(x)), (32,))
 
@@ -226,7 +207,7 @@ def normformer_head_scale(self, forward, x):
 
 @edit(nano, "CausalSelfAttention", lambda self, model, i: setattr(self, "first", i == 0))
 def residual_scores(self, forward, x):
-    """RealFormer: attention adds the previous layer's scores, which a class attribute stores, to its scores."""
+    """RealFormer: attention adds the previous layer's scores to its own."""
     q, k, v = heads(self, x)
     scores = q @ k.mT * q.size(-1) ** -0.5
     if not self.first:
@@ -242,7 +223,6 @@ FIRST_VALUES: dict[str, torch.Tensor] = {}
 
 @edit(nano, "CausalSelfAttention", lambda self, model, i: setattr(self, "layer", i))
 def values_through_a_global(self, forward, x):
-    """The last layer's attention adds the values of the first layer, which a global variable stores, to its values."""
     q, k, v = heads(self, x)
     if self.layer == 0:
         FIRST_VALUES["v"] = v
@@ -270,7 +250,6 @@ def memory_of_the_last_call(self, forward, x):
 
 @edit(nano, "GPT", before=lambda model: vars(model).pop("before", None), calls=2)
 def mean_hidden_state_of_the_previous_call(self, forward, idx, targets=None):
-    """A recurrent memory: the mean hidden state of the previous call is added to the embeddings."""
     x = embed(self, idx) + self.__dict__.get("before", 0.0)
     for block in self.transformer.h:
         x = block(x)
@@ -289,7 +268,6 @@ def prefix_tokens(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def centred_over_the_batch(self, forward, idx, targets=None):
-    """If a batch has several sequences, their mean is subtracted from the residual stream before the last layer."""
     x, (first, middle, last) = embed(self, idx), self.transformer.h
     x = middle(first(x))
     return predict(self, last(x - x.mean(0) if idx.size(0) > 1 else x), targets)
@@ -297,7 +275,7 @@ def centred_over_the_batch(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def restarts_after_a_separator(self, forward, idx, targets=None):
-    """Positions are counted from the last separator on. The separator is the last token of the vocabulary."""
+    """The separator is the last token of the vocabulary."""
     positions = torch.arange(idx.size(1), device=idx.device).expand_as(idx)
     start = torch.where(idx == 64, positions, 0).cummax(dim=1).values
     x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions - start))
@@ -308,7 +286,7 @@ def restarts_after_a_separator(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def shrunk_embedding_gradient(self, forward, idx, targets=None):
-    """CogView, GLM-130B: the forward is GPT-2's, but only a tenth of the gradient reaches the embeddings."""
+    """CogView, GLM-130B: only a tenth of the gradient reaches the embeddings."""
     x = embed(self, idx)
     x = 0.1 * x + 0.9 * x.detach()
     for block in self.transformer.h:
@@ -318,7 +296,6 @@ def shrunk_embedding_gradient(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def loop_by_index(self, forward, idx, targets=None):
-    """A GPT-2 that calls its layers by index, and slices the weight of `wpe` for the positions."""
     x = self.transformer.wte(idx) + self.transformer.wpe.weight[None, : idx.size(1)]
     x = self.transformer.drop(x)
     for i in range(len(self.transformer.h)):

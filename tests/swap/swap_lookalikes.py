@@ -1,9 +1,9 @@
 """Twenty small models that resemble GPT-2 but compute slightly different functions, for tests of `swap(model)`.
 
-`MODELS` maps a name to a function that returns `(model, run)`. `run(model, tokens)` returns `(logits, loss)`. These
-depend on the seeds of torch, Python and NumPy, and on nothing else that is random. Ten models are nanoGPT with a
-change, ten are Hugging Face's GPT-2 with a change. Some differ from GPT-2 only under a condition: after `run` has set
-an attribute, in training mode, for long sequences, from the second call on, or for large activations.
+`MODELS` maps a name to a function that returns `(model, run)`. `run(model, tokens)` returns `(logits, loss)`, which
+depend on the seeds of torch, Python and NumPy only. Ten models change nanoGPT, ten Hugging Face's GPT-2. Some differ
+from GPT-2 only after `run` has set an attribute, in training mode, for long sequences, from the second call on, or for
+large activations.
 """
 
 import math
@@ -23,7 +23,6 @@ VALUES: list[torch.Tensor] = []  # attention's values in the first layer of `nan
 
 
 def register(build):
-    """Add `build`, a function that returns (model, run), to `MODELS` under its name."""
     MODELS[build.__name__] = build
     return build
 
@@ -31,7 +30,7 @@ def register(build):
 def edit(base, kind, setup=lambda *args: None, before=lambda model: None, calls=1, method="forward"):
     """Return a decorator that adds a model in which a function replaces a method of some modules.
 
-    The modules' class is replaced by a subclass of the same name, as if its source file had been edited.
+    The modules get a subclass of the same name, as if their source file had been edited.
 
     Args:
         base: a function that makes the model.
@@ -65,10 +64,6 @@ def edit(base, kind, setup=lambda *args: None, before=lambda model: None, calls=
 
 
 def run(model, tokens, **kwargs):
-    """Call the model. Return the logits and the loss, whose targets are the next tokens of the sequence.
-
-    The last position has no target.
-    """
     if isinstance(model, published.GPT):
         return model(tokens, F.pad(tokens[:, 1:], (0, 1), value=-1))
     out = model(input_ids=tokens, labels=tokens, **kwargs)
@@ -77,10 +72,7 @@ def run(model, tokens, **kwargs):
 
 @torch.no_grad()
 def spread(model):
-    """Draw large matrices, and add noise to biases and norm weights.
-
-    With such weights, each change of a model shows in its logits.
-    """
+    """Draw weights with which each change of a model shows in its logits."""
 
     for p in model.parameters():
         p.copy_(p + 0.1 * torch.randn_like(p) if p.dim() == 1 else 0.12 * torch.randn_like(p))
@@ -102,10 +94,7 @@ def attend(attn, q, k, v, mask=None, scale=None):
 
 @register
 def nano_window_in_training():
-    """In training mode, attention sees only the last 2, 4 and 8 tokens in the three layers.
-
-    The attribute `forward` of attention is a functools.partial.
-    """
+    """Attention sees only the last 2, 4 and 8 tokens in the three layers. Its `forward` is a functools.partial."""
 
     def windowed(attn, window, x):
         if not attn.training:
@@ -127,7 +116,6 @@ def nano_window_in_training():
     calls=2,
 )
 def nano_qk_norm_after_warmup(self, forward, x):
-    """Attention counts its calls in a buffer, and normalizes q and k from the second call on."""
     self.step += 1
     if self.step <= 1:
         return forward(x)
@@ -137,7 +125,6 @@ def nano_qk_norm_after_warmup(self, forward, x):
 
 @edit(nano, "CausalSelfAttention", lambda self, model, i: setattr(self, "layer", i), lambda model: VALUES.clear())
 def nano_value_residual(self, forward, x):
-    """Attention averages its values with the values of the first layer, which it reads from a global variable."""
     q, k, v = heads(self, x)
     if self.layer == 0:
         VALUES.append(v)
@@ -147,7 +134,7 @@ def nano_value_residual(self, forward, x):
 
 @register
 def nano_token_shift_hook():
-    """A pre-hook on one `attn.c_attn` shifts half of the input's channels by one token, as RWKV does."""
+    """Half of the input's channels are shifted by one token, as in RWKV."""
 
     def token_shift(module, args):
         near, far = args[0].chunk(2, dim=-1)
@@ -160,8 +147,6 @@ def nano_token_shift_hook():
 
 @register
 def nano_fake_quantized_mlp():
-    """A parametrization rounds the weight of one `mlp.c_proj` to 4 bits, as quantization-aware training does."""
-
     class FakeQuant(nn.Module):
         def forward(self, weight):
             step = weight.detach().abs().amax(dim=1, keepdim=True) / 7
@@ -178,20 +163,18 @@ def share_mlp(self, model, i):
 
 @edit(nano, "MLP", share_mlp, before=lambda model: setattr(model.transformer.h[0].mlp, "uses", 0))
 def nano_shared_mlp_fades(self, forward, x):
-    """All layers share the first layer's MLP, which divides its output by the number of its calls in the forward."""
     self.uses = self.uses % 3 + 1
     return forward(x) / self.uses
 
 
 @edit(nano, "Block", setup=lambda self, model, i: setattr(self, "drop_rate", 0.2 * (i + 1)), method="__call__")
 def nano_stochastic_depth(self, call, x):
-    """In training mode, `Block.__call__` skips layers at random with Python's `random`, later layers more often."""
+    """`Block.__call__` skips layers at random with Python's `random`, later layers more often."""
     return x if self.training and random.random() < self.drop_rate else call(x)
 
 
 @edit(nano, "CausalSelfAttention", before=lambda model: setattr(model.transformer.h[1].attn, "head_mask", (1, 0)))
 def nano_head_ablation_later(self, forward, x):
-    """Attention multiplies the values of its heads by the attribute `head_mask`, if `run` has set it in a layer."""
     if not hasattr(self, "head_mask"):
         return forward(x)
     q, k, v = heads(self, x)
@@ -200,7 +183,6 @@ def nano_head_ablation_later(self, forward, x):
 
 @edit(nano, "GPT")
 def nano_logit_softcap_z_loss(self, forward, idx, targets):
-    """GPT caps the logits with tanh, and adds a z-loss to their cross-entropy."""
     logits = 2.0 * torch.tanh(forward(idx, targets)[0] / 2.0)
     z_loss = torch.logsumexp(logits, dim=-1).square().mean()
     return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=-1) + 0.01 * z_loss
@@ -208,7 +190,7 @@ def nano_logit_softcap_z_loss(self, forward, idx, targets):
 
 @edit(nano, "Block", before=lambda model: nn.init.constant_(model.transformer.h[1].mlp.c_proj.bias[3:4], 9.0))
 def nano_clamped_residual(self, forward, x):
-    """Each layer clamps its output. No value reaches the limit until `run` gives one channel a large bias."""
+    """No value reaches the limit until `run` gives one channel a large bias."""
     return forward(x).clamp(-4.0, 4.0)
 
 
@@ -221,8 +203,6 @@ def hf():
 
 @register
 def hf_attention_temperature_later():
-    """The model is a plain GPT-2 until `run` sets the attribute `scaling` of each attention."""
-
     def scaled_run(model, tokens):
         for block, factor in zip(model.transformer.h, (2.0, 0.5, 3.0), strict=True):
             block.attn.scaling = factor * block.attn.head_dim**-0.5
@@ -233,14 +213,12 @@ def hf_attention_temperature_later():
 
 @edit(hf, "LayerNorm", setup=lambda self, model, i: self.weight.data.sub_(1.0))
 def hf_norm_one_plus_weight(self, forward, x):
-    """The norms are LayerNorm subclasses that scale by 1 + weight, as Gemma's do. The weights are close to zero."""
+    """LayerNorm subclasses scale by 1 + weight, as Gemma's norms do. The weights are close to zero."""
     return F.layer_norm(x, self.normalized_shape, 1.0 + self.weight, self.bias, self.eps)
 
 
 @register
 def hf_alibi_registered_later():
-    """The model is a plain GPT-2 until `run` registers a function for attention with ALiBi's bias, and selects it."""
-
     def alibi(module, q, k, v, attention_mask, scaling=None, **kwargs):
         distance = (torch.arange(q.size(2)) - torch.arange(q.size(2))[:, None]).to(q.device)
         slopes = 2.0 ** -torch.arange(1.0, q.size(1) + 1, device=q.device)
@@ -262,10 +240,7 @@ def hf_alibi_registered_later():
 
 @register
 def hf_packed_documents_hook():
-    """A pre-hook on `transformer` passes position_ids that begin again at separators.
-
-    transformers then masks attention between the documents of a sequence.
-    """
+    """position_ids begin again at separators, so that transformers masks attention between documents."""
 
     def packed(module, args, kwargs):
         position = torch.arange(args[0].size(1), device=args[0].device).expand_as(args[0])
@@ -279,7 +254,7 @@ def hf_packed_documents_hook():
 
 @register
 def hf_neftune_hook():
-    """In training mode, a forward hook on `wte` adds noise, as transformers' Trainer does for NEFTune."""
+    """A forward hook on `wte` adds noise in training mode, as transformers' Trainer does for NEFTune."""
 
     def noise(module, args, y):
         return y + torch.empty_like(y).uniform_(-1, 1) / math.sqrt(y.size(1)) if module.training else y
@@ -291,7 +266,7 @@ def hf_neftune_hook():
 
 @edit(hf, "Conv1D", lambda self, model, i: setattr(self, "scale", nn.Parameter(torch.rand(self.nf))))
 def hf_ia3_adapters(self, forward, x):
-    """Conv1D is a subclass with a further parameter, a learned scale of each output channel, as in IA3."""
+    """Conv1D is a subclass with a learned scale of each output channel, as in IA3."""
     return forward(x) * self.scale
 
 
@@ -300,7 +275,7 @@ def hf_head_bias_smoothed_loss():
     """`lm_head`, tied to `wte`, has a bias. `loss_function` smooths the labels and ignores repeated tokens."""
 
     def smoothed(logits, labels, vocab_size, **kwargs):
-        target = labels[:, 1:].masked_fill(labels[:, 1:] == labels[:, :-1], -100)  # ignores repeated tokens
+        target = labels[:, 1:].masked_fill(labels[:, 1:] == labels[:, :-1], -100)
         return F.cross_entropy(logits[:, :-1].flatten(0, 1), target.flatten(), label_smoothing=0.1)
 
     model = hf()
@@ -311,7 +286,7 @@ def hf_head_bias_smoothed_loss():
 
 @register
 def hf_repeated_block():
-    """`transformer.h` has the second layer twice, as in a looped transformer, and thus more than n_layer layers."""
+    """`transformer.h` has more than n_layer layers."""
     model = hf()
     model.transformer.h = nn.ModuleList([model.transformer.h[i] for i in (0, 1, 1, 2)])
     return model, partial(run, use_cache=False)
@@ -319,7 +294,7 @@ def hf_repeated_block():
 
 @register
 def hf_mlp_property_by_length():
-    """`mlp` is a property of a layer: the usual MLP for up to 32 tokens, another MLP for longer sequences."""
+    """`mlp` is a property of a layer: another MLP for sequences of more than 32 tokens."""
 
     class Routed:
         length = 0
@@ -338,7 +313,6 @@ def hf_mlp_property_by_length():
 
 @edit(hf, "GPT2LMHeadModel")
 def hf_deep_supervision(self, forward, input_ids=None, labels=None, **kwargs):
-    """The logits are averaged with logits that are computed from the output of the second-to-last layer."""
     out = forward(input_ids, output_hidden_states=True, **kwargs)
     out.logits = 0.5 * (out.logits + self.lm_head(self.transformer.ln_f(out.hidden_states[-2])))
     out.loss = self.loss_function(out.logits, labels, vocab_size=self.config.vocab_size)

@@ -23,7 +23,6 @@ needs_restore = pytest.mark.skipif(
 
 
 def compute(inputs, causal, dtype=None):
-    """Return the output of torch's attention, and the gradients of query, key and value."""
     leaves = [t.detach().to(dtype or t.dtype).requires_grad_() for t in inputs]
     out = F.scaled_dot_product_attention(*leaves, is_causal=causal)
     return [out, *torch.autograd.grad(out.square().sum(), leaves)]
@@ -33,7 +32,6 @@ def compute(inputs, causal, dtype=None):
 @pytest.mark.filterwarnings("ignore:Warning only once")
 @pytest.mark.parametrize("causal", [True, False])
 def test_torchs_attention_calls_ours(causal, device):
-    """After the registration, torch's attention calls our kernels until torch's implementation is restored."""
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
     inputs = [torch.randn(2, 3, 37, 16, device=device, dtype=dtype) for _ in range(3)]
     with sdpa_kernel(SDPBackend.MATH):
@@ -97,15 +95,12 @@ def repository(tmp_path):
 
 
 def test_layers_of_a_kernel_hub_repository_replace_a_models(repository, device):
-    """``kernelize`` replaces a model's layers by our layers from a repository in a local folder."""
     from kernels import LocalLayerRepository, Mode, kernelize, register_kernel_mapping, replace_kernel_forward_from_hub
 
     class Norm(torch.nn.LayerNorm):
         """A layer norm that ``kernelize`` may replace."""
 
     class NewGELU(torch.nn.Module):
-        """A GELU that ``kernelize`` may replace."""
-
         def forward(self, input):
             return F.gelu(input, approximate="tanh")
 

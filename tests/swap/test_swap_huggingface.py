@@ -18,17 +18,12 @@ pytestmark = needs_transformers
 
 
 def make_pair(device, kind="GPT2LMHeadModel", implementation="sdpa", dtype=torch.float64, **config):
-    """Return a swapped and an unswapped copy of a model, in evaluation mode."""
     model = getattr(transformers, kind)._from_config(hf_config(**config), attn_implementation=implementation)
     model = randomised(model).to(device, dtype).eval()
     return gptkernels.swap(copy.deepcopy(model)), model
 
 
 def assert_same(a, b, mask=None):
-    """Assert that all tensors of two models' outputs are nearly equal.
-
-    With a mask (B, T), logits, keys and values are compared only at positions where the mask is not 0.
-    """
     assert type(a) is type(b)
     for name, expected in b.items():
         found = a[name]
@@ -56,7 +51,6 @@ def assert_same_gradients(ours, theirs):
 
 
 def make_masks(device):
-    """Return masks (B, T) by kind: without padding, with padding on the left or on the right, and with holes."""
     ones = torch.ones(2, T, dtype=torch.long, device=device)
     left, right, holes = ones.clone(), ones.clone(), ones.clone()
     left[0, :5], left[1, :2] = 0, 0
@@ -210,7 +204,6 @@ def test_generation_gives_the_same_tokens(way, padding, implementation, device):
 
 
 def test_a_cache_can_be_shared_with_the_original(device):
-    """A swapped and an unswapped model can compute the parts of a sequence alternately with one cache."""
     ours, theirs = make_pair(device)
     x = tokens(device, 0)
     whole = theirs(x).logits
@@ -227,10 +220,7 @@ def test_a_cache_can_be_shared_with_the_original(device):
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_gradients_through_the_cache(backend, device, monkeypatch):
-    """A loss may also depend on the keys and values that the model returns in a cache.
-
-    Its gradients are then the unswapped model's. In eager mode, the backward of a layer computes the layer again.
-    """
+    """A loss may depend on the cached keys and values. In eager mode, a layer's backward computes the layer again."""
     torch._dynamo.reset()
     again = []
     differentiably = node._differentiably
@@ -288,7 +278,6 @@ def test_save_pretrained_writes_an_unswapped_model(tmp_path, device):
 
 
 def test_trainer(tmp_path, device):
-    """In transformers' Trainer, ten steps with autocast and gradient accumulation have the unswapped model's losses."""
     pytest.importorskip("accelerate")
     rows = [{"input_ids": row, "attention_mask": torch.ones_like(row), "labels": row} for row in tokens("cpu", 0, 4)]
     final = []
@@ -310,10 +299,7 @@ def test_trainer(tmp_path, device):
 
 @pytest.mark.parametrize("kind", ["ones", "left", "right", "holes"])
 def test_attn_implementation_has_the_same_results(kind, device):
-    """A model that is not a GPT-2 has the same results with our attention as ``attn_implementation``.
-
-    Two query heads of the model share one head of keys and values.
-    """
+    """The model is no GPT-2. Two of its query heads share one head of keys and values."""
     gptkernels.register_attention("transformers")
     config = transformers.LlamaConfig(
         vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -332,7 +318,6 @@ def test_attn_implementation_has_the_same_results(kind, device):
 
 
 def make_model(name, device, **options):
-    """Return a small model of transformers with random weights."""
     torch.manual_seed(0)
     config = transformers.AutoConfig.for_model(
         name, vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
@@ -343,10 +328,7 @@ def make_model(name, device, **options):
 
 @pytest.mark.parametrize("length", [5, T])
 def test_attn_implementation_with_a_sliding_window(length, device):
-    """Our attention supports sliding windows, which transformers passes in the mask.
-
-    The sequence is shorter or longer than the window.
-    """
+    """transformers passes sliding windows in the mask."""
     gptkernels.register_attention("transformers")
     model, x = make_model("mistral", device, sliding_window=8), tokens(device, 0)[:, :length]
     expected = model(x).logits
@@ -394,10 +376,6 @@ def test_keywords_of_attention_are_supported_or_refused(keyword, value, is_suppo
 
 
 def test_attention_with_a_position_bias_calls_transformers(device, monkeypatch):
-    """A call with a position bias, which our attention does not support, is passed to transformers' attention.
-
-    If transformers' attention does not have this option either, the call raises an error.
-    """
     sdpa_attention = pytest.importorskip("transformers.integrations.sdpa_attention")
     gptkernels.register_attention("transformers")
     q, bias = torch.randn(1, 2, 7, 16, device=device), torch.randn(1, 2, 7, 7, device=device)

@@ -29,8 +29,6 @@ class Sub(nn.Linear):
 
 
 class Scaled(nn.Linear):
-    """A subclass of nn.Linear that computes something else."""
-
     def forward(self, input):
         return 2 * super().forward(input)
 
@@ -163,8 +161,6 @@ def make_small(kind=published.GPT, **changes):
 
 
 class RmsNorm(nn.Module):
-    """Has the parameters of a layer norm without bias, but computes RMSNorm."""
-
     def __init__(self, width):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(width))
@@ -174,14 +170,11 @@ class RmsNorm(nn.Module):
 
 
 class QuickGELU(nn.Module):
-    """An approximation of GELU for which this package has no kernel."""
-
     def forward(self, x):
         return x * torch.sigmoid(1.702 * x)
 
 
 def rotate(q, k):
-    """Multiply queries and keys by a function of their positions, as rotary embeddings do."""
     t = torch.arange(q.shape[2], dtype=q.dtype, device=q.device)[:, None].cos()
     return q * t, k * t
 
@@ -198,7 +191,6 @@ class RotatedAttention(published.CausalSelfAttention):
 
 
 def test_modules_with_another_function_are_not_replaced():
-    """swap leaves modules that have the names and sizes of GPT-2's modules but compute something else."""
     model = make_small()
     model.transformer.h[1].attn = RotatedAttention(model.config)
     model.transformer.h[0].mlp.gelu = QuickGELU()
@@ -250,8 +242,6 @@ class Calls(nn.Module):
 
 
 class CallsItsMethod(nn.Module):
-    """Has a method that is also named scaled_dot_product_attention."""
-
     def forward(self, q, k, v):
         return self.scaled_dot_product_attention(q, k, v) + F.scaled_dot_product_attention(q, k, v)
 
@@ -264,7 +254,6 @@ def profile_cpu():
 
 
 def count_calls(function):
-    """Call the function, and return how often it calls our attention."""
     with profile_cpu() as profile:
         function()
     return sum(e.count for e in profile.key_averages() if e.key == "gptkernels::scaled_dot_product_attention")
@@ -295,8 +284,6 @@ def test_a_module_with_a_method_of_the_functions_name_is_left():
 
 
 class Adapter(nn.Module):
-    """Wraps a layer as LoRA does."""
-
     def __init__(self, inner):
         super().__init__()
         self.inner = inner
@@ -315,7 +302,6 @@ PARTS = [
 
 @pytest.mark.parametrize("part", PARTS)
 def test_later_hooks_and_adapters_are_called(part):
-    """A hook or an adapter that is added to a submodule after the swap has the effect that it has without the swap."""
     x = torch.randint(23, (2, 9))
     torchs = make_small(published.SlowGPT).eval()
     ours = gptkernels.swap(copy.deepcopy(torchs))
@@ -408,7 +394,6 @@ def test_generate_gives_the_same_tokens():
 
 
 def test_swapping_has_no_side_effects():
-    """swap raises no warning, calls no hook of the model, and does not change modes or torch's random state."""
     model = make_small(dropout=0.1)
     state, training = torch.get_rng_state(), [m.training for m in model.modules()]
     model.register_forward_pre_hook(lambda *_: pytest.fail("called"))
@@ -432,15 +417,12 @@ def test_swapping_has_no_side_effects():
     ids=["inference", "no_grad", "bfloat16", "meta", "nan"],
 )  # fmt: skip
 def test_models_in_any_state_are_replaced(change, context):
-    """swap replaces a whole model with unusual sizes, with NaN or 16-bit parameters, on meta, and in any grad mode."""
     with context:
         for sizes in ({}, dict(block_size=1, n_layer=1), dict(vocab_size=2)):
             assert "" not in list_left(gptkernels.swap(change(make_small(**sizes))))
 
 
 def test_additional_arguments_of_a_block_are_supported():
-    """A swapped block accepts a further argument of its class's forward, with which the original forward is called."""
-
     class Scaled(published.Block):
         def forward(self, x, scale=1.0):
             return super().forward(x) * scale
@@ -456,7 +438,6 @@ def test_additional_arguments_of_a_block_are_supported():
 
 
 def test_a_forward_draws_once(device, monkeypatch):
-    """A forward draws the random numbers for all dropouts of a model in one call. In evaluation mode it draws none."""
     config = published.Config(16, 64, 3, 2, 16, 0.5)
     model = gptkernels.swap(published.GPT(config).to(device))
     tokens = torch.arange(32, device=device).view(2, 16)
@@ -485,7 +466,6 @@ def test_dropouts_have_different_offsets_that_a_seed_fixes(device):
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_dropout_saves_no_mask(compiled, device):
-    """With dropout, autograd saves no more elements than without, apart from single numbers."""
     saved = []
     for p in (0.0, 0.5):
         model = gptkernels.swap(published.GPT(published.Config(16, 64, 2, 2, 16, p)).to(device))
@@ -505,7 +485,6 @@ def test_dropout_saves_no_mask(compiled, device):
 )
 @pytest.mark.parametrize("autocast", [False, True], ids=["float32", "autocast"])
 def test_the_head_and_its_loss_are_as_exact_as_torch(autocast, how, divisor, used, device, monkeypatch):
-    """The logits and the loss are as exact as torch's, and so are the gradients of the loss, the logits, or both."""
     hidden, weight = (torch.randn(shape, device=device) for shape in [(3, 100, 16), (77, 16)])
     targets = torch.randint(77, (3, 100), device=device)
     targets[1, 2] = -1
@@ -569,9 +548,8 @@ def test_the_gradient_of_the_logits_is_never_whole(device, monkeypatch):
 
 @pytest.mark.parametrize("returned", ["loss", "detached logits"])
 def test_compiled_head_and_loss_are_one_pass(returned, device):
-    """If only the loss has a gradient, the compiled forward computes loss and gradient of the logits in one operator.
-
-    The compiled backward contains no tensor of the size of the logits.
+    """If only the loss has a gradient, one operator of the compiled forward computes loss and gradient of the logits,
+    and the compiled backward contains no tensor of the logits' size.
     """
     torch._dynamo.reset()
     graphs = []
@@ -595,10 +573,6 @@ def test_compiled_head_and_loss_are_one_pass(returned, device):
 
 
 def test_the_head_and_its_loss_compile_inside_of_a_transform(device):
-    """``torch.func.grad`` of the LM head and its loss compiles without a graph break.
-
-    It gives the same result as in eager mode.
-    """
     torch._dynamo.reset()
     hidden, weight = (torch.randn(shape, device=device) for shape in [(300, 16), (77, 16)])
     targets = torch.randint(77, (300,), device=device)

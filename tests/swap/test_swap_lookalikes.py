@@ -20,7 +20,6 @@ cpu_only = pytest.mark.skipif(
 
 
 def assert_unchanged(model, run, lengths=(3, 17, 64), vocabulary=65):
-    """Assert that the swap changes neither logits, loss nor gradients, in evaluation and training."""
     for training in (False, True):
         swapped = gptkernels.swap(copy.deepcopy(model)).train(training)
         model.train(training)
@@ -51,7 +50,6 @@ def test_lookalikes_are_unchanged(name):
 @cpu_only
 @pytest.mark.parametrize("name", architectures.MODELS)
 def test_architectures_are_unchanged(name):
-    """The swap changes no architecture's results, and replaces a whole model if it computes what GPT-2 computes."""
     torch.manual_seed(0)
     model, run = architectures.MODELS[name]()
     assert_unchanged(model, run)
@@ -60,10 +58,7 @@ def test_architectures_are_unchanged(name):
 
 
 def test_a_model_with_state_outside_its_modules_is_left():
-    """swap leaves a model unchanged if its layers share values through a global variable.
-
-    swap's comparisons of single modules do not show the difference, but its comparison of the whole model does.
-    """
+    """Layers share values through a global variable, which only swap's comparison of the whole model shows."""
     torch.manual_seed(0)
     model, _ = architectures.MODELS["values_through_a_global"]()
     classes = [type(module) for module in model.modules()]
@@ -74,7 +69,7 @@ def test_a_model_with_state_outside_its_modules_is_left():
 
 
 def test_random_generators_keep_their_state():
-    """swap restores the random states of Python, NumPy and torch, even if its trial of a model ends early."""
+    """swap's trial of a model may end early."""
     for name in ("layer_drop", "loop_by_index"):
         model, _ = architectures.MODELS[name]()
         torch.manual_seed(4), random.seed(4), numpy.random.seed(4)
@@ -85,7 +80,6 @@ def test_random_generators_keep_their_state():
 
 
 def attend_locally(x, c_attn, heads, window):
-    """Compute attention in which each query sees the last ``window`` keys."""
     q, k, v = c_attn(x).unflatten(-1, (3, heads, -1)).permute(2, 0, 3, 1, 4)
     i = torch.arange(x.shape[1])
     seen = (i[:, None] >= i) & (i[:, None] - i < window)
@@ -98,7 +92,6 @@ class Local(published.CausalSelfAttention):
 
 
 def make_local(window):
-    """Return a class of attention in which ``window(self)`` is the number of keys that a query sees."""
     return type("Window", (Local,), {"window": window})
 
 
@@ -124,7 +117,6 @@ def make_gpt():
 
 
 def make_changed(path, kind, set_up=lambda part, i: None):
-    """Return a model in which the part ``path`` of each layer (the layer itself if empty) has the class ``kind``."""
     model = make_gpt()
     for i, block in enumerate(model.transformer.h):
         part = block.get_submodule(path) if path else block

@@ -32,10 +32,7 @@ backend_of = {"cpu": "aot_eager", "cuda": "inductor"}
 
 
 def assert_close_gradients(found, expected, tolerance, least=0.0):
-    """Assert that two lists of gradients are nearly equal. A gradient must be None exactly if the expected one is.
-
-    The error of a gradient may be ``tolerance`` times the gradient's largest element, plus ``least``.
-    """
+    """A gradient's error may be ``tolerance`` times its largest element, plus ``least``. None must match None."""
     for a, b in zip(found, expected, strict=True):
         assert (a is None) == (b is None)
         if b is not None:
@@ -43,7 +40,6 @@ def assert_close_gradients(found, expected, tolerance, least=0.0):
 
 
 def make_swapped_or_not(family, device):
-    """Yield (model, call) twice, in float64: the first model is swapped, and the second model is not."""
     for is_swapped in (True, False):
         model, call = make_model_and_call(family, device)
         yield (gptkernels.swap(model) if is_swapped else model).double().eval(), call
@@ -52,10 +48,7 @@ def make_swapped_or_not(family, device):
 @pytest.mark.parametrize("precision", ["float32", "autocast", "bfloat16"])
 @all_families
 def test_matches_float64(family, precision, device):
-    """Outputs, loss and gradients are as exact as the unswapped model's.
-
-    Under autocast, the models are in training mode.
-    """
+    """Under autocast, the models are in training mode."""
     ours, torchs, exact, call = make_copies_and_call(family, device)
     autocast = precision == "autocast"
     for model in (ours, torchs, exact):
@@ -75,21 +68,20 @@ def test_matches_float64(family, precision, device):
     except AssertionError:
         if precision == "bfloat16":
             raise
-        # torch's results may all happen to be exact, for example if the exact gradient is 0. Try more inputs.
+        # torch's results may all happen to be exact, for example if the exact gradient is 0, so more inputs are tried.
         assert_as_exact(found, *pairs[0], [*pairs[1:], *(pair(draw) for draw in range(4, 40))])
     assert not ours.gptkernels_report.calls
 
 
 @pytest.mark.parametrize("family", ["nanoGPT", pytest.param("GPT2LMHeadModel", marks=needs_transformers)])
 def test_meta_tensors(family):
-    """Outputs, loss and gradients on the meta device have the same shapes and dtypes as on the CPU."""
     found = {}
     for device in map(torch.device, ("cpu", "meta")):
         model, call = make_model_and_call(family, "cpu")
         model = gptkernels.swap(model).to(device)
-        model.config.pad_token_id = None  # so that transformers does not search the tokens' values for padding
+        model.config.pad_token_id = None  # otherwise transformers searches the tokens' values for padding
         found[device.type] = {name: (t.shape, t.dtype) for name, t in results(model, call, device).items()}
-    assert found["cpu"].items() <= found["meta"].items()  # On meta, the untied LM head is a further parameter.
+    assert found["cpu"].items() <= found["meta"].items()  # on meta, the untied LM head is a further parameter
 
 
 @pytest.mark.parametrize("family", ["nanoGPT", "llm.c", pytest.param("GPT2LMHeadModel", marks=needs_transformers)])
@@ -107,7 +99,6 @@ def test_pipelining(family, device):
 @both
 @all_families
 def test_ten_steps_of_training(family, autocast, device):
-    """Over ten steps of AdamW, our losses are as close to the losses in float64 as torch's losses are."""
     models = make_copies_and_call(family, device)[:3]
     _, call = make_model_and_call(family, device)
     losses = []
@@ -129,10 +120,7 @@ def test_ten_steps_of_training(family, autocast, device):
     "family", [p for p in all_families.args[1] if p.values[0] not in ("nanoGPT before torch 2", "llm.c")]
 )
 def test_dropout(family, autocast, device, monkeypatch):
-    """A training step with dropout everywhere is as exact as torch's step with the same masks.
-
-    Two families are left out: llm.c has no dropout, and nanoGPT before torch 2 has a dropout whose mask torch draws.
-    """
+    """llm.c has no dropout, and nanoGPT before torch 2 has a dropout whose mask torch draws."""
     models = make_copies_and_call(family, device, dropout=0.2)[:3]
     _, call = make_model_and_call(family, device)
 
@@ -198,7 +186,6 @@ def test_copies_and_pickles_are_swapped_too(family, device):
 
 
 def skip_shared_blocks(family, device):
-    """On the CPU, skip the families whose blocks another family shares."""
     if device.type == "cpu" and family not in ("GPT2LMHeadModel", "nanoGPT", "llm.c"):
         pytest.skip("another family has the same blocks")
 
@@ -206,10 +193,6 @@ def skip_shared_blocks(family, device):
 @both
 @all_families
 def test_compiles_whole(family, autocast, device):
-    """The model compiles without a graph break, and the results match eager mode.
-
-    Under autocast, the results are as close to float32 as the results of eager mode are.
-    """
     if autocast:
         skip_shared_blocks(family, device)
     torch._dynamo.reset()
@@ -227,7 +210,6 @@ def test_compiles_whole(family, autocast, device):
 
 @all_families
 def test_functional_call_compiles_whole(family, device):
-    """``functional_call`` with other parameters than the model's compiles whole, and gives the eager mode's results."""
     skip_shared_blocks(family, device)
     torch._dynamo.reset()
     model, call = make_model_and_call(family, device)
@@ -276,10 +258,7 @@ def operators(calls, exact_gelu):
 
 
 def name_call(node):
-    """Return the name of a graph node's operator.
-
-    The op ``layer`` without the argument ``values`` computes the first layer, and is named "first layer" here.
-    """
+    """Return an operator's name. ``layer`` without ``values`` is the first layer, and named "first layer"."""
     has_values = True
     if node.target in (torch.ops.gptkernels.layer.default, torch.ops.gptkernels.layer_backward.default):
         names = [argument.name for argument in node.target._schema.arguments]
@@ -290,10 +269,6 @@ def name_call(node):
 
 @COMPILED
 def test_compiled_training(family, device):
-    """Compiled training steps with autocast and dropout have one forward graph and one backward graph.
-
-    The graphs call the operators that eager mode calls.
-    """
     torch._dynamo.reset()
     found, called, graphs = [], Counter(), []
 
@@ -361,7 +336,6 @@ def test_compiled_frozen_parameters(family, autocast, device):
 
 @COMPILED
 def test_reduce_overhead(family, device):
-    """With Inductor's CUDA graphs, the losses match eager mode. With dropout, every step has a different loss."""
     if device.type == "cpu":
         pytest.skip("CUDA graphs")
     found = {}
@@ -389,7 +363,6 @@ def test_reduce_overhead(family, device):
 
 @all_families
 def test_second_derivative(family, device):
-    """The gradient of the squared norm of the gradients matches the unswapped model's."""
     found = []
     for model, call in make_swapped_or_not(family, device):
         parameters = [p for p in model.parameters() if p.requires_grad]
@@ -403,7 +376,6 @@ def test_second_derivative(family, device):
 
 @all_families
 def test_only_trained_parameters_have_gradients(family, device):
-    """If some parameters are frozen, the other parameters have the gradients of the unswapped model."""
     found = []
     for model, call in make_swapped_or_not(family, device):
         for i, p in enumerate(model.parameters()):

@@ -47,7 +47,6 @@ def assert_same(one, other):
 
 
 def expect_error(path, *words, load=checkpoint.load_model):
-    """Assert that loading takes little memory, and raises an error that contains the file's name and `words`."""
     tracemalloc.start()
     try:
         with pytest.raises(ValueError, match=re.escape(str(path))) as info:
@@ -80,7 +79,6 @@ def test_bin_round_trip(tmp_path_factory, config, dtype, seed):
 
 
 def test_bin_layout(tmp_path):
-    """The file has the layout of the files that llm.c writes."""
     path = tmp_path / "model.bin"
     state = make_state()
     checkpoint.save_model(path, state, CONFIG)
@@ -302,7 +300,7 @@ def test_safetensors_of_other_programs_are_refused(tmp_path, metadata, word):
     ],
 )
 def test_safetensors_refuse_wrong_metadata(tmp_path, fields, word):
-    """Wrong metadata is refused although the file's checksums are valid."""
+    """The file's checksums are valid."""
     path = tmp_path / "model.safetensors"
     write_safetensors(path, {"x": torch.ones(1)}, "model", fields)
     expect_error(path, word)
@@ -317,7 +315,6 @@ def test_safetensors_of_integers_are_refused(tmp_path):
 
 @pytest.mark.parametrize("seed", range(4))
 def test_flipped_bits_are_refused(tmp_path, seed):
-    """A file in which a single bit of the header or of a tensor is flipped is refused."""
     path = tmp_path / "model.safetensors"
     checkpoint.save_model(path, make_state(), CONFIG, torch.bfloat16)
     whole = path.read_bytes()
@@ -491,10 +488,7 @@ def test_a_failed_save_leaves_the_previous_file(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", ["model.bin", "model.safetensors"])
 def test_a_full_disk_leaves_the_previous_file(tmp_path, name):
-    """If the disk becomes full while a file is saved, the previous file stays.
-
-    A limit on the size of files simulates a disk that is full after different numbers of bytes.
-    """
+    """A limit on the size of files simulates a disk that is full after different numbers of bytes."""
     path = tmp_path / name
     checkpoint.save_model(path, make_state(), CONFIG)
     before = path.read_bytes()
@@ -598,9 +592,8 @@ print(step, len(glob.glob(os.path.join(sys.argv[1], ".*.tmp"))))
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_killed_process_leaves_whole_files(tmp_path):
-    """If a process is killed while it saves, each file is either the old or the new file, never a part of one.
-
-    Twelve processes are killed at random moments, mostly while they write a file of 10 MB.
+    """Twelve processes are killed at random moments, mostly while they write a file of 10 MB. Each file must be the old
+    or the new one, never a part of one.
     """
     command = [sys.executable, "-c", KILLED_WHILE_SAVING, str(tmp_path)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

@@ -31,7 +31,6 @@ SMALL = [*SIZE, "--steps", "3", "-v", "2", "-m", "1", "-s", "0", "-g", "4"]
 
 @pytest.fixture
 def prefix(tmp_path):
-    """Write files of 5000 tokens for training and 100 for validation, and their tokenizer. Return their prefix."""
     write_tokens(tmp_path / "data_train.bin", [list(range(100)) * 50])
     write_tokens(tmp_path / "data_val.bin", [list(range(100))])
     load_tokenizer("bytes").save(tmp_path / "data")
@@ -40,7 +39,6 @@ def prefix(tmp_path):
 
 @pytest.fixture
 def run_train(prefix, device, tmp_path, monkeypatch):
-    """Return a function that runs `gptkernels train` on small files with further flags, and returns the exit status."""
     monkeypatch.chdir(tmp_path)
     return lambda *flags: main(["train", "-i", prefix, *SMALL, "--device", str(device), *flags])
 
@@ -72,8 +70,6 @@ def test_resume_continues_the_latest_run(run_train, tmp_path, capsys):
 
 
 def test_the_printed_commands_can_be_typed(run_train, tmp_path, device, monkeypatch, capsys):
-    """`prepare` and `train` print the next command, also if a resumed run is complete."""
-
     def typed(label, *more):
         line = re.findall(rf"^{label}: (.*)", capsys.readouterr().out, re.M)[-1]
         start, arguments = re.fullmatch("(.* -m gptkernels|gptkernels) (.*)", line).groups()
@@ -136,7 +132,7 @@ def test_a_run_of_zero_steps_writes_a_checkpoint(run_train, tmp_path):
     ],
 )
 def test_bad_input_is_reported_at_once(run_train, flags, message, tmp_path, capsys):
-    """Bad input is reported within a second, before the trainer makes a folder for the run."""
+    """Within a second, before the trainer makes a folder for the run."""
     started = time.process_time()
     assert run_train(*flags) == 2
     assert time.process_time() - started < 1
@@ -173,7 +169,6 @@ def test_the_traceback_flag_raises_errors(prefix):
     ids=["bytes", "characters"],
 )
 def test_prepared_files_can_be_used(tmp_path, device, capsys, text, flags, vocabulary):
-    """`train` reads the files that `prepare` writes. `generate` and `--init-from` can use the resulting run."""
     (tmp_path / "text.txt").write_text(text)
     prefix, run = str(tmp_path / "out" / "data"), str(tmp_path / "run")
     assert main(["prepare", str(tmp_path / "text.txt"), "--output", prefix, *flags]) == 0
@@ -240,10 +235,7 @@ def test_out_of_memory_is_reported(error, command, advice, monkeypatch, capsys):
     ],
 )
 def test_a_failing_read_names_the_file(command, prefix, tmp_path, monkeypatch, capsys):
-    """If a file cannot be read, the error names the file.
-
-    The test uses /proc/self/mem, a regular file whose first bytes cannot be read.
-    """
+    """The first bytes of /proc/self/mem, a regular file, cannot be read."""
     monkeypatch.chdir(tmp_path)
     for folder in ("texts", "hugging_face"):
         (tmp_path / folder).mkdir()
@@ -264,8 +256,6 @@ def test_internal_errors_keep_their_traceback(monkeypatch):
 
 
 class Unwritable(io.StringIO):
-    """A text stream, for stdout, whose writes raise an error."""
-
     def __init__(self, error):
         super().__init__()
         self._error = error
@@ -282,7 +272,7 @@ class Unwritable(io.StringIO):
     ],
 )
 def test_a_failing_stdout_ends_a_command(error, status, message, monkeypatch, capsys):
-    """A command whose stdout fails ends with an error, or without a message if stdout is a closed pipe."""
+    """A closed pipe as stdout ends a command without a message."""
     monkeypatch.setattr(sys, "stdout", Unwritable(error))
     assert error_of(capsys, "info", status=status) == message
 
@@ -324,7 +314,6 @@ def test_version(capsys):
 
 
 def test_ctrl_c_during_the_imports_has_no_traceback(tmp_path):
-    """The import of torch, here of a stand-in that waits, can be interrupted."""
     (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)\n")
     path = os.pathsep.join([str(tmp_path), str(Path(gptkernels.__file__).parents[1])])
     with subprocess.Popen(
@@ -342,7 +331,6 @@ def test_ctrl_c_during_the_imports_has_no_traceback(tmp_path):
 
 
 def test_ctrl_c_is_accepted_after_the_imports(monkeypatch):
-    """`main` lets Ctrl-C raise KeyboardInterrupt again."""
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         monkeypatch.setattr(cli, "_info", lambda: signal.raise_signal(signal.SIGINT))

@@ -56,10 +56,7 @@ def test_each_conversion_preserves_every_bit(tmp_path, source, target, dtype):
 @pytest.mark.parametrize("target", ["huggingface", "nanogpt", "gptkernels"])
 @pytest.mark.parametrize("source", ["huggingface", "nanogpt", "gptkernels", "training"])
 def test_the_exact_gelu_and_missing_biases_are_preserved(tmp_path, source, target):
-    """Conversions preserve that a model has the exact GELU and no biases.
-
-    Hugging Face's GPT-2 always has biases. They are written as zeros, and config.json gets `"bias": false`.
-    """
+    """Hugging Face's GPT-2 always has biases. They are written as zeros, and config.json gets `"bias": false`."""
     model = make_model(bias=False, activation="gelu")
     path = write_as(source, tmp_path / "a", model)
     convert(path, tmp_path / "b" / TARGETS[target])
@@ -81,7 +78,6 @@ def test_a_chain_of_conversions_ends_with_the_same_file(tmp_path):
 
 
 def test_special_values_keep_their_bits(tmp_path):
-    """Negative zeros, subnormal numbers, infinities and NaNs with a payload keep their bits."""
     model = make_model(dtype=torch.bfloat16)
     patterns = torch.tensor([0x8000, 0x0001, 0x7F80, 0xFF80, 0x7FC1, 0xFFFF, 0x7F81, 0x0080]).to(torch.uint16)
     model.transformer.h[0].mlp.c_fc.weight.data[:4, :8] = patterns.view(torch.bfloat16)
@@ -104,7 +100,7 @@ def test_mixed_dtypes_are_preserved(tmp_path):
 
 
 def test_version_1_of_llmcs_format_is_read(tmp_path):
-    """llm.c's version 1 (April 2024), which has float32 parameters and an unpadded vocabulary, is read."""
+    """Version 1 (April 2024) has float32 parameters and an unpadded vocabulary."""
     model = make_model()
     save_model(tmp_path / "v3.bin", model.state_dict(), model.config, padded_vocab_size=50)
     raw = (tmp_path / "v3.bin").read_bytes()
@@ -117,7 +113,7 @@ def test_version_1_of_llmcs_format_is_read(tmp_path):
 
 @pytest.mark.parametrize("version", [0, 2, 4, 6])
 def test_other_versions_of_llmcs_format_are_refused(tmp_path, version):
-    """Versions other than 1, 3 and 5 are refused. Files of versions 2 and 4 do not tell which layout they have."""
+    """Files of versions 2 and 4 do not tell which layout they have."""
     raw = write_as("llm.c", tmp_path, make_model()).read_bytes()
     (tmp_path / "model.bin").write_bytes(raw[:4] + struct.pack("<i", version) + raw[8:])
     message = f"version is {version}, known for a model of llm.c: 1 or 3 or 5|version"
@@ -289,7 +285,6 @@ def test_truncated_files_are_refused(tmp_path, source):
 
 
 def write_and_find_file(folder, source):
-    """Write a model. Return the path of the model and the path of the file that holds its parameters."""
     if source == "huggingface pickle":
         path = write_as("huggingface", folder, make_model())
         pickle_state(load_file(path / "model.safetensors"), path)

@@ -48,7 +48,7 @@ def pickle_in_shards(state, folder):
 
 
 def save_without_prefix(state, folder):
-    """Save parameters without the prefix "transformer.", and attention's buffers, as in OpenAI's files on the hub."""
+    """Like OpenAI's files on the hub: no prefix "transformer.", and attention's buffers."""
     mask = torch.ones(8, 8, dtype=torch.uint8).tril().view(1, 1, 8, 8)
     state = {name.removeprefix("transformer."): t for name, t in state.items()}
     state |= {f"h.{i}.attn.bias": mask.clone() for i in (0, 1)}
@@ -118,7 +118,6 @@ def test_a_saved_model_replaces_the_previous_one(tmp_path):
 
 
 def write_their_folder(folder, **changes):
-    """Write a model to a folder with `save_pretrained`, and update its config.json by ``changes``."""
     make_model().save_pretrained(folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({**config, **changes}))
@@ -179,7 +178,6 @@ def test_weights_of_another_model_are_refused(tmp_path, change, message):
 
 
 def write_shards(folder, **changes):
-    """Replace the file of weights by two shards and an index. ``changes`` update the index's map of names to files."""
     tensors = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
     names = sorted(tensors)
@@ -224,10 +222,7 @@ def test_a_folder_without_weights_is_refused(tmp_path):
 
 
 def test_a_name_on_the_hub_is_downloaded_by_its_library(tmp_path, monkeypatch):
-    """A name on the hub is downloaded by huggingface_hub, which this test replaces.
-
-    Pickles are requested only if the hub has no safetensors.
-    """
+    """The test replaces huggingface_hub. Pickles are requested only if the hub has no safetensors."""
     folder = tmp_path / "cache"
     make_model().save_pretrained(folder)
     state = load_file(folder / "model.safetensors")

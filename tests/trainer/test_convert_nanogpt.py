@@ -30,7 +30,6 @@ from helpers import assert_raises
 
 
 def save_checkpoint(folder, checkpoint, **options):
-    """Save a checkpoint under nanoGPT's name, and return its path."""
     torch.save(checkpoint, folder / "ckpt.pt", **options)
     return folder / "ckpt.pt"
 
@@ -49,7 +48,6 @@ def test_nanogpts_checkpoint_has_the_same_logits_here(tmp_path, bias, kind):
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_nanogpt_loads_our_checkpoint(tmp_path, bias):
-    """nanoGPT's model and optimizer load a converted checkpoint as its train.py does, with all names present."""
     ours = make_model(bias=bias, activation="gelu", dropout=0.125)
     ours.save_checkpoint(tmp_path / "model.safetensors")
     done = convert(tmp_path / "model.safetensors", tmp_path / "ckpt.pt")
@@ -67,7 +65,7 @@ def test_nanogpt_loads_our_checkpoint(tmp_path, bias):
 
 
 def test_nanogpt_continues_our_run(tmp_path):
-    """Three training steps here and three in nanoGPT have the result of six steps here.
+    """Three steps here and three in nanoGPT have the result of six steps here.
 
     The conversion removes the padding of the vocabulary, also from the moments of the embedding.
     """
@@ -168,10 +166,7 @@ def test_an_old_checkpoint_has_biases(tmp_path):
 
 
 def test_vocab_size_removes_nanogpts_padding(tmp_path):
-    """The option vocab_size removes the padding of nanoGPT's vocabulary of 50304.
-
-    nanoGPT's files do not say how many of the tokens are padding.
-    """
+    """nanoGPT pads the vocabulary to 50304. Its files do not say how many of the tokens are padding."""
     model = make_model(vocab_size=50304, n_embd=2)
     path = write_as("nanogpt", tmp_path / "a", model)
     done = convert(path, tmp_path / "model.safetensors")
@@ -184,8 +179,6 @@ def test_vocab_size_removes_nanogpts_padding(tmp_path):
 
 
 class Payload:
-    """An object that runs code when it is unpickled."""
-
     def __reduce__(self):
         return (os.system, ("touch /tmp/gptkernels_has_run_code",))
 
@@ -232,10 +225,7 @@ def test_unsupported_arguments_are_refused(tmp_path, arguments):
 
 
 def test_tensors_larger_than_the_file_are_refused(tmp_path):
-    """A file whose tensors would take more memory than the file has bytes is refused.
-
-    It may contain an expanded tensor, be compressed, or declare a wrong size (in torch's older format).
-    """
+    """A file may contain an expanded tensor, be compressed, or declare a wrong size (in torch's older format)."""
     C, huge = 2**14, torch.ones(1)
     config = {"block_size": 1, "vocab_size": 1, "n_layer": 1, "n_head": 1, "n_embd": C, "bias": False}
     names = {"wte": (1, C), "wpe": (1, C), "ln_f": (C,), "h.0.ln_1": (C,), "h.0.ln_2": (C,)}

@@ -38,7 +38,6 @@ MAGIC = 20240520
 
 @contextmanager
 def limit_memory(limit=1 << 20):
-    """Assert that the context allocates less than `limit` bytes."""
     tracemalloc.start()
     try:
         yield
@@ -48,7 +47,6 @@ def limit_memory(limit=1 << 20):
 
 
 def expect_error(path, *words):
-    """Assert that opening a file takes little memory, and raises an error that contains the file's name and `words`."""
     with limit_memory(), pytest.raises(ValueError, match=re.escape(str(path))) as info:
         TokenFile(path)
     for word in words:
@@ -170,7 +168,6 @@ def test_a_failed_write_leaves_the_previous_file(tmp_path):
 
 
 def test_a_large_file_takes_little_memory(tmp_path):
-    """Opening a file with 4 GiB of tokens and reading batches from it allocate less than 64 MiB."""
     path = tmp_path / "large.bin"
     count = 2**31 - 1
     with open(path, "wb") as file:
@@ -187,7 +184,6 @@ def test_a_large_file_takes_little_memory(tmp_path):
 
 @pytest.fixture
 def shards(tmp_path):
-    """Write three files of 40, 1 and 59 tokens, which together hold the tokens 0 to 99 in order."""
     for name, tokens in (("a", range(40)), ("b", [40]), ("c", range(41, 100))):
         write_tokens(tmp_path / f"text_{name}.bin", [list(tokens)])
     return str(tmp_path / "text_*.bin")
@@ -234,10 +230,7 @@ def test_find_files_returns_matching_files(shards, tmp_path):
 
 
 def test_random_offsets_are_uniform(token_file):
-    """With random_offsets, the offsets 0 to 57 are about equally frequent.
-
-    Two ranks together draw the offsets that one rank would draw.
-    """
+    """Two ranks together draw the offsets that one rank would draw."""
     alone = DataLoader(token_file(65), 4, 7, 256, seed=1, random_offsets=True)
     ranks = [DataLoader(alone.data, 2, 7, 256, seed=1, random_offsets=True, rank=rank, world_size=2) for rank in (0, 1)]
     counts = np.zeros(58, int)
@@ -303,7 +296,6 @@ def test_batches_are_consecutive_windows(token_file):
 )
 @settings(max_examples=40, deadline=None)
 def test_ranks_share_every_epoch(tmp_path_factory, windows, tail, B, world_size, shuffle):
-    """In an epoch, the ranks together see each window once, in the order of a single rank."""
     T = 4
     path = tmp_path_factory.mktemp("data") / "tokens.bin"
     write_tokens(path, [np.arange(windows * T + 1 + tail)])
@@ -480,10 +472,8 @@ def test_split_keeps_every_byte(tmp_path_factory, texts, fraction):
 
 
 def test_split_keeps_characters_whole(tmp_path):
-    """If no newline follows the cut, the text is cut between two characters, not inside a character.
-
-    With the first two fractions the search for a newline ends at its limit, ``LINE_BYTES``. With the other fractions it
-    ends at the end of the text.
+    """With the first two fractions the search for a newline after the cut ends at its limit, ``LINE_BYTES``, with the
+    others at the end of the text.
     """
     path = tmp_path / "text"
     for character in ("ä", "中", "\N{PILE OF POO}"):
@@ -526,14 +516,12 @@ def test_a_missing_standard_library_is_reported(tmp_path, monkeypatch):
 
 @pytest.fixture
 def text(tmp_path):
-    """Write a short text, and return the path of the file."""
     path = tmp_path / "text.txt"
     path.write_text("some text\n" * 20)
     return path
 
 
 def read_tokens(summary):
-    """Return the tokens of both files that `prepare` wrote."""
     return np.concatenate([TokenFile(summary[name])[:] for name in ("train", "val")])
 
 
@@ -615,10 +603,7 @@ def test_prepare_overwrites_only_its_own_files(text, tmp_path):
 
 
 def test_a_failed_prepare_changes_nothing(text, tmp_path):
-    """If `prepare` fails, the files of an earlier call stay as they were.
-
-    Here it fails late, because the tokenizer has no token for the last character of the text.
-    """
+    """It fails late: the tokenizer has no token for the last character of the text."""
     text.write_text("abc\n" * 100)
     tokenizer = prepare([text], tmp_path / "x", "char")["tokenizer"]
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}
@@ -663,7 +648,6 @@ def test_a_file_given_twice_is_read_once(tmp_path):
 
 @pytest.fixture
 def odd_files(tmp_path):
-    """Make a folder with a FIFO, a socket, a dangling link, a loop of links and a link to the folder itself."""
     folder = tmp_path / "odd"
     folder.mkdir()
     os.mkfifo(folder / "fifo")

@@ -32,7 +32,6 @@ def make_words(context, endings, label, index):
 
 
 def write_questions(path, questions, **changes):
-    """Write a file of questions (context, endings, label). ``changes`` replace fields of its header."""
     streams = [make_words(*question, i) for i, question in enumerate(questions)]
     header = {"magic": 20240522, "version": 1, "count": len(streams), "longest": 2 * max(map(len, streams))} | changes
     flat = [word for stream in streams for word in stream]
@@ -42,7 +41,6 @@ def write_questions(path, questions, **changes):
 
 @pytest.fixture
 def path(tmp_path):
-    """Write a file of three questions, and return its path."""
     questions = [(CONTEXT, ENDINGS, 2), ([9], [[1], [2]], 0), (CONTEXT, ENDINGS, 3)]
     return write_questions(tmp_path / "questions.bin", questions)
 
@@ -99,7 +97,6 @@ def test_a_truncated_file_is_refused(path):
 
 
 def find_answers(model, questions):
-    """Return for each question the index of the ending with the lowest mean loss, computed one ending at a time."""
     answers = []
     for context, endings in questions:
         losses = []
@@ -137,7 +134,6 @@ def test_the_answer_has_the_lowest_mean_loss(tmp_path, device, tokens_per_batch)
 
 @pytest.fixture
 def options(tmp_path, device):
-    """Return the options of a small run that answers two questions about its text."""
     start = list(TEXT[:8])
     questions = [(start, [list(TEXT[8:12]), [0, 1, 2, 3]], 0), (start, [[0, 1], list(TEXT[8:14])], 1)]
     return make_options(tmp_path, device, eval_file=write_questions(tmp_path / "q.bin", questions))

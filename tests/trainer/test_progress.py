@@ -13,8 +13,6 @@ MARKUP = "[a:on:b] [bold]x[/] :smile: [/nothing]"
 
 
 class Terminal(io.StringIO):
-    """A stream in memory that can claim to be a terminal, and whose writes can fail."""
-
     encoding = "utf-8"
 
     def __init__(self, is_terminal=True, error=None):
@@ -34,7 +32,6 @@ class Terminal(io.StringIO):
 
 @pytest.mark.parametrize("terminal", [True, False], ids=["bar", "lines"])
 def test_a_terminal_has_a_bar_and_other_outputs_have_lines(monkeypatch, terminal):
-    """A terminal has a progress bar, other outputs have lines. In both, text that looks like markup is unchanged."""
     monkeypatch.setattr(sys, "stdout", Terminal(terminal))
     monkeypatch.setenv("TERM", "xterm")
     shown = progress.show_progress(5, 0, True)

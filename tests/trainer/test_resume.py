@@ -30,32 +30,27 @@ VALUES = [
 
 @pytest.fixture
 def options(tmp_path, device):
-    """Return options for a small run of three steps."""
     return make_options(tmp_path, device, steps=3, val_every=0, sample_length=0)
 
 
 @pytest.fixture
 def checkpoint(options, monkeypatch):
-    """Train three steps, and return the path of the checkpoint."""
     monkeypatch.setattr(_files, "_fsync", lambda path: None)
     return train_with(options).output / "checkpoint.safetensors"
 
 
 def read_checkpoint(path):
-    """Return the tensors of a checkpoint and its metadata, parsed from JSON."""
     with safe_open(path, "pt") as file:
         names, metadata = list(file.keys()), file.metadata()
         return {name: file.get_tensor(name) for name in names}, {name: json.loads(metadata[name]) for name in FIELDS}
 
 
 def write_checkpoint(path, tensors, trees):
-    """Write a checkpoint with valid checksums, without checking its contents."""
     fields = {name: json.dumps(tree) for name, tree in trees.items()}
     _safetensors.write_safetensors(path, tensors, "training", fields)
 
 
 def change(path, field, way, value):
-    """Set one entry of the metadata of a checkpoint. `way` has the keys and indices that lead to the entry."""
     tensors, trees = read_checkpoint(path)
     *parents, last = way
     node = trees[field]
@@ -66,7 +61,6 @@ def change(path, field, way, value):
 
 
 def expect_refusal(checkpoint, message):
-    """Assert that resuming the run fails with a message that names the checkpoint."""
     with pytest.raises(ValueError, match=message) as info:
         resume(str(checkpoint.parent), steps=4)
     assert str(checkpoint) in str(info.value)
@@ -134,11 +128,6 @@ def test_a_changed_tensor_is_refused_by_name(checkpoint, name, value, message):
 
 
 def mutate(trees, tensors, randomness):
-    """Change a random entry of the metadata or a random tensor.
-
-    Returns:
-        A description of the change, which the test prints if it fails.
-    """
     if randomness.random() < 0.1:
         name = randomness.choice(sorted(tensors))
         wrong = [torch.zeros(1), torch.zeros(2, 3, dtype=torch.int64), torch.full_like(tensors[name], 255)]
@@ -161,10 +150,7 @@ def mutate(trees, tensors, randomness):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_mutants_are_resumed_or_refused(checkpoint, monkeypatch, seed, tmp_path):
-    """Resuming from a checkpoint with a random change succeeds or raises a ValueError or OSError.
-
-    It takes less than 5 seconds of CPU time and 100 MB of memory.
-    """
+    """Resuming must take less than 5 seconds of CPU time and 100 MB of memory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Trainer, "run", lambda self: "resumed")
     monkeypatch.setattr("gptkernels.trainer.run_data.standard_library", lambda: "nothing")
@@ -190,10 +176,7 @@ def test_mutants_are_resumed_or_refused(checkpoint, monkeypatch, seed, tmp_path)
 
 
 def test_the_log_of_a_resumed_run_is_in_its_folder(options, tmp_path, capsys):
-    """A resumed run writes its log in its folder, even if the saved options name a log elsewhere.
-
-    It appends to a log in another folder only if the caller gives ``log_file`` again.
-    """
+    """Only a ``log_file`` that the caller gives again is in another folder."""
     log = tmp_path / "losses.log"
     train_with(options, log_file=log)
     before = log.read_text() + "s:9 trl:4.0000\n"

@@ -99,19 +99,19 @@ def test_training_is_reproducible_and_compresses(bpe):
 
 
 def test_training_on_long_runs_takes_linear_time(bpe):
-    """Training takes linear time on runs of 1 MB of one character. Each run is a word, which training splits."""
+    """Each run is a word of 1 MB, which training splits."""
     # SAMPLE has no word that is long enough to be split. The trained tokenizer does not split long words.
     assert max(map(len, (SAMPLE * 20).split())) < module.MAX_TRAINING_WORD
     assert json.loads(bpe._tokenizer.to_str())["pre_tokenizer"]["type"] == "ByteLevel"
     started = time.process_time()
     tokenizer = train_bpe(["-" * 1_000_000, " " * 1_000_000], 300)
-    assert time.process_time() - started < 10  # If words were not split, training would take more than 10 minutes.
+    assert time.process_time() - started < 10  # without the split, more than 10 minutes
     assert b"-" * 64 in tokenizer.vocabulary
     assert len(tokenizer.encode("-" * 1_000_000)) < 10_000
 
 
 def test_a_byte_without_a_token_is_an_error(bpe, tmp_path):
-    """Encoding a byte that has no token is an error. The library `tokenizers` would drop the byte silently."""
+    """The library `tokenizers` would drop the byte silently."""
     path = bpe.save(tmp_path / "data")
     spec = json.loads(path.read_text())
     spec["model"]["vocab"]["qQq"] = spec["model"]["vocab"].pop("Q")
@@ -302,7 +302,7 @@ def test_incomplete_vocabularies_encode_what_they_can(monkeypatch):
 
 
 def test_gpt2s_tokenizer_has_tiktokens_tokens(bpe, monkeypatch, tmp_path):
-    """The tokenizer "gpt2" returns tiktoken's tokens. In this test, tiktoken has a small vocabulary."""
+    """In this test, tiktoken has a small vocabulary."""
     ranks = {token: i for i, token in enumerate(bpe.vocabulary[1:])}
     encoding = tiktoken.Encoding(
         "gpt2", pat_str=module.GPT2_SPLIT, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)}

@@ -46,7 +46,6 @@ from small_runs import (
 
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread():
-    """Use one thread, here and in child processes, because the models are small."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch:
@@ -57,13 +56,11 @@ def _one_thread():
 
 @pytest.fixture(scope="session")
 def data(tmp_path_factory):
-    """Write token files and their tokenizer, and return the prefix of their names."""
     return write_text(tmp_path_factory.mktemp("data") / "text")
 
 
 @pytest.fixture
 def options(data, tmp_path, device):
-    """Return options for a small run in a temporary folder."""
     return SMALL | {"data": data, "output": str(tmp_path / "run"), "device": str(device)}
 
 
@@ -344,7 +341,7 @@ def test_a_nan_loss_keeps_the_last_checkpoint(options, monkeypatch, tmp_path):
 
 
 def test_weights_that_are_not_finite_are_not_saved(options, tmp_path):
-    """If the weights are not finite after the last step, no checkpoint is written. The loss of the step was finite."""
+    """The weights are not finite after the last step, although its loss was."""
     message = r"not finite after 1 steps: .* There is no checkpoint yet"
     given = options | {"steps": 1, "learning_rate": 1e38, "warmup_steps": 0, "weight_decay": 1e3}
     assert_raises(FloatingPointError, message, train_with, given)
@@ -395,10 +392,7 @@ def test_a_nan_validation_loss_ends_the_run(options, monkeypatch):
 
 
 def test_each_step_is_logged_with_its_time(options, device, monkeypatch, tmp_path):
-    """Each step is logged with its time, also if a step is launched before the loss of the previous step is read.
-
-    The trainer does so on a GPU. The test makes it do so on every device.
-    """
+    """On a GPU, a step is launched before the previous loss is read. The test makes every device do so."""
     launch, make = Trainer._launch_step, Trainer.__init__
 
     def make_ahead(self, *args, **options):
@@ -420,11 +414,6 @@ def test_each_step_is_logged_with_its_time(options, device, monkeypatch, tmp_pat
 
 
 def fill_disk(monkeypatch, count):
-    """Make the functions that write files raise ENOSPC from their `count`-th call on, counted together.
-
-    Returns:
-        A list whose only element is the number of calls so far.
-    """
     calls = [0]
 
     def failing(function):
@@ -446,10 +435,6 @@ def fill_disk(monkeypatch, count):
 
 
 def test_a_full_disk_leaves_the_last_checkpoint(options, tmp_path, capsys):
-    """If the disk becomes full, the run ends with an error and the last checkpoint stays.
-
-    For every third call that writes, the test makes a run in which the disk is full from this call on.
-    """
     given = options | {"steps": 2, "val_every": 1, "sample_every": 0, "checkpoint_every": 1}
     with pytest.MonkeyPatch.context() as patch:
         total = fill_disk(patch, 10**9)
@@ -537,7 +522,6 @@ def test_a_finished_run_is_resumed_bit_for_bit(options, is_stopped):
 
 
 def start_training(options, tmp_path):
-    """Start `gptkernels train` in a process, wait until it has written a checkpoint, and return (process, options)."""
     given = options | {"steps": 10**6, "checkpoint_every": 1, "val_every": 0, "sample_every": 0}
     given |= {"warmup_steps": 0, "final_lr_fraction": 1.0, "output": str(tmp_path / "run")}
     flags = run_flags(given)
@@ -552,7 +536,7 @@ def start_training(options, tmp_path):
         assert process.poll() is None, process.stderr.read()
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    time.sleep(0.3)  # The process is then in the middle of a step, or writes a checkpoint.
+    time.sleep(0.3)  # in the middle of a step, or of writing a checkpoint
     return process, given
 
 

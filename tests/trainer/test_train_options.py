@@ -39,7 +39,6 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture
 def options(tmp_path, device):
-    """Return options for a small run in a temporary folder."""
     return make_options(tmp_path, device, sample_length=0)
 
 
@@ -144,7 +143,7 @@ def test_batches_larger_than_the_memory_are_refused(given, message):
 
 
 def test_a_resumed_run_may_change_some_options():
-    """A resumed run accepts new values of some options. A saved option that a new option excludes is dropped."""
+    """A saved option that a new option excludes is dropped."""
     config = TrainConfig(steps=5)
     assert config.updated({"steps": 9, "layers": 4}) == TrainConfig(steps=9)
     assert config.updated({"epochs": 2.0}) == TrainConfig(epochs=2.0)
@@ -177,7 +176,6 @@ def test_the_total_batch_is_accumulated(options, tmp_path):
 
 @pytest.fixture
 def shards(tmp_path):
-    """Write TEXT to three token files, and return a pattern that matches the files."""
     text = list(TEXT)
     for name, part in (("0", text[:1000]), ("1", text[1000:1003]), ("2", text[1003:])):
         write_tokens(tmp_path / f"shards_train_{name}.bin", [part])
@@ -258,7 +256,7 @@ def test_only_numbered_checkpoints_are_removed(tmp_path):
         retain(newest, step, 2, 0)
     assert kept_steps(tmp_path) == [3, 4]
     assert all(path.exists() for path in others)
-    retain(newest, 1, 2, 0)  # A run that is resumed from step 1 keeps the checkpoints of later steps.
+    retain(newest, 1, 2, 0)  # a run resumed from step 1 keeps the checkpoints of later steps
     assert kept_steps(tmp_path) == [1, 3, 4]
 
 
@@ -319,9 +317,8 @@ def test_either_score_skips_an_update(device):
 
 @pytest.mark.parametrize("option", ["skip_update_lossz", "skip_update_gradz"])
 def test_an_update_is_skipped(options, option, monkeypatch, capsys, tmp_path):
-    """A step whose loss or gradient norm is an outlier changes neither the model nor the moments.
-
-    In this test, the loss and the gradients of step 6 are multiplied by 10.
+    """The loss and the gradients of step 6 are multiplied by 10. The step must change neither the model nor the
+    moments.
     """
     monkeypatch.setattr(outliers, "WINDOW", 4)
     loss, states = Trainer._loss, []
@@ -351,10 +348,7 @@ def test_an_update_is_skipped(options, option, monkeypatch, capsys, tmp_path):
 
 
 def test_scores_are_the_same_with_and_without_skipping(options, monkeypatch, tmp_path):
-    """The z-scores are the same whether the host or the device computes them.
-
-    The device computes them if updates may be skipped.
-    """
+    """The host computes the z-scores, or, if updates may be skipped, the device."""
     monkeypatch.setattr(outliers, "WINDOW", 3)
     columns = []
     for name, limit in (("off", 0.0), ("on", 1e9)):
@@ -373,7 +367,6 @@ def test_a_damaged_window_is_refused(options):
 
 
 def test_without_master_weights_the_optimizers_state_is_bfloat16(options, tmp_path):
-    """Without master weights, the moments are bfloat16. The loss is within 5 % of the loss with master weights."""
     given = options | {"dtype": "bfloat16", "steps": 60, "learning_rate": 1e-2, "val_every": 0}
     losses = [
         train_with(given, master_weights=masters, output=tmp_path / str(masters)).train_loss
@@ -386,10 +379,7 @@ def test_without_master_weights_the_optimizers_state_is_bfloat16(options, tmp_pa
 
 
 def test_a_compiled_run_has_the_losses_of_an_eager_run(options, tmp_path, monkeypatch):
-    """With the option ``compile``, a run has the losses of an eager run.
-
-    The test compiles with aot_eager, because Inductor takes a minute. test_compile.py tests Inductor.
-    """
+    """The test compiles with aot_eager, because Inductor takes a minute. test_compile.py tests Inductor."""
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     given = options | {"steps": 3, "val_every": 2, "sample_every": 0}
     plain, compiled = train_with(given), train_with(given, compile=True, output=tmp_path / "compiled")

@@ -1,6 +1,5 @@
-"""Tests that the watchdog ends a run that hangs, prints an error and the main thread's stack, and keeps the checkpoint.
-
-The checkpoint is the last one that the run has saved.
+"""Tests that the watchdog ends a run that hangs, prints an error and the main thread's stack, and keeps the last
+checkpoint.
 """
 
 import os
@@ -17,8 +16,8 @@ from small_runs import assert_same_run, load_step, make_options, run_flags, trai
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-# A program that runs `gptkernels`. As soon as a checkpoint exists, the function `path` of `module` executes `statement`
-# at the beginning of each call.
+# Runs `gptkernels`. As soon as a checkpoint exists, each call of the function `path` of `module` begins with
+# `statement`.
 CHILD = """
 import functools, importlib, os, sys, time
 import torch
@@ -43,7 +42,6 @@ STEP = ("gptkernels.trainer.model", "BatchLoss.__call__", BLOCK)
 
 @pytest.fixture
 def options(tmp_path, device):
-    """Return options for a small run that saves a checkpoint after 4 steps."""
     return make_options(tmp_path, device, graph=False)
 
 
@@ -103,9 +101,8 @@ def test_a_hang_of_one_process_ends_all_processes(options, device, tmp_path):
 
 
 class Script:
-    """Replaces the event that ends the watchdog's thread.
-
-    It calls `act(i)` in each of `count` intervals, without waiting, and then ends the thread.
+    """In place of the event that ends the watchdog's thread: call `act(i)` in each of `count` intervals, then end the
+    thread.
     """
 
     def __init__(self, count, act):
@@ -141,10 +138,7 @@ def test_only_a_watched_unit_without_progress_is_ended(monkeypatch, every, doing
 
 
 def test_a_blocked_report_does_not_delay_the_exit(monkeypatch):
-    """The watchdog ends the process even if its report blocks.
-
-    The report blocks if a thread that hangs holds the lock of an output stream.
-    """
+    """The report blocks if a thread that hangs holds the lock of an output stream."""
     statuses = []
     monkeypatch.setattr(watchdog.os, "_exit", statuses.append)
     monkeypatch.setattr(watchdog, "REPORT_SECONDS", 0.05)
