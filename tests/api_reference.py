@@ -63,7 +63,7 @@ def first_line(value):
     text = (inspect.getdoc(value) or "").strip()
     assert text, value
     text = re.sub(r":\w+:`([^`]+)`", r"`\1`", text.split("\n\n")[0]).replace("``", "`")
-    return " ".join(text.split()).split(": (B")[0]
+    return " ".join(text.split()).split(": (B")[0].rstrip(".") + "."
 
 
 def signature(name, value):
@@ -106,9 +106,11 @@ def methods(kind):
     ours = [base for base in reversed(kind.__mro__) if base.__module__.startswith("gptkernels")]
     for name, value in {name: value for base in ours for name, value in vars(base).items()}.items():
         function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
+        if name.startswith("_") or name == "extra_repr":
+            continue
         if isinstance(value, property | cached_property):
             yield name, value, False
-        elif inspect.isfunction(function) and not name.startswith("_") and name != "extra_repr":
+        elif inspect.isfunction(function):
             yield name, function, True
 
 
