@@ -28,8 +28,11 @@ struct Heads {
   }
 };
 
+// The stride of a dimension of size 1 has no effect, and becomes 0, so that it does not exclude a kernel that needs
+// aligned strides.
 Heads heads(const Tensor& t) {
-  return {t, 0, t.stride(0), t.stride(1), t.stride(2)};
+  const auto stride = [&](int64_t dim) { return t.size(dim) == 1 ? 0 : t.stride(dim); };
+  return {t, 0, stride(0), stride(1), stride(2)};
 }
 
 // Part 0, 1 or 2 (q, k or v) of a packed (B, T, 3C) tensor.
