@@ -1,4 +1,3 @@
-// The first family of kernels below that supports a call computes it.
 #include <algorithm>
 #include <type_traits>
 

@@ -1,13 +1,13 @@
-// Corrects attention's backward for the rounding of the logsumexp.
 #pragma once
 
 #include <type_traits>
 
 namespace gptkernels::cuda {
 
-// The logsumexp's rounding error scales all probabilities of a row alike, so that their sum is not 1, and 1 / sum
-// corrects the row. If rounding cannot explain the sum, the logsumexp was computed over more keys than this call has,
-// and the factor is 1. If all biases of the row are far (lowest_bias.cuh), the sum is the number of keys.
+// The rounding error of the logsumexp multiplies all probabilities of a row by the same factor, so that their sum is
+// not 1. Returns the correcting factor 1 / sum. If rounding cannot explain the sum, the logsumexp was computed over
+// more keys than this call has, and the factor is 1. If all biases of the row are far (lowest_bias.cuh), the sum is the
+// number of keys.
 template <typename A>
 __device__ A logsumexp_correction(A sum, A logsumexp) {
   constexpr A kEpsilon = std::is_same_v<A, double> ? A(2.220446049250313e-16) : A(1.1920929e-7);

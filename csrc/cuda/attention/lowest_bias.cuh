@@ -1,9 +1,9 @@
 // Far biases: values of an additive mask so low that adding a score rounds the score away, such as
 // torch.finfo(torch.float32).min in Hugging Face's masks. If all biases of a query are far, its probabilities are
-// uniform over the keys with the largest bias. (For sm_90a: sm90/block_mask.cuh.)
+// uniform over the keys with the largest bias. The kernels for sm_90a use sm90/block_mask.cuh instead.
 //
-// Scores are in units of log2. A far bias times log2(e) may overflow to -inf, which would hide the key, so half of the
-// bias replaces the score: this keeps the order of far biases, and stays below every ordinary score.
+// Scores are multiplied by log2(e) ("in units of log2"). A far bias times log2(e) may overflow to -inf, which would
+// hide the key, so half of the bias replaces the score. This keeps the order of far biases.
 #pragma once
 
 #include "cuda/common/approximate.cuh"
@@ -12,7 +12,7 @@ namespace gptkernels::cuda {
 
 constexpr float kFarBias = -0x1p100f;
 
-// Only `score` is in units of log2.
+// `score` and the result are in units of log2, `bias` is not.
 __device__ inline float add_bias(float score, float bias) {
   return bias <= kFarBias ? 0.5f * bias : fmaf(bias, kLog2E, score);
 }
@@ -22,7 +22,8 @@ __device__ inline float logsumexp_of(float maximum, float sum, bool has_bias) {
   return has_bias && maximum <= 0.5f * kFarBias ? 2 * maximum : fmaf(maximum, kLn2, logf(sum));
 }
 
-// If all biases are far, logsumexp_correction() corrects for the missing log(number of keys).
+// The logsumexp of a query whose biases are all far lacks log(number of keys); logsumexp_correction() corrects for
+// this.
 __device__ inline float in_units_of_log2(float logsumexp, bool has_bias) {
   return has_bias && logsumexp <= kFarBias ? 0.5f * logsumexp : logsumexp * kLog2E;
 }

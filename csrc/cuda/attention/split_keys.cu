@@ -1,6 +1,7 @@
 // Attention's forward for few queries, as in decoding. A head's keys are split among thread blocks, so that all SMs
-// read keys; a second kernel combines the parts in a fixed order. The query heads that share a key head are rows of one
-// tile of 16 rows, which reads the keys once. Each warp computes 16 of a stage's keys for all rows.
+// read keys; a second kernel combines the parts in a fixed order. A tile has 16 rows, which are queries of all query
+// heads that share a key head, so that these heads read the keys once. Each warp computes 16 of a stage's keys for all
+// rows.
 #include "cuda/attention/mma/tiles.cuh"
 #include "variants.h"
 
@@ -33,7 +34,7 @@ struct SplitPlan {
   float2* statistics;  // (B, NH, Tq, splits): maximum in units of log2, sum of exponentials
 };
 
-// Row i of the rows that share a key head is query i % Tq of the i / Tq-th of their query heads.
+// Row i of the rows that share a key head is query i % Tq of query head first_head + i / Tq.
 struct SplitTile {
   int queries;  // Tq
   int rows;     // that share the key head
@@ -108,7 +109,7 @@ __device__ void share_sums(float* sums, float2 (&statistics)[Shape::kWarps][kSpl
   __syncthreads();
 }
 
-// With several splits, stores the sums for the combine kernel.
+// Stores the results, or with several splits the sums for the combine kernel.
 template <typename Shape, typename T>
 __device__ void store_tile(const AttentionForward<T>& p, const SplitPlan& plan, const SplitTile& tile,
                            const float* sums, const float2 (&statistics)[Shape::kWarps][kSplitRows], int head_size) {
@@ -238,8 +239,8 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
   store_tile<Shape>(p, plan, tile, sums, warp_statistics, head_size);
 }
 
-// A thread block combines one row. Group g of threads adds the parts g, g + groups, ..., so that many loads are in
-// flight; then the sums of the groups are added in a fixed order.
+// A thread block combines the parts of one row. Group g of threads adds the parts g, g + groups, ..., so that many
+// loads are in flight; then the sums of the groups are added in a fixed order.
 template <typename T>
 __global__ void __launch_bounds__(kCombineThreads)
     attention_forward_combine_kernel(const __grid_constant__ AttentionForward<T> p,
@@ -313,9 +314,9 @@ int64_t split_tiles(const AttentionSizes& s) {
   return s.batches * s.key_heads * ceil_div(s.heads / s.key_heads * s.queries, kSplitRows);
 }
 
-// The splits suffice for two thread blocks per SM, or for 12 if there are 4 or more tiles per SM: not all thread blocks
-// are then resident at once, and fewer, longer ones would leave SMs idle at the end. Several splits have at least 128
-// keys each on average.
+// There are enough splits for two thread blocks per SM. If there are 4 or more tiles per SM, there are enough for 12:
+// not all thread blocks are then resident at once, and fewer, longer ones would leave SMs idle at the end. If there are
+// several splits, they have at least 128 keys on average.
 template <typename T>
 int splits_of(const AttentionForward<T>& p) {
   constexpr int kFewestKeys = 128;

@@ -10,8 +10,8 @@
 
 namespace gptkernels::cuda {
 
-// Heads are grouped into sections whose keys and values fit in the L2 cache together. In a section the longest tiles
-// come first, so that short tiles fill the SMs at the end.
+// Heads are grouped into sections, so that the keys and values of a section (for dk and dv: the queries and dout) fit
+// in the L2 cache. In a section the longest tiles come first, so that short tiles fill the SMs at the end.
 struct HeadTiles {
   int tiles;    // per head
   int heads;    // of all batches
@@ -41,7 +41,7 @@ struct HeadTiles {
 
 // A persistent thread block takes the next tile when it has a free buffer.
 struct TileOrder : HeadTiles {
-  // Counts the tiles that are taken after each thread block's first; 0 before the launch. If null, see after().
+  // The number of tiles taken, without the first of each thread block. It is 0 before the launch. If null, see after().
   int* next;
 
   static TileOrder of(int64_t tiles, int64_t heads, int64_t head_bytes, bool longest_last, void* next) {

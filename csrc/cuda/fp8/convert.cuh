@@ -6,8 +6,7 @@
 
 namespace gptkernels::cuda {
 
-// The first number becomes the lowest byte. Values beyond the format's range saturate; NaN stays NaN. Callers have
-// replaced infinities by NaN.
+// The first number becomes the lowest byte. Values beyond the format's range, and infinities, saturate. NaN stays NaN.
 __device__ inline uint2 to_fp8(const float (&values)[8], __nv_fp8_interpretation_t format) {
   uint32_t halves[2];
 #pragma unroll

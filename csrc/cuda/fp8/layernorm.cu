@@ -1,4 +1,4 @@
-// Layernorm with float8 output: x (2 bytes per element) is read once, and the float8 number written twice, as is and
+// Layernorm with float8 output: x (2 bytes per element) is read once, and the float8 result is written in rows and
 // transposed.
 //
 // A warp keeps a row in registers, as in layernorm_forward_registers_kernel. A thread block assembles tiles of 32 whole
@@ -52,7 +52,7 @@ __device__ int place(int row, int column) {
   return column ^ (row / 16 * 64);
 }
 
-// Two neighbouring lanes store 32 rows of 4 columns, 16 rows each.
+// Two neighbouring lanes store 4 columns, 16 rows each.
 __device__ void store_transposed(const uint8_t* tile, uint8_t* out, int64_t tile_row, int64_t padded, int width) {
   const int pitch = line_bytes(width);
   for (int i = threadIdx.y * kWarp + threadIdx.x; i < width / 2; i += kThreads) {

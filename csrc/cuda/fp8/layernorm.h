@@ -1,5 +1,5 @@
-// Layernorm, optionally after a residual addition, whose output is quantised to float8 and never written in 16 bits,
-// for rows of bfloat16 and float16 that fit in the registers of a warp. There is no dropout.
+// Layernorm, optionally after a residual addition without dropout. The output is quantised to float8, and never written
+// in 16 bits. Rows are bfloat16 or float16, and fit in the registers of a warp.
 #pragma once
 
 #include "../../fp8.h"

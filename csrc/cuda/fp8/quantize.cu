@@ -1,9 +1,10 @@
 // Quantisation of a matrix (N, C) to float8, with an optional transposed copy and column sums. Without an amax history,
-// fp8_largest_kernel first finds the amax. fp8_quantize_kernel computes the scale, quantises, and updates the history.
+// or if it is all zeros, fp8_largest_kernel first finds the amax. fp8_quantize_kernel computes the scale, quantises,
+// and updates the history.
 //
-// A thread block processes every gridDim.y-th tile of 128 rows of a strip of 64 columns, and a thread 4 rows x 8
-// columns of a tile, whose bytes it transposes in registers. The transposed tile is assembled in shared memory, for
-// stores of whole 128-byte lines.
+// A thread block processes every gridDim.y-th tile of 128 rows of a strip of 64 columns. A thread transposes the bytes
+// of 4 rows x 8 columns in registers. The transposed tile is assembled in shared memory, for stores of whole 128-byte
+// lines.
 #include "../../fp8.h"
 #include "../../fp8_scale.h"
 #include "amax_history.cuh"
@@ -30,7 +31,8 @@ constexpr int kWarpBands = kWarp / kGroups;
 // ---------------------------------------------------------------------------------------------------------------
 // The function of x and u that is quantised (Fp8Source).
 
-// kResident was measured to be the fastest (docs/notes/fp8.md).
+// kResident is the number of thread blocks per SM for __launch_bounds__; these numbers were the fastest
+// (docs/notes/fp8.md).
 struct ValuesSource {
   static constexpr bool kReadsU = false;
   static constexpr int kResident = 3;
@@ -95,7 +97,7 @@ __device__ bool is_already_quantized(const Fp8Quantize<T>& p) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// The amax of x, which determines the scale if there is no amax history.
+// The amax of the quantised values, which determines the scale if the amax history does not.
 
 constexpr int kMaxAmaxBlocks = 1024;
 
@@ -229,7 +231,7 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
 
 constexpr int64_t kAmaxBytes = kMaxAmaxBlocks * sizeof(float);
 
-// One wave of `resident` thread blocks per SM: x counts the strips, y the thread blocks per strip.
+// One wave of `resident` thread blocks per SM: grid.x counts the strips, grid.y the thread blocks per strip.
 dim3 quantize_grid(int64_t rows, int64_t width, int resident) {
   constexpr int64_t kMaxRuns = 1024;
   const int64_t strips = std::max<int64_t>(ceil_div(width, kTileColumns), 1);

@@ -17,8 +17,8 @@
 //                column sums += values (gradient only); amax = max(amax, |values|)
 //            store the column sums; update the amax history
 //
-// Without a scale (the amax history is all zeros), the kernel writes only `product`, and fp8_quantize(), launched
-// afterwards, does the rest; otherwise fp8_quantize() only adds the column sums.
+// fp8_quantize() is launched afterwards, and only adds up the column sums. Without a scale (the amax history is all
+// zeros), the kernel writes only `product`, and fp8_quantize() does the rest.
 //
 // TMA permutes the rows of a and b on their way to shared memory (rows_map, columns_map), so that in every 32 columns a
 // thread's accumulators are 8 neighbouring columns of 2 neighbouring rows, for wide stores. For the transposed copy,
@@ -160,7 +160,8 @@ __device__ __forceinline__ void start_step(float (&sums)[n], const Shared& share
   wgmma_commit();
 }
 
-// Half of a tile's columns. `position` is the index of the next step in the thread block's sequence of steps.
+// Multiplies half of a tile's columns. `position` is the index of the next step in the thread block's sequence of
+// steps.
 template <bool kE4M3, int n>
 __device__ __forceinline__ void multiply_tile(float (&sums)[n], const Shared& shared, int warpgroup, int steps,
                                               int& position) {
@@ -232,8 +233,8 @@ __device__ __forceinline__ void apply_function(Pair& values, const Pair& product
     }
 }
 
-// One step of a reduce-scatter between lanes whose indices differ in `bit`. The lane with the bit set keeps the upper
-// half of its values, the other lane the lower half.
+// One step of a reduce-scatter between lanes whose indices differ in `bit`. The lane with the bit set gets the sums of
+// the upper half of the values, the other lane those of the lower half.
 template <int n>
 __device__ __forceinline__ void exchange_half(float (&half)[n], const float (&values)[2 * n], int lane, int bit) {
   const bool high = lane & bit;
@@ -515,7 +516,7 @@ int parts_of(const Fp8Matmul<T>& p) {
   return std::max(multiprocessors() / strips_of(p), 1);
 }
 
-// The flag `done`, each warp's column sums, then fp8_quantize()'s workspace.
+// The workspace begins with the flag `done`, each warp's column sums, and fp8_quantize()'s workspace.
 constexpr int64_t kFlagBytes = 16;
 
 template <typename T>
@@ -578,7 +579,7 @@ bool supports(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
          built_for_wgmma<fp8_gelu_wgmma_kernel<T, Function::kGelu, 256>>();
 }
 
-// Each of at least 85 % of the SMs needs 4 tiles to make up for loading b.
+// At least 85 % of the SMs must have a thread block, and each thread block 4 tiles, to make up for loading b.
 template <typename T>
 bool is_faster(const Fp8Matmul<T>& p) {
   constexpr double kBusy = 0.85;

@@ -1,5 +1,5 @@
-// A thread block transposes a tile of 128 x 128 bytes. Of eight resident thread blocks per SM, some load while others
-// store. Consecutive thread blocks process consecutive rows, so that they write neighbouring lines.
+// A thread block transposes a tile of 128 x 128 bytes. Eight thread blocks are resident per SM, so that some load while
+// others store. Consecutive thread blocks process consecutive rows, and so write neighbouring lines.
 
 #include "../../fp8.h"
 #include "cuda/common/launch.cuh"

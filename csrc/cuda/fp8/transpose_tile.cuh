@@ -6,10 +6,10 @@
 
 namespace gptkernels::cuda {
 
-// A tile of 128 rows and 8 * kThreadColumns columns, transposed by 256 threads. Thread t holds 4 rows (band t / 8) and
-// kThreadColumns columns (group t % 8). In shared memory, the 4 rows of a column are one 32-bit word, and a column of
-// group g has band b's word at index b ^ (4 * g), so that the lanes of a warp (four bands, all eight groups) write to
-// different banks. Columns are written to global memory as whole lines of 128 bytes.
+// A tile of 128 rows and 8 * kThreadColumns columns of bytes, which 256 threads transpose. Thread t holds 4 rows (band
+// t / 8) and kThreadColumns columns (group t % 8). In shared memory, the 4 rows of a column are one 32-bit word, and a
+// column of group g has band b's word at index b ^ (4 * g), so that the lanes of a warp (four bands, all eight groups)
+// write to different banks. Columns are written to global memory as whole lines of 128 bytes.
 template <int kThreadColumns>
 struct TransposedTile {
   static constexpr int kRows = 128;
@@ -23,7 +23,7 @@ struct TransposedTile {
   static __device__ int group() { return threadIdx.x % kGroups; }
   static __device__ int band() { return threadIdx.x / kGroups; }
 
-  // words(row, i) is bytes 4 * i to 4 * i + 3 of row 0 to 3 of the thread's part.
+  // words(row, i) returns bytes 4 * i to 4 * i + 3 of the thread's row `row` (0 to 3).
   template <typename Words>
   __device__ void put(const Words& words) {
 #pragma unroll

@@ -1,6 +1,6 @@
-// cuBLASLt's algorithms, and the cache of the float8 algorithms that autotuning found. The cache is a file in the
-// user's cache folder, named after the GPU, the driver and cuBLASLt's version, so that later processes get the same
-// bits. Other matmuls use the heuristic's first algorithm. Host code.
+// cuBLASLt's algorithms, and the cache of those that autotuning chose for float8 matmuls. The cache is a file in the
+// user's cache folder, so that later processes compute the same bits. The file's name contains the GPU, the driver and
+// cuBLASLt's version. Other matmuls use the heuristic's first algorithm. Host code.
 //
 // GPTKERNELS_MATMUL_CHOICES names another folder; if it is "off", nothing is timed and the heuristic chooses.
 #pragma once
@@ -60,7 +60,7 @@ struct LtProblem {
 
 constexpr int kMaxAlgorithms = 24;
 
-// cuBLASLt's kernels for Hopper read 128 bytes per step.
+// The terms in 128 bytes, which cuBLASLt's kernels for Hopper read per step.
 int64_t terms_per_step(cudaDataType_t type);
 
 // The heuristic's proposals, the best first, without algorithms that drop terms of a sum. If all proposals drop terms,

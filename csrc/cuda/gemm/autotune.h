@@ -49,8 +49,8 @@ class Timer {
   std::vector<cudaEvent_t> events_;
 };
 
-// Compares medians; `times` is round by round. The first algorithm stays unless another one is clearly faster, because
-// the heuristic's order is the same in every run, but times are not.
+// Compares the medians of times[round * count + algorithm]. Returns the first algorithm unless another one is 2 %
+// faster, because the heuristic's order is the same in every run, but times vary.
 inline size_t fastest(const std::vector<float>& times, size_t count, int rounds) {
   constexpr float kClearly = 0.98f;
   const auto median = [&](size_t index) {
@@ -65,8 +65,8 @@ inline size_t fastest(const std::vector<float>& times, size_t count, int rounds)
   return median(best) < kClearly * median(0) ? best : 0;
 }
 
-// Rounds alternate between the algorithms, so that a change of the clock rate affects all of them. Synchronises with
-// the device.
+// Every round times each algorithm once, so that a change of the clock rate affects all of them. Synchronises with the
+// stream.
 template <typename Launch>
 std::optional<LtAlgorithm> autotune(std::vector<LtAlgorithm> algorithms, Stream stream, const Launch& launch) {
   constexpr int kRounds = 8;

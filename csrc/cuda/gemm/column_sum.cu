@@ -9,8 +9,8 @@ namespace {
 constexpr int kRows = 16;  // threads that share a column
 constexpr int kAhead = 4;  // loads in flight per thread
 
-// Float32 sums of kAhead rows are added in float64: a float64 addition per element would take longer than the memory
-// accesses (docs/notes/linear.md).
+// Sums kAhead rows in float32, and adds these sums in float64, because a float64 addition per element would take longer
+// than the memory accesses (docs/notes/linear.md).
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const ColumnSum<T> p) {
   using A = sum_t<T>;
@@ -75,7 +75,7 @@ void launch(const ColumnSum<T>& p, Stream stream) {
 
 }  // namespace
 
-// The alignment of x is not known yet.
+// For either alignment of x, which is not known yet.
 template <typename T>
 int64_t column_sum_workspace(int64_t rows, int64_t width) {
   if (width == 0) return 0;

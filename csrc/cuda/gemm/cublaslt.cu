@@ -31,7 +31,7 @@ constexpr cublasOperation_t operation(bool transposed) {
   return transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
 }
 
-// torch sets the mode from torch.backends.cuda.matmul whenever it returns its handle.
+// torch sets the handle's mode from torch.backends.cuda.matmul whenever it returns the handle.
 cublasMath_t math_mode(cublasHandle_t handle) {
   cublasMath_t mode = CUBLAS_DEFAULT_MATH;
   cublasGetMathMode(handle, &mode);
@@ -46,7 +46,7 @@ cublasComputeType_t compute_type(cublasHandle_t handle) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Products without an epilogue, computed by cublasGemmEx.
+// Matmuls without an epilogue, by cublasGemmStridedBatchedEx.
 
 // Forbids cuBLAS to round split-K's partial sums to 16 bits. The destructor restores the mode, because the handle is
 // torch's.
@@ -99,7 +99,7 @@ MatmulStatus product(const Matmul<T>& p, cublasHandle_t handle, Stream stream) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Products computed by cuBLASLt: those with an epilogue, and those for which cuBLAS may drop terms.
+// Matmuls by cuBLASLt: those with an epilogue, and those in which cuBLAS may drop terms of sums.
 
 template <typename T>
 cublasLtEpilogue_t epilogue(const Matmul<T>& p) {
@@ -113,9 +113,9 @@ const void* gelu_matrix(const Matmul<T>& p) {
   return p.dgelu_at ? p.dgelu_at : p.pre_gelu;
 }
 
-// cuBLASLt requires a leading dimension of the GELU matrix divisible by 8. Its tanh's accuracy is undocumented, but
-// 16-bit results do not differ. For float32, a TF32 matmul followed by our kernels is faster in the backward
-// (docs/notes/mlp.md).
+// The leading dimension of cuBLASLt's GELU matrix must be divisible by 8. The accuracy of cuBLASLt's tanh is
+// undocumented, but does not change 16-bit results. For float32, a TF32 matmul followed by our kernels is faster in the
+// backward (docs/notes/mlp.md).
 template <typename T>
 bool supports_gelu_epilogue(const Matmul<T>& p) {
   return sizeof(T) == 2 && p.columns % 8 == 0 && alignment(gelu_matrix(p)) >= 16;
@@ -133,9 +133,9 @@ bool on_tensor_cores(cublasComputeType_t compute) {
   return sizeof(T) == 2 || compute == CUBLAS_COMPUTE_32F_FAST_TF32;
 }
 
-// cuBLAS does not report its algorithm. An algorithm that drops terms (adds_all_terms() in algorithm_cache.cu) drops at
-// least `rest` terms (a whole step if `rest` is 0), but fewer than the number of splits, which is at most the number of
-// whole steps.
+// cuBLAS does not report which algorithm it uses. An algorithm that drops terms (adds_all_terms() in
+// algorithm_cache.cu) drops at least `rest` terms, or a whole step if `rest` is 0. It drops fewer terms than there are
+// splits, of which there are at most as many as whole steps.
 template <typename T>
 bool may_drop_terms(const Matmul<T>& p, cublasComputeType_t compute) {
   if (!on_tensor_cores<T>(compute) || gelu_matrix(p) || p.rows == 0 || p.columns == 0 || p.batches == 0) return false;
@@ -185,7 +185,7 @@ template <typename T>
 ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
   int device = 0;
   cudaGetDevice(&device);
-  // The alignment of the matrices of all batches.
+  // The least alignment of a matrix in all batches.
   const auto aligned = [&](const void* pointer, int64_t stride, size_t size) {
     return std::min(alignment(pointer), p.batches == 1 ? 256 : alignment(reinterpret_cast<void*>(stride * size)));
   };

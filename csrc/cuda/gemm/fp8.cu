@@ -24,7 +24,7 @@ constexpr cudaDataType_t type_of(Fp8Format format) {
   return format == Fp8Format::kE4M3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2;
 }
 
-// cuBLASLt adds a bfloat16 bias to a float32 result, but our bias is float32, and a separate kernel adds it.
+// cuBLASLt adds only bfloat16 biases to float32 results. Our bias is then float32, so a separate kernel adds it.
 template <typename T>
 constexpr bool kFusesBias = sizeof(T) == 2;
 

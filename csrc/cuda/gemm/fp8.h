@@ -6,10 +6,10 @@
 
 namespace gptkernels::cuda {
 
-// out (rows, columns) = alpha * scale_a * scale_b * a (rows, inner) @ b (columns, inner)^T + bias. out is dense; inner,
-// columns, a_ld and b_ld are multiples of kFp8Alignment; a and b begin at multiples of 16 bytes. With
-// fast_accumulation, tensor cores accumulate all sums, with 14 bits of significand; otherwise every 128 terms are added
-// in float32.
+// out (rows, columns) = alpha * scale_a * scale_b * a (rows, inner) @ b (columns, inner)^T + bias. out is dense. inner,
+// columns, a_ld and b_ld are multiples of kFp8Alignment. a and b begin at multiples of 16 bytes. With
+// fast_accumulation, tensor cores accumulate whole sums with 14 bits of significand. Otherwise they sum 128 terms at a
+// time, and these sums are added in float32.
 template <typename T>
 struct Fp8Matmul {
   T* out;
@@ -37,14 +37,14 @@ struct Fp8Plan {
   int64_t workspace;  // bytes
 };
 
-// Like matmul_plan(), asks cuBLASLt's heuristic once per shape.
+// Asks cuBLASLt's heuristic once per shape and process.
 template <typename T>
 Fp8Plan fp8_matmul_plan(const Fp8Matmul<T>& p, cublasHandle_t handle);
 
-// Times cuBLASLt's algorithms once per shape and user (algorithm_cache.h), because the heuristic's first one may be 30
-// % slower; fp8_matmul_plan() returns the new plan from then on. Synchronises with the device; during graph capture
-// returns the plan unchanged. Writes p.out, which must be scratch memory if the matmul accumulates. The workspace has
-// kLargestWorkspace bytes.
+// Times cuBLASLt's algorithms, because the heuristic's first one may be 30 % slower, and caches the fastest
+// (algorithm_cache.h), which fp8_matmul_plan() then returns. Synchronises with the stream. During graph capture returns
+// `plan`. Writes p.out, which must be scratch memory if the matmul accumulates. The workspace has kLargestWorkspace
+// bytes.
 template <typename T>
 Fp8Plan fp8_matmul_autotune(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
                             Stream stream);

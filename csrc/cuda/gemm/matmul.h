@@ -8,10 +8,11 @@
 
 namespace gptkernels::cuda {
 
-// out (rows, columns) = alpha * a (rows, inner) @ b (inner, columns) per batch. Sums are float32, or float64 for
-// float64; float32 uses TF32 if the handle's math mode allows it. Element (i, j) is at i * ld + j, transposed at j * ld
-// + i. The pointers below `alpha` may be null. An epilogue (bias, pre_gelu, dgelu_at, column_sums) requires alpha =
-// batches = 1 and a dense out, and excludes wide_out and accumulate. dgelu_at excludes bias and pre_gelu.
+// out (rows, columns) = alpha * a (rows, inner) @ b (inner, columns) per batch. Sums are float32 (float64 for float64).
+// Float32 is multiplied as TF32 if the handle's math mode allows it. Element (i, j) is at i * ld + j, or at j * ld + i
+// in a transposed matrix. The pointers below `alpha` may be null. An epilogue (bias, pre_gelu, dgelu_at, column_sums)
+// requires alpha = batches = 1 and a dense out, and excludes wide_out and accumulate. dgelu_at excludes bias and
+// pre_gelu.
 template <typename T>
 struct Matmul {
   T* out;
@@ -40,16 +41,16 @@ struct Matmul {
 
 // cuBLASLt's heuristic is asked once per shape and process.
 struct MatmulPlan {
-  // At most one of `cublaslt` and `sm90` is true. cublaslt: cublasLtMatmul computes the matmul and the epilogue. sm90:
-  // our kernel (gemm/sm90_gelu.h) also computes column_sums, otherwise the caller does. Neither: our kernel adds the
-  // bias after cublasGemmStridedBatchedEx.
+  // cublaslt: cublasLtMatmul computes the matmul and the epilogue. sm90: our kernel (gemm/sm90_gelu.h) computes them,
+  // and column_sums, which otherwise the caller computes. Neither: cublasGemmStridedBatchedEx computes the matmul, and
+  // our kernel adds the bias. Both are never true.
   bool cublaslt;
   bool separate_gelu;  // by our kernels, afterwards
   bool sm90;
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes
 
-  // The matmul then depends on the state of cuBLAS's handle.
+  // Whether the matmul depends on the stream and the mode of cuBLAS's handle.
   bool needs_cublas() const { return !cublaslt && !sm90; }
 };
 

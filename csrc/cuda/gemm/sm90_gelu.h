@@ -6,7 +6,8 @@
 
 namespace gptkernels::cuda {
 
-// False where cuBLASLt is faster, unless GPTKERNELS_MATMUL overrides this (gemm/backend.h).
+// Whether matmul_sm90() supports the call and is faster than cuBLASLt. GPTKERNELS_MATMUL (gemm/backend.h) overrides
+// the second condition.
 template <typename T>
 bool matmul_sm90_supports(const Matmul<T>& p);
 

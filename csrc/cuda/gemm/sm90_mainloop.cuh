@@ -2,13 +2,13 @@
 // compute the epilogue of a tile while the tensor cores compute the next tile.
 //
 // A cluster of two thread blocks computes tiles of 256 x 256, 128 rows per thread block. Each thread block loads half
-// of b's columns, multicast to both. The warpgroups of a thread block:
+// of b's columns for both thread blocks (multicast). The warpgroups of a thread block:
 //
 //   0     one thread loads the operands into a ring in shared memory
 //   1, 2  MMA warps: each warpgroup computes 64 rows of the tile, in float32 registers
 //   3, 4  epilogue warps
 //
-// Each MMA warp rounds its 16 complete rows (with the bias) to T, and passes them in shared memory to its epilogue
+// Each MMA warp adds the bias to 16 complete rows, rounds them to T, and passes them in shared memory to its epilogue
 // warp, where each lane has 8 columns. kRowsAreK: b is stored as (inner, columns), otherwise as (columns, inner).
 //
 //   struct Epilogue {
@@ -125,7 +125,7 @@ __device__ inline uint32_t rounded_offset(int row, int chunk) {
   return row * kRoundedRowBytes + ((chunk ^ (row % 8)) << 4);
 }
 
-// Rounds half the columns of a warp's 16 rows, with the bias, to shared memory.
+// Adds the bias to half of the columns of a warp's 16 rows, and rounds them to shared memory.
 template <bool kBias, typename T>
 __device__ void round_half(const float (&sums)[kColumns / 4], uint32_t own, uint32_t bias) {
 #pragma unroll

@@ -1,8 +1,8 @@
 // Decoding attention: one query per attention head over the keys and values in the cache.
 //
-// decode_attention_kernel (sm_90 and later; 16-byte aligned, not float64; HS of 4, 8, 16 or 32 packs of 16 bytes): a
-// cluster of 8 thread blocks per attention head. HS / pack lanes form a team that loads whole keys, one pack per lane;
-// the teams of the cluster take the keys round robin.
+// decode_attention_kernel needs sm_90 or later, 16-byte alignment, and an HS of 4, 8, 16 or 32 packs, and does not
+// support float64. A cluster of 8 thread blocks processes an attention head. A team of lanes loads whole keys, one pack
+// per lane; the keys are dealt to the cluster's teams in turn.
 //
 //   each team, with kDepth keys and values in registers:
 //     load the first keys and values
@@ -33,7 +33,7 @@ struct DecodeAttention {
   const accumulate_t<T>* query;  // (B, NH, HS)
   const T* keys;                 // (B, NH, capacity, HS)
   const T* values;               // (B, NH, capacity, HS)
-  const int64_t* lengths;        // (B), including the newest
+  const int64_t* lengths;        // (B), including the newest token
   int64_t batch;
   int64_t heads;
   int64_t capacity;
@@ -256,7 +256,7 @@ __global__ void DECODE_CLUSTER __launch_bounds__(kDecodeAttentionThreads)
   const T* keys = p.keys + row * p.capacity * kHeadSize + column;
   const T* values = p.values + row * p.capacity * kHeadSize + column;
 
-  // Earlier decoding steps wrote all keys and values but the newest, so they are loaded before the wait.
+  // All keys and values but the newest are older than this decoding step, so they are loaded before the wait.
   DecodeKeys<T, kLanes> loaded;
   load_keys(loaded, keys, values, first, position);
   wait_for_previous_kernel();

@@ -2,7 +2,7 @@
 // about the time of reading the weights once. x and sums are float32 (float64 for float64). In decode_product_kernel, a
 // row of the weight is divided into `slices`, one per warp:
 //
-//   load the first rows of the weight (and of the norm)   they do not depend on earlier kernels
+//   load the first rows of the weight, and the norm       they do not depend on earlier kernels
 //   wait for the previous kernel; load x; normalise x     x stays in registers if B = 1
 //   for each group of kRows rows: dot products, warp reductions, partial sums to shared memory; load the next rows
 //   sum the slices, add the bias, apply the epilogue
@@ -34,10 +34,10 @@ struct DecodeEpilogue {
   using A = accumulate_t<T>;
   enum Kind { kQueryKeyValue, kGeluTanh, kGeluErf, kAdd, kLogits };
   Kind kind;
-  A* out;         // kAdd, kGelu*: (B, M), added to or written; kQueryKeyValue: the query (B, C)
+  A* out;         // (B, M), kAdd adds to it, kGelu* writes it; kQueryKeyValue: the query (B, C)
   T* narrow_out;  // kLogits: (B, M); kQueryKeyValue: the layer's keys and values (2, B, NH, capacity, HS)
   // For kQueryKeyValue only:
-  const int64_t* lengths = nullptr;  // (B), including the newest
+  const int64_t* lengths = nullptr;  // (B), including the newest token
   int64_t width = 0;                 // C
   int64_t head_size = 0;             // HS
   int64_t capacity = 0;
@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(kDecodeThreads)
 
 struct DecodeLayout {
   int slices;  // 0: the fast kernel does not support the shape
-  int packs;   // the last slice may have fewer
+  int packs;   // per slice; the last slice may have fewer
   int block_rows;
 };
 
@@ -223,7 +223,7 @@ struct DecodeVector {
   }
 };
 
-// Distributed like DecodeVector, but in T, which takes fewer registers than float32.
+// The norm's weight and bias, distributed like DecodeVector, but in T, which takes fewer registers than float32.
 template <typename T, int kPacks>
 struct DecodeNorm {
   static constexpr int kVec = kPack<T>;
@@ -335,7 +335,7 @@ __global__ void __launch_bounds__(kDecodeThreads, kNorm&& kPacks > 3 ? 1 : 2)
 
 constexpr int kDecodeMaxPacks = 8;  // of a slice per lane
 
-// 0 slices if rows are not aligned to 16 bytes, or too long for kDecodeWarps slices.
+// Returns 0 slices if rows are not aligned to 16 bytes, or too long for kDecodeWarps slices.
 template <typename T>
 DecodeLayout decode_layout(const DecodeProduct<T>& p) {
   constexpr int kMaxShared = 32 << 10, kBlocksEach = 2;
@@ -344,7 +344,7 @@ DecodeLayout decode_layout(const DecodeProduct<T>& p) {
   const int64_t packs = p.sizes.inner / kPack<T>;
   int slices = 1;
   while (slices <= kDecodeWarps && ceil_div(packs, slices) > int64_t{kDecodeMaxPacks} * kWarp) slices *= 2;
-  // Without a norm, slices have at most 4 packs per lane, so that several rows are in flight per warp.
+  // Without a norm, slices have at most 4 packs per lane if possible, so that several rows are in flight per warp.
   while (!p.norm_weight && slices < kDecodeWarps && ceil_div(packs, slices) > int64_t{4} * kWarp) slices *= 2;
   if (slices > kDecodeWarps) return {};
   // One thread block per SM leaves room for the next kernel's thread blocks; many rows need two per SM.

@@ -1,5 +1,5 @@
 // Draws the next token of each row of logits, by a cluster of 8 thread blocks per row (one thread block below sm_90).
-// Up to 8192 x per thread block stay in shared memory; each pass reads further logits again.
+// Up to 8192 x (below) per thread block stay in shared memory; each pass reads the other logits again.
 //
 //   x = logits / temperature
 //   if max x is not finite: return -1
@@ -21,8 +21,9 @@
 //     histogram[d] = sum of the weights of all keys that begin with the digits found so far, followed by d
 //     digit = largest d with sum(histogram[d..255]) >= requested;  requested -= sum(histogram[d+1..255])
 //
-// Weights are integers, so their sums have the same bits in any order. Thread blocks exchange results through
-// distributed shared memory with mbarriers that count bytes, which is faster than barriers of the cluster.
+// A key is a uint32_t with the order of x. Weights are integers, so their sums have the same bits in any order. Thread
+// blocks send maxima and candidates through distributed shared memory; mbarriers that count the bytes are faster than
+// cluster barriers.
 #include <cmath>
 
 #include "../../sample.h"
@@ -171,7 +172,7 @@ struct Shared {
     Count histogram[kDigits];                             // of the row
     alignas(16) uint32_t group_maxima[kBlocks * kWarps];  // largest keys
   };
-  int digit;                           // radix search: this pass
+  int digit;                           // radix search: found in this pass
   Count requested;                     // radix search: remaining weight; also the sum of block_total()
   unsigned candidate_count;            // of this thread block
   uint32_t bound;                      // k-th largest group_maxima
@@ -214,8 +215,8 @@ __device__ KeyIndex row_max(KeyIndex best, int call, Shared& shared) {
 
 // ---- a row of logits ------------------------------------------------------------------------------------------------
 
-// Calls each(i, slot) for the thread's logits, always the same ones, with their slots in shared memory. i may be beyond
-// the row, because all lanes of a warp make the same number of calls.
+// Calls each(i, slot) for the thread's logits, which are the same in every pass, and their slots in shared memory. i
+// may be beyond the row, because all lanes of a warp make the same number of calls.
 template <typename Each>
 __device__ void for_each_logit(int64_t vocabulary, const Each& each) {
   int64_t slot = threadIdx.x;
@@ -385,7 +386,8 @@ __device__ Count block_total(unsigned value, Shared& shared) {
 // ---- candidates -----------------------------------------------------------------------------------------------------
 
 // The k-th largest of kGroups maxima, each over an equal number of warps, is not above the k-th largest x, because each
-// of the k largest maxima is an x. With fewer than k groups of logits it is NaN, and `x < NaN` excludes nothing.
+// of the k largest maxima is an x. With fewer than k groups of logits the result is NaN, and `x < NaN` excludes
+// nothing.
 template <int kGroups>
 __device__ float kth_largest_maximum(int64_t k, Shared& shared) {
   const int thread = static_cast<int>(threadIdx.x), each = block_count() * kWarps / kGroups;
@@ -508,7 +510,7 @@ __device__ int draw_candidate(const Sample<T>& p, const Row<T>& row, float large
 
 // ---- the draw -------------------------------------------------------------------------------------------------------
 
-// Returns -1 if there is a NaN or the largest x is not finite. Valid in the first thread block only.
+// Returns -1 if there is a NaN or the largest x is not finite. Only the first thread block returns the token.
 template <typename T>
 __device__ int draw(const Sample<T>& p, const Row<T>& row, Shared& shared) {
   KeyIndex own = row.load(p.vocabulary);

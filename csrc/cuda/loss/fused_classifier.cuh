@@ -3,9 +3,9 @@
 //   loss = log(sum(exp(x - max))) - (x[target] - max)              sums over the columns 0..V-1
 //   dlogits = dloss * (exp(x - max) / sum(exp(x - max)) - onehot(target))
 //
-// The padded columns V..Vp-1 are masked; in a row without a loss, all columns are. Unlike in softmax, the sum of
-// exponentials excludes the target's column: if the target's probability is nearly 1, the loss and the gradient depend
-// on this small sum, whose digits would be lost beside the target's exponential of 1.
+// dlogits is 0 in the padded columns V..Vp-1, and in all columns of a row without a loss. The kernels sum exponentials
+// without the target's column: if the target's probability is nearly 1, the loss and the gradient depend on this small
+// sum, whose digits would be lost beside the target's exponential of 1.
 //
 // dlogits may overwrite the logits: a thread writes only columns that it has read itself, and every thread's read of
 // the target's logit is before the reduction, which all writes follow.
@@ -28,7 +28,7 @@ __device__ int64_t read_target(const P& p, int64_t row) {
                              : static_cast<const int32_t*>(p.targets)[row];
 }
 
-// A target outside the vocabulary is never used as an index.
+// Whether the row has a loss. A target outside the vocabulary must not be used as an index.
 template <typename P>
 __device__ bool counts(const P& p, int64_t target) {
   return target != p.ignore_index && target >= 0 && target < p.vocab_size;
@@ -126,7 +126,7 @@ struct ClassifierForwardRow {
   template <bool kHasHeadTail, bool kOverflow>
   static constexpr int kThreads = kOverflow ? 640 : 768;
 
-  // float32 exponentials replace the logits in place. 16 bits would round them, so they are computed again for the
+  // Float32 exponentials replace the logits in place. 16-bit types would round them, so they are computed again for the
   // gradients.
   static constexpr bool kInPlace = sizeof(T) == 4;
 
@@ -176,8 +176,8 @@ struct ClassifierForwardRow {
   }
 };
 
-// launch_rows() needs 16-byte aligned logits and dlogits. The logits' addresses then determine the packs, so a row's
-// bits do not depend on the address of dlogits.
+// launch_rows() is used only if logits and dlogits are 16-byte aligned, so that the bits of a row's results do not
+// depend on the address of dlogits.
 template <typename T, typename Out>
 void launch_forward(const FusedClassifierForward<T, Out>& p, Stream stream) {
   const bool aligned = can_vectorize<T>(p.width, p.logits, p.dlogits);

@@ -1,10 +1,10 @@
 // Cross-entropy fused into the LM head's matmul, whose epilogue stores exponentials instead of the logits. This saves
-// the classifier's pass over the logits; the warps of the epilogue have idle time for the exponentials. With E =
-// exp(logit - c), where c is the logit of the row's target, the gradient of the logits is factor * E
-// (sm90_linear_cross_entropy.h). Five launches:
+// the classifier's pass over the logits. The epilogue's warps have idle time for the exponentials. With E = exp(logit -
+// c), where c is the logit of the row's target, the gradient of the logits is factor * E (sm90_linear_cross_entropy.h).
+// Five launches:
 //
 //   before     one warp per row: the shift c, by a dot product of x with the target's row of the weight
-//   matmul     stores E = exp(logit - c), with 0 at the target; sums of E over a tile's 256 columns; E at the target
+//   matmul     stores E (0 at the target), the sums of E over a tile's 256 columns, and, separately, E at the target
 //   after      adds the sums of a row; computes loss, factor, E at the target, factor * x; marks rows to redo
 //   matmul     again, for blocks of rows that have a marked row: stores the logits of marked rows
 //   redo       the classifier (fused_classifier.cuh) on marked rows
@@ -24,7 +24,7 @@ namespace {
 
 using namespace tile_product;
 
-// For E at the target, which is about 1, and for the sum of E. Beyond these limits, a row is redone.
+// Limits of E at the target, which is about 1, and of the sum of E. A row beyond these limits is redone.
 constexpr float kMin = 0x1p-100f, kMax = 0x1p100f;
 
 // In RowState::targets.
@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kBeforeWarps* kWarp)
   float shift = INFINITY;
   if (counts(p, target)) {
     const float logit = dot(p.x + row * p.x_stride, p.weight + target * p.weight_stride, p.inner);
-    shift = kLog2E * widen(narrow<bfloat16>(logit));  // as the matmul rounds
+    shift = kLog2E * widen(narrow<bfloat16>(logit));  // rounded as by the matmul
   }
   if (threadIdx.x > 0) return;
   state.shifts[row] = shift;

@@ -11,7 +11,7 @@ namespace gptkernels::cuda {
 // E at the target is stored as minus the sum of E over the other columns, so that dlogits = factor * E there, too.
 // Padded columns, and all columns of a row without a loss, are 0.
 //
-// `dlogits` (N, Vp) receives E. A row in which E overflows (a loss of more than 69) receives its gradient from
+// `dlogits` (N, Vp) receives E. If E is out of range (a loss of more than 69), the row receives its gradient from
 // fused_classifier's kernel instead, and the factor 1.
 //
 // dlosses must be null or one number for all rows (dlosses_per_row is false).

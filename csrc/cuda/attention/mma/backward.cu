@@ -1,10 +1,10 @@
-// Attention's backward by mma.sync and cp.async. P = exp(scale q k' - logsumexp), g is the gradient of out, '
-// transposes:
+// Attention's backward by mma.sync and cp.async. P = exp(scale q k' - logsumexp), g is the gradient of out, and ' is
+// the transpose:
 //
 //   dv = P' g, dq = scale dS k, dk = scale dS' q, where dS = P (g v' - delta) and delta = sum(dout * out) - dlogsumexp.
 //
-// Dropout is applied to P in dv, and to g v'. One kernel computes dq and stores delta; the other computes dk and dv.
-// Both compute P and g v', so that gradients are summed in registers, in a fixed order.
+// Dropout is applied to P in dv, and to g v'. One kernel computes dq and delta, a second one dk and dv. Each of them
+// computes P and g v', so that it can sum its gradients in registers, in a fixed order.
 #include "cuda/attention/logsumexp_correction.cuh"
 #include "cuda/attention/variants.h"
 #include "tiles.cuh"

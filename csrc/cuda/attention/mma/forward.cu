@@ -16,8 +16,8 @@
 namespace gptkernels::cuda {
 namespace {
 
-// With 32 queries per warp (kM = 2), keys and values are loaded half as often per query, but 16-bit types then leave no
-// registers for masks and dropout. Shared memory fits in the 99 KB of sm_86 and sm_89.
+// With 32 queries per warp (kM = 2), keys and values are loaded half as often per query, but kernels of 16-bit types
+// have no registers left for masks and dropout. Tiles fit in the 99 KB of shared memory of sm_86 and sm_89.
 template <typename T, int HS, bool kGeneral, bool kExact>
 struct ForwardShape {
   static constexpr int kBytes = MmaRows<T, HS>::kBytes;
@@ -84,7 +84,7 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
   const float scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
   const float factor = score_factor<kGeneral>(p.mask, p.scale);
   const bool has_bias = kGeneral && p.mask.bias;
-  const float natural = factor == 1 ? kLn2 : static_cast<float>(p.scale);  // from units of log2
+  const float natural = factor == 1 ? kLn2 : static_cast<float>(p.scale);  // converts `maximum`
   const DropoutDraw dropout(p.dropout);
   float out[kM][HS / 8][4] = {}, maximum[kM][2], sum[kM][2] = {};
   for_rows<kM>([&](int m, int r) { maximum[m][r] = -INFINITY; });

@@ -1,8 +1,8 @@
 // Tiles in shared memory, the two matmuls, softmax, masks and dropout of the attention kernels with mma.sync.
 //
-// A warp computes 16 * kM rows of scores and the same rows of the results, so that its exponentials are the A operand
-// of the second matmul without leaving the registers. Rows are queries in the forward and in the kernel for dq, and
-// keys in the kernel for dk and dv.
+// A warp computes 16 * kM rows of scores and the same rows of the results, so its exponentials stay in registers as the
+// A operand of the second matmul. Rows are queries in the forward and in the kernel for dq, and keys in the kernel for
+// dk and dv.
 #pragma once
 
 #include <algorithm>
@@ -60,8 +60,8 @@ __device__ void clear(float (&d)[kM][kN][4]) {
 
 // ---- tiles in shared memory -----------------------------------------------------------------------------------------
 
-// Elements beyond the head size are 0. The 16-byte chunks of a row are permuted, so that the same chunk of 8
-// neighbouring rows is in different banks.
+// Elements beyond the head size are 0. The 16-byte chunks of a row are permuted, so that the chunks with the same index
+// in 8 neighbouring rows are in different banks.
 template <typename T, int HS>
 struct MmaRows {
   static constexpr int kBytes = HS * sizeof(T);
@@ -112,7 +112,7 @@ __device__ void round_rows(uint8_t* shared) {
 
 // ---- operands of MMAs -----------------------------------------------------------------------------------------------
 
-// A step is 32 bytes of each operand, which one MMA sums: 16 elements of 2 bytes, or 8 of float32.
+// A step is the 32 bytes of each row that one MMA multiplies: 16 elements of 2 bytes, or 8 of float32.
 
 template <typename T, int HS>
 __device__ void load_a(uint32_t (&a)[4], uint32_t shared, int row, int step) {
@@ -143,9 +143,9 @@ __device__ void load_b_rows(uint32_t (&b)[4], uint32_t shared, int row, int colu
   }
 }
 
-// Converts two accumulator tiles (one for float32) to an A operand. For TF32, a lane holds columns 2 * t and 2 * t + 1
-// (t = lane % 4) but needs columns t and t + 4 of A. Since a sum's terms may be in any order, column 2 * t becomes
-// column t, column 2 * t + 1 becomes column t + 4, and lanes exchange nothing.
+// Converts two accumulator tiles (of float32: one) to an A operand. For TF32, a lane holds columns 2 * t and 2 * t + 1
+// of the accumulators (t = lane % 4), but needs columns t and t + 4 of A. Since a sum's terms may be in any order,
+// column 2 * t becomes column t, column 2 * t + 1 becomes column t + 4, and lanes exchange nothing.
 template <typename T>
 __device__ void to_a(uint32_t (&a)[4], const float (*d)[4]) {
   if constexpr (std::is_same_v<T, float>) {
@@ -187,11 +187,11 @@ struct RowOperand {
 // ---- exact float32 --------------------------------------------------------------------------------------------------
 
 // Float32 matmuls by TF32 MMAs, about as exact as float32 FMAs. An operand x is split into two TF32 numbers, x = hi +
-// lo, and a product is hi * hi + hi * lo + lo * hi; lo * lo is at most 2^-22 of the product.
+// lo, and a product is hi * hi + hi * lo + lo * hi. The omitted lo * lo is at most 2^-22 of the product.
 //
-// Tensor cores truncate their sums towards 0, so the errors of long sums would add up. Therefore float32 additions,
-// which round to nearest, add hi * hi after each step for scores, because the backward subtracts the logsumexp from
-// scores, and after kExactSteps steps for results. hi * lo and lo * hi have a separate accumulator.
+// Tensor cores truncate their sums towards 0, so the errors of long sums would add up. Therefore MMAs sum hi * hi only
+// over one step for scores (from which the backward subtracts the logsumexp), and over kExactSteps steps for results.
+// These sums are added in float32, which rounds to nearest. hi * lo and lo * hi have a separate accumulator.
 constexpr int kExactSteps = 4;
 
 struct SplitOperand {
@@ -204,8 +204,8 @@ struct SplitOperand {
   }
 };
 
-// large += hi * hi, small += hi * lo + lo * hi (with kFour, also lo * lo). MMAs that add to the same accumulator are
-// not adjacent, because the second one would wait.
+// large += hi * hi, small += hi * lo + lo * hi; with kFour, small += lo * lo, too. MMAs that add to the same
+// accumulator are not adjacent, because the second one would wait.
 template <bool kFour>
 __device__ void multiply_split(float (*large)[4], float (*small)[4], const SplitOperand& a, const SplitOperand& b) {
   if constexpr (kFour) {
@@ -220,13 +220,13 @@ __device__ void multiply_split(float (*large)[4], float (*small)[4], const Split
   mma<float>(small[1], a.lo, b.hi[2], b.hi[3]);
 }
 
-// If an operand is infinite, its lo is NaN, and so is the sum of small terms. The sum of hi * hi is then already
-// correct, and adding a finite number keeps it.
+// If an operand is infinite, its lo and the sum of small terms are NaN. The sum of hi * hi is then already correct, and
+// adding a finite number does not change it.
 __device__ inline float unless_nan(float small) {
   return fminf(small, 3.402823466e38f);
 }
 
-// The loop may run past the head size, to a multiple of kExactSteps.
+// The loop runs to a multiple of kExactSteps; elements beyond the head size are 0.
 template <int HS, int kM, int kN>
 __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOperand<float, HS, kM, false>& rows,
                                             uint32_t tile, int head_size) {
@@ -352,8 +352,8 @@ __device__ void add_product(float (&sums)[kM][kOut][4], const float (&weights)[k
   }
 }
 
-// Stores `sums * factor` as columns from `column` on of the rows at `global`, of which `rows` exist. The results pass
-// through the warp's rows of `tile`, which no warp reads any more.
+// Stores `sums * factor` in the first `rows` rows at `global`, from `column` on. The results pass through the warp's
+// rows of `tile` in shared memory, which no warp may read any more.
 template <typename T, int HS, int kM, int kOut>
 __device__ void store_rows(uint8_t* tile, int first_row, const float (&sums)[kM][kOut][4], const float (&factor)[kM][2],
                            int column, T* global, int64_t stride, int rows, int head_size) {
@@ -385,8 +385,8 @@ __device__ void store_rows(uint8_t* tile, int first_row, const float (&sums)[kM]
 // ---- the softmax ----------------------------------------------------------------------------------------------------
 
 // Online softmax: replaces scores by exponentials relative to the row's maximum so far. `sum` is this thread's part of
-// the row's sum; `rescale` is the factor for the row's other sums. Returns whether any of the thread's maxima has
-// changed. `factor` converts scores to exponents of 2.
+// the row's sum. The caller must multiply the row's results by `rescale`. Returns whether any of the thread's maxima
+// has changed. `factor` converts scores to exponents of 2.
 //
 // With kExact the maximum is subtracted first, so that the largest exponential is exactly 1. Otherwise one FMA computes
 // score * factor - maximum * factor, unless maximum * factor is so large that its rounding would matter.
@@ -448,9 +448,9 @@ __device__ void scale_scores(float (&scores)[kM][kN][4], float factor) {
   for_elements(scores, [&](float& score, int, int, int) { score *= factor; });
 }
 
-// The factor that converts dot products to exponents of 2. It is 1 if the kernel has applied the factor already: if a
-// mask is added to scores, or if the scale is not positive, so that the largest dot product need not have the largest
-// score.
+// The factor with which add_exponentials() converts scores to exponents of 2. It is 1 if the kernel has called
+// scale_scores() before: if a mask is added to scores, or if the scale is not positive, so that the largest dot product
+// need not have the largest score.
 template <bool kGeneral, typename T>
 __device__ float score_factor(const AttentionMask<T>& mask, double scale) {
   const bool scaled = kGeneral && (scale <= 0 || mask.allowed || mask.bias);
@@ -466,8 +466,8 @@ __device__ void add_mask_element(float& score, const AttentionMask<T>& mask, int
   }
 }
 
-// Calls apply(m, n, e, element) for each of the thread's scores. `mask` points to the head's first element. Scores
-// beyond the last row or column, which are not used, get another score's element.
+// Calls apply(m, n, e, element) for each of the thread's scores. `mask` points to the head's first mask element. Scores
+// beyond the last row or column are not used, and get another score's element.
 template <bool kPairs, int kM, int kN, typename M, typename Apply>
 __device__ void for_mask(const M* mask, int row, int rows, int64_t row_stride, int column, int columns,
                          int64_t column_stride, const Apply& apply) {
@@ -578,7 +578,6 @@ bool suits_chunks(const HeadsView<T>& t) {
          t.token % kElements == 0;
 }
 
-// Whether the code that this device runs was compiled for sm_80 or later, and has mma.sync.
 template <auto kKernel>
 bool built_for_mma() {
   return once_a_device([](int) {
@@ -588,15 +587,14 @@ bool built_for_mma() {
          }) >= 80;
 }
 
-// With more than 128 channels of float32, shared memory holds too few rows for these kernels to be faster.
+// With more than 128 channels of float32, shared memory holds too few rows for these kernels to be faster than simple/.
 template <typename T>
 constexpr int kMmaLargestHead = sizeof(T) == 2 ? 256 : 128;
 
-// With fewer keys (for the backward, also with fewer queries), exact float32 is left to simple/: FMAs are then more
+// Exact float32 with fewer keys (in the backward, also with fewer queries) is left to simple/, whose FMAs are then more
 // exact than MMAs, and as fast.
 constexpr int64_t kFewestExact = 64;
 
-// Indices of queries, keys and tiles (of at least 16 rows) must fit in 32 bits.
 template <typename T, typename Params>
 bool mma_supports(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
@@ -613,8 +611,8 @@ bool is_plain(const Params& p) {
          !p.mask.bias;
 }
 
-// Calls that are not plain need kGeneral. Kernels without kGeneral are compiled for 64 and 128 channels only, the usual
-// head sizes of models.
+// Calls that are not plain (is_plain()) need kGeneral. Kernels without kGeneral are compiled only for 64 and 128
+// channels, the usual head sizes.
 template <typename T, bool kExact, typename Fn>
 Status for_mma_shape(int64_t head_size, bool plain, const Fn& fn) {
   if (head_size <= 32) return fn.template operator()<32, true, kExact>();

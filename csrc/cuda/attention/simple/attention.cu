@@ -32,8 +32,8 @@ __device__ bool sees(const AttentionMask<T>& mask, const AttentionSizes& sizes, 
   return bias != -static_cast<A>(INFINITY);
 }
 
-// The keys that a tile of queries may see according to causality and key bounds. Other keys may be NaN, and are not
-// read.
+// The keys that a query tile may see according to the causal mask and the key bounds. Other keys may be NaN, and are
+// not read.
 struct KeyRange {
   int64_t begin = 0;
   int64_t end;
@@ -136,8 +136,8 @@ __device__ void multiply_rows(accumulate_t<T>* tile, const Rows<T>& x, const Row
       tile[(4 * ty + i) * TileShape<A>::kWeightPitch + tx + 16 * j] = static_cast<A>(sums[i][j]);
 }
 
-// sums (64, HS) += weights (64, 64) x. Each iteration's rows are summed separately, so that rounding errors grow with
-// the number of iterations.
+// sums (64, HS) += weights (64, 64) x. Each iteration sums its rows separately, so that rounding errors grow with the
+// number of iterations, not of rows.
 template <typename T, int kColumns>
 __device__ void add_weighted_rows(accumulate_t<T> (&sums)[4][kColumns], const accumulate_t<T>* weights,
                                   const Rows<T>& x, int head_size, accumulate_t<T>* shared) {
@@ -253,7 +253,7 @@ __global__ void __launch_bounds__(kThreads)
 template <typename A>
 struct RowStatistics {
   A* delta;       // sum(dout * out) - dlogsumexp
-  A* correction;  // of exp(score - logsumexp)
+  A* correction;  // factor of exp(score - logsumexp)
 };
 
 template <typename T>
@@ -409,9 +409,8 @@ Status for_columns(int64_t head_size, const Fn& fn) {
   return fn.template operator()<S, 16>();
 }
 
-// S is the type of the scores' sums. For float32 with few queries or keys, S is float64, because torch then computes a
-// matrix-vector product, whose short sums are very accurate. A score's error becomes a relative error of its
-// probability.
+// S is the type in which scores are summed. A score's error becomes a relative error of its probability. For float32
+// with few queries or keys, torch's matrix-vector products sum very accurately, so S is float64.
 template <typename T, typename Fn>
 Status for_shape(const AttentionSizes& s, const Fn& fn) {
   constexpr int64_t kFew = 64;

@@ -1,12 +1,13 @@
-// Attention's backward for sm_90a, head sizes up to 64 (larger ones: backward_128.cu). One kernel computes dq, one dk
-// and dv; both sum in registers in a fixed order. ' is the transpose, S = q k', P are the probabilities, g is the
-// gradient of out; for each query, D = sum(g * out) - dlogsumexp and bias = -logsumexp log2(e); scale_log2 = scale
+// Attention's backward for sm_90a, head sizes up to 64 (larger ones: backward_128.cu). One kernel computes dq, another
+// dk and dv; each sums in registers in a fixed order. ' is the transpose, S = q k', P are the probabilities, g is the
+// gradient of out, and scale_log2 = scale log2(e). For each query, D = sum(g * out) - dlogsumexp and bias = -logsumexp
 // log2(e).
 //
 //   dS = P (g v' - D)    dq = scale dS k    dk = scale dS' q    dv = P' g
 //
-// Both kernels compute S and g v', 7 matmuls in all. A single kernel needs 5, but must add up the dq of many thread
-// blocks, or process a whole head per thread block (backward_one_pass.cu). P and dS are operands in registers.
+// Both kernels compute S and g v', which makes 7 matmuls. A single kernel would need 5, but would have to add up the dq
+// of many thread blocks, or process a whole head per thread block (backward_one_pass.cu). P and dS are operands in
+// registers.
 //
 //   kernel for dq, for each tile of 128 queries:                kernel for dk and dv, for each tile of 128 keys:
 //     D = sum(g * out) - dlogsumexp; store it                     for each block j of 64 queries that see the tile:

@@ -1,4 +1,4 @@
-// Sizes, arguments and launch of the backward kernels for sm_90a (algorithm: backward.cu).
+// Sizes, arguments and launch of the backward kernels for sm_90a, which backward.cu describes.
 #pragma once
 
 #include "common.cuh"
@@ -28,7 +28,7 @@ struct alignas(16) BackwardTile {
   int row;   // -1 after the last tile
   int head;  // query head (for dk and dv: key head), counted over all batches
   int first;
-  int blocks;  // of one query head, or, with a block mask, of all query heads that share the keys
+  int blocks;  // per query head; with a block mask, of all query heads that share the keys
 };
 
 template <typename T>
@@ -54,7 +54,7 @@ struct Sm90Backward {
 template <typename T>
 Status attention_backward_sm90_128(const AttentionBackward<T>& p, Stream stream);
 
-// For many short heads. Requires attention_backward_sm90_supports().
+// backward_one_pass.cu, for many heads with few queries. The call must satisfy attention_backward_sm90_supports().
 template <typename T>
 bool attention_backward_sm90_head_supports(const AttentionBackward<T>& p);
 template <typename T>
@@ -75,7 +75,7 @@ inline int64_t statistics_pitch(int64_t queries) {
   return ceil_div(queries, kRows) * kRows;
 }
 
-// The size of the workspace before the arrays of a mask: TileOrder's counters and the statistics.
+// The bytes of TileOrder's counters and the statistics. The arrays of a mask follow in the workspace.
 inline int64_t backward_workspace(const AttentionSizes& s) {
   const int64_t statistics = 2 * s.batches * s.heads * statistics_pitch(s.queries);
   return ceil_div(256 + statistics * static_cast<int64_t>(sizeof(float)), 256) * 256;

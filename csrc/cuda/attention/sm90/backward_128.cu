@@ -6,9 +6,9 @@
 // - The kernel for dk and dv reads keys and values from shared memory, and waits for S' and dP' before the next
 //   exponentials, during which dk and the other warpgroup's MMAs run.
 //
-// dq is stored through the buffer of dout, and dk and dv through those of keys and values. There is no pause between
-// tiles: a tile's last iteration starts the MMAs of the next tile's first block (block j+1 below), while a loading
-// thread stores the results. Therefore each tile must have at least one block.
+// dq is stored through the buffer of dout, dk through that of keys, and dv through that of values. There is no pause
+// between tiles: a tile's last iteration starts the MMAs of the next tile's first block (block j+1 below), while a
+// loading thread stores the results. Therefore each tile must have at least one block.
 //
 //   for dq, for each block j of keys of all tiles:      for dk and dv, for each block j of queries:
 //     start dP = g v(j)'                                  P' = exp2(S' * scale_log2 + bias); wait for dk
@@ -196,7 +196,7 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
     return true;
   };
 
-  // Also releases query, out, and the values of the blocks that begin_tile() skipped.
+  // Also releases the buffers of query and out, and the values of the blocks that begin_tile() skipped.
   const auto finish_statistics = [&] {
     delta[0] = delta[1] = 0;
 #pragma unroll
@@ -309,8 +309,8 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
   uint32_t weights[16];
   RingPosition<kStages> ring;
   RingPosition<kTiles> at;
-  // Bit 6 of `row` tells the warpgroup's half of the tile. The warpgroups exchange the halves after every tile, because
-  // under the causal mask one half is visible to one more block of queries.
+  // Bit 6 of `row` is the warpgroup's half of the tile. The warpgroups exchange halves after every tile, because under
+  // the causal mask one more block of queries sees one half than the other half.
   int row = warpgroup * 64;
   int block, end, member = 0;
   OwnBlock<1> own = {};  // mask of the latest scores

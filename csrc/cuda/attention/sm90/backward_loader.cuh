@@ -84,7 +84,8 @@ __device__ int key_blocks(const Sm90Backward<T>& p, int head, int row) {
   return max((end + 63) / 64, 0);
 }
 
-// Loads the blocks of queries that see a tile, but at least kLeastBlocks (0 or 1).
+// Loads tiles of keys and values, and the blocks of queries (with dout, bias and delta) that see them. At least
+// kLeastBlocks (0 or 1) blocks are loaded per query head; with a block mask, for all query heads that share the keys.
 template <int kLeastBlocks, typename Mask, typename T, typename Shared>
 __device__ void load_key_tiles(const Sm90Backward<T>& p, Shared& shared) {
   constexpr int kBlock = Shared::kBlock, kPanels = Shared::kPanels;

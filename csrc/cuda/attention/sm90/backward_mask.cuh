@@ -5,7 +5,8 @@
 
 namespace gptkernels::cuda {
 
-// With kBlocks, the classes of block_mask.cu include causality. With kAdds, the mask's values are added to the scores.
+// With kBlocks, block_mask.cu has classified the mask, including causality. With kAdds, the mask's values are added to
+// the scores.
 template <bool causal, bool blocks, bool adds>
 struct MaskPolicy {
   static constexpr bool kCausal = causal, kBlocks = blocks, kAdds = adds;
@@ -51,7 +52,8 @@ __device__ OwnBlock<1> own_block(const MaskBlocks& blocks, const MaskedBlock& bl
 //   h and i) + 1 + (blocks skipped between i and j) + 1.
 //
 // A warpgroup therefore skips at most kStages - 3 blocks between h and j, and computes the next one even if all its
-// scores are hidden. (Without a block mask at most one block is skipped, because the halves of a tile differ by one.)
+// scores are hidden. (Without a block mask at most one block is skipped, because the two halves of a tile see numbers
+// of blocks that differ by one.)
 template <int kStages, bool kRowsAreKeys>
 struct SeenByWarpgroup {
   static constexpr int kMostPassed = kStages - 3;

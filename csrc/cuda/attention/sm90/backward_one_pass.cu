@@ -1,11 +1,11 @@
-// Attention's backward for sm_90a with one thread block per head. Scores are computed once, so that there are five
+// Attention's backward for sm_90a with one thread block per head. The kernel computes scores once, so it needs five
 // matmuls instead of the seven of backward.cu, whose notation applies. It supports up to 1024 queries and 64 channels,
 // and needs enough heads to keep the SMs busy. For each tile of 128 keys, a thread block processes the blocks of 64
 // queries that see the tile. Its warpgroups:
 //
-//   - one loads tiles; two of its warps compute D of the next head
+//   - one loads tiles, and two of its warps compute D and the bias, up to one head ahead
 //   - two have 64 keys each: they sum dk and dv in registers, and pass dS^T in shared memory to the last warpgroup
-//   - one computes dq of the block for these keys, and adds it to the sums of earlier tiles
+//   - one computes the tile's part of the block's dq, and adds it to the sums of earlier tiles
 //
 // The sums of dq are in a global buffer of the thread block, which stays in the L2 cache. Each element is accessed by
 // one thread only, so terms are added in the order of the tiles without semaphores, and results are bitwise
@@ -203,7 +203,7 @@ __device__ float row_product(uint32_t out, uint32_t dout, int row) {
   return even + odd;
 }
 
-// The statistics of a thread's 16 columns are adjacent.
+// Makes the statistics of a thread's 16 columns adjacent.
 __device__ inline int statistics_place(int query) {
   return query % 8 / 2 * 16 + query / 8 * 2 + query % 2;
 }
@@ -328,7 +328,7 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
         float* const sums = own_sums + block * kSums;
         int last = p.tiles - 1;
         if (kCausal) last = min(last, (block * kBlock + kBlock - 1 + p.problem.query_offset) / kRows);
-        // The last tile that a block sees starts from the sums of the earlier tiles.
+        // In the last tile that a block sees, the accumulators start from the sums of the earlier tiles.
         const bool finish = tile == last && tile > 0;
         if (finish) {
 #pragma unroll
@@ -378,7 +378,7 @@ __device__ inline void load_statistics(float (&x)[16], uint32_t shared) {
                  : "memory");
 }
 
-// A key beyond the last key is hidden, too, because it must not contribute to dq.
+// Also hides keys beyond the last key, because they must not contribute to dq.
 template <bool kCausal, typename T>
 __device__ void hide_scores(float (&scores)[32], const HeadBackward<T>& p, int own_key, int first_query) {
 #pragma unroll
@@ -409,7 +409,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
   RingPosition<kTiles> at;
   RingPosition<kStages> ring;
   RingPosition<kParts> part;
-  int held = -1;  // buffer whose dv is stored
+  int held = -1;  // tile buffer through which dv is being stored
   const auto release = [&] {
     if (held >= 0 && lane == 0) {
       tma_store_wait_read<1>();

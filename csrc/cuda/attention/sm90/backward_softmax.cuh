@@ -166,8 +166,8 @@ __device__ void add_products(float (&delta)[2], const uint32_t* out, const uint3
   }
 }
 
-// The bias and D (times 1 - p with dropout) of a thread's two queries; shifted_bias() in a row with a shift. load() is
-// called long before finish() needs the values.
+// The bias and D of a thread's two queries. With dropout, D is multiplied by 1 - p. If a query has a shift
+// (block_mask.cuh), its bias is shifted_bias(). load() is called long before finish() needs the values.
 template <typename T, typename Mask>
 struct RowStatistics {
   float logsumexp[2], dlogsumexp[2];

@@ -47,8 +47,8 @@ struct Largest {
   }
 };
 
-// One row per warp. A value above kLowValue rules out a shift and ends the search, so the warp first reads the value at
-// the query's own position, which causal masks allow.
+// Each warp processes one row. A value above kLowValue rules out a shift and ends the search, so the warp first reads
+// the value of the key at the query's own position, which causal masks allow.
 template <typename T>
 __global__ void __launch_bounds__(32 * kWarps) attention_mask_rows_kernel(const __grid_constant__ MaskElements<T> mask,
                                                                           const __grid_constant__ MaskBlocks blocks) {
@@ -164,7 +164,7 @@ struct SeenRow {
   }
 };
 
-// One block per warp, two of its rows per lane.
+// Each warp classifies one block. A lane reads two rows of the block.
 template <typename E>
 __global__ void __launch_bounds__(32 * kWarps)
     attention_mask_blocks_kernel(const __grid_constant__ MaskElements<E> mask,

@@ -1,6 +1,6 @@
 // Arrays that describe an attention mask to the attention kernels for sm_90a. The kernels of block_mask.cu read the
-// mask, classify each block of 64 queries and 64 keys, and write a bit for each query and key: 1 if the query sees the
-// key. The attention kernels read these arrays, and of an additive mask also the values that change scores.
+// mask, classify each block of 64 queries and 64 keys, and write bits: 1 if the query sees the key. The attention
+// kernels read these arrays, and those values of an additive mask that change scores.
 //
 // An additive mask may hide keys by values such as torch.finfo(dtype).min (Hugging Face's models), -3.4e38 for bfloat16
 // and -65504 for float16. In bfloat16 the bits of such keys are 0. In float16 only -inf makes a bit 0, and -65504 is
@@ -26,12 +26,12 @@ constexpr int kMaskBlock = 64;  // queries or keys
 
 enum MaskClass : int {
   kMaskHidden = 0,  // no key is seen
-  kMaskBits = 1,    // the bits say which keys are seen
+  kMaskBits = 1,    // the bits tell which keys are seen
   kMaskAdded = 2,   // as kMaskBits, and the mask changes scores (masks.cuh)
   kMaskSeen = 3,    // every key is seen
 };
 
-// -2^100 in bfloat16, -2^10 in float16
+// -2^100 in bfloat16, -2^10 in float16.
 template <typename T>
 constexpr float kLowValue = std::is_same_v<T, bfloat16> ? -1.2676506002282294e30f : -1024;
 // -2^120: in bfloat16, a value at or below it hides its key if the row has no shift.
@@ -43,14 +43,15 @@ struct MaskRow {
   float log2_count;
 };
 
-// A tile of 128 rows has two rows of blocks.
+// The classes of a tile of 128 rows, which has two rows of blocks.
 struct SeenBlocks {
   const uint8_t* first;
   const uint8_t* second;
   int words;  // of 8 classes
 
 #ifdef __CUDACC__
-  // Sets bit 0 of the lowest byte of each group of kUnits blocks (bytes) that are not all hidden.
+  // Reads the classes of 8 blocks, one byte each. Bit 0 of each group of kUnits bytes of the result is 1 if any of the
+  // group's blocks is not hidden.
   template <int kUnits>
   __device__ uint64_t seen(int i) const {
     uint64_t x = reinterpret_cast<const uint64_t*>(first)[i] | reinterpret_cast<const uint64_t*>(second)[i];
@@ -88,10 +89,10 @@ struct SeenBlocks {
 struct MaskBlocks {
   uint8_t* classes;      // (mask heads, query_pitch, key_pitch); blocks beyond the last query or key are hidden
   uint8_t* key_classes;  // `classes` transposed, for the backward; else null
-  uint16_t* bits;        // (mask heads, bit_blocks, key_pitch, 64 queries, 4); written for kMaskBits and kMaskAdded
-  uint16_t* key_bits;    // (mask heads, bit_blocks, key_pitch, 64 keys, 4), for the backward; else null
-  MaskRow* rows;         // (mask heads, bit_blocks, 64); null for a bool mask
-  int batch, head;       // the mask head of (b, h) is b * batch + h * head
+  uint16_t* bits;      // (mask heads, bit_blocks, key_pitch, 64 queries, 4); only for classes kMaskBits and kMaskAdded
+  uint16_t* key_bits;  // (mask heads, bit_blocks, key_pitch, 64 keys, 4), for the backward; else null
+  MaskRow* rows;       // (mask heads, bit_blocks, 64); null for a bool mask
+  int batch, head;     // the mask head of (b, h) is b * batch + h * head
   int heads;
   int query_blocks;
   int bit_blocks;   // query_blocks, or 1 if all queries see the same keys
@@ -141,7 +142,7 @@ struct MaskBlocks {
   __device__ uint32_t query_bits(int of_head, int query_block, int key_block, int row, int c) const {
     return bits[bits_at(of_head, query_block, key_block) + row * 4 + c];
   }
-  // For scores whose rows are keys.
+  // query_bits() for scores whose rows are keys.
   __device__ uint32_t bits_of_key(int of_head, int query_block, int key_block, int row, int c) const {
     return key_bits[bits_at(of_head, query_block, key_block) + row * 4 + c];
   }

@@ -18,8 +18,8 @@ namespace gptkernels::cuda {
 
 #if GPTKERNELS_WGMMA
 
-// Makes ptxas compute x before the following code, for example a wait for matmuls. The store is never executed, because
-// x is never -inf.
+// Makes ptxas compute x before the code that follows the call, for example a wait for matmuls. The store is never
+// executed, because x is never -inf.
 __device__ inline void complete(float x) {
   asm volatile("{\n.reg .pred never;\nsetp.eq.f32 never, %0, 0fFF800000;\n@never st.shared.f32 [%1], %0;\n}" ::"f"(x),
                "r"(0)
@@ -80,10 +80,10 @@ __device__ float keep_probability(const Sm90Problem<T>& problem) {
 }
 
 // Random words are drawn for two groups of elements (philox.h) at a time: three would need too many registers, and one
-// makes the chain of dependent instructions too long.
+// would make the chain of dependent instructions too long.
 
-// Calls apply(i, keep, keep_next) for every even i of the thread's n scores, with dropout's decisions on i and i + 1.
-// Rows are queries, columns are keys. A thread's 8 elements of two neighbouring 16x8 tiles are one group
+// Calls apply(i, keep, keep_next) for every even i of the thread's n scores, with dropout's decisions on scores i and i
+// + 1. Rows are queries, columns are keys. A thread's 8 elements of two neighbouring 16x8 tiles are one group
 // (DropoutGroup).
 template <int n, typename Apply>
 __device__ void for_kept(const DropoutDraw& dropout, uint32_t head, int query, int key, const Apply& apply) {
@@ -117,7 +117,7 @@ __device__ void for_kept_transposed(const DropoutDraw& dropout, uint32_t head, i
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {  // for query + 8 * half; the upper bits are for key + 8
+      for (int half = 0; half < 2; ++half) {  // for query + 8 * half; upper bits are for key + 8
         const uint32_t (&word)[4] = words[i].word;
         const uint32_t own = __byte_perm(word[2 * half], word[2 * half + 1], own_halves);
         const uint32_t got = __shfl_xor_sync(~0u, __byte_perm(word[2 * half], word[2 * half + 1], other_halves), 4);
@@ -143,7 +143,7 @@ bool has_bounds(const AttentionMask<T>& mask) {
   return mask.key_begin || mask.key_end;
 }
 
-// Does not check the mask and the largest head size.
+// Checks neither the mask nor the largest head size.
 template <typename T, auto kKernel, typename Params>
 bool sm90_supports(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;

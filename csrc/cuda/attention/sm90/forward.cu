@@ -12,8 +12,8 @@
 //                  sum += P(j);  O += P(j) v(j); release stage j
 //     warpgroup:   store O / sum and the logsumexp
 //
-// The MMAs are asynchronous and pipelined across query tiles: if j is the last iteration of a query tile, j+1 below is
-// the first iteration of the next query tile.
+// The MMAs are asynchronous and pipelined. Below, j and j+1 are consecutive iterations; if j is the last one of a query
+// tile, j+1 is the first one of the next query tile.
 //
 //   four warpgroups, one buffer of scores      two warpgroups, two buffers of scores
 //     start S(j+1)                               start S(j+1)
@@ -79,7 +79,7 @@ struct Shared {
     uint8_t out[Tile::kQueryBytes];
     Stage stage[Tile::kStages];
     uint64_t query_full[2], query_empty[2];
-    uint64_t key_full[Tile::kStages], key_empty[Tile::kStages];      // if kOneBuffer, for keys and values together
+    uint64_t key_full[Tile::kStages], key_empty[Tile::kStages];      // if kOneBuffer, also for values
     uint64_t value_full[Tile::kStages], value_empty[Tile::kStages];  // unused if kOneBuffer
     QueryTile tile[2];
     MaskedBlock block[Tile::kStages];  // only for BlockMask
@@ -179,7 +179,6 @@ __device__ void load_tiles(const Sm90Forward<T>& p, const Shared<Tile>& shared) 
 
 // ---- a computing warpgroup ------------------------------------------------------------------------------------------
 
-// True in exactly one lane of the warp.
 __device__ inline bool elected() {
   uint32_t chosen;
   asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}" : "=r"(chosen));
@@ -211,7 +210,7 @@ struct Warpgroup {
   RingPosition<2> query;
   RingPosition<Tile::kStages> stage;  // of the next scores
   int key_tile;
-  int group = index;  // which 64 queries
+  int group = index;  // the warpgroup's 64 queries
   Queries queries;
 
   __device__ Warpgroup(const Sm90Forward<T>& arguments, const Shared<Tile>& memory) : p(arguments), shared(memory) {}
@@ -279,7 +278,7 @@ struct Warpgroup {
   __device__ void finish_rows(const Softmax<T>& softmax, float (&inverse)[2], const Queries& of) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      const float total = quad_sum(softmax.sum[r]);  // 0, at least 1, or NaN
+      const float total = quad_sum(softmax.sum[r]);  // 0, about 1 or more, or NaN
       inverse[r] = total == 0 ? 0 : reciprocal_approximately(total);
       if constexpr (kDropout) inverse[r] /= keep_probability(p.problem);
       const int row = of.first + own_row + 8 * r;
@@ -324,7 +323,7 @@ struct Warpgroup {
 
   // ---- four warpgroups, one buffer of scores
 
-  // Starts a query tile, and skips the key tiles that only other warpgroups' queries see.
+  // Starts a query tile, and skips key tiles that only other warpgroups' queries see.
   //
   // At most kStages - 2 key tiles are skipped, because otherwise the ring would deadlock: when the warpgroup waits for
   // the stage after the skipped ones, it still holds the last stage of the previous query tile, so the loader can fill
@@ -427,7 +426,7 @@ struct Warpgroup {
     asm volatile("bar.arrive %0, 256;" ::"r"(4 - index) : "memory");
   }
 
-  // The softmax has summed the dropped weights, too.
+  // The softmax's sum includes the dropped weights.
   __device__ void drop(float (&scores)[kScores], const DropoutDraw& dropout) const {
     if (mask.sees_none(p.problem, queries, key_tile)) return;
     float last = 0;
@@ -466,9 +465,9 @@ struct Warpgroup {
     Queries previous;
     QueryTile next_tile;
 
-    // Computes P from `current`, starts O += P v, and leaves the next key tile's scores in `next`; returns false after
-    // the last key tile. (ptxas serializes the wgmmas of a loop unless every register that they write is read only
-    // after a wait for all wgmmas.)
+    // Computes P from `current`, starts O += P v, and leaves the scores of the next key tile, which may be the next
+    // query tile's first, in `next`. Returns false after the last key tile of the last query tile. (ptxas serializes
+    // the wgmmas of a loop unless every register that they write is read only after a wait for all wgmmas.)
     const auto step = [&](float (&current)[kScores], float (&next)[kScores]) __attribute__((always_inline)) {
       const bool last = key_tile == 0;
       const int slot = stage.slot, query_slot = query.slot;
@@ -637,8 +636,8 @@ bool enough_tiles(const AttentionSizes& s, bool causal) {
 
 template <typename T>
 bool attention_forward_sm90_supports(const AttentionForward<T>& p) {
-  // Dropout with an additive mask and more than 64 channels is not compiled: the backward for sm_90a does not support
-  // it.
+  // Dropout with an additive mask and more than 64 channels is not compiled, because the backward for sm_90a does not
+  // support it.
   const bool narrow = p.mask.bias && p.dropout.probability > 0;
   return p.sizes.head_size <= (narrow ? 64 : 128) && supports_mask<T>(p) &&
          sm90_supports<T, attention_forward_wgmma_kernel<T, TwoWarpgroups<128, false>, PlainMask<true>, false>>(p);

@@ -1,5 +1,5 @@
 // Mask policies of the forward. KeyTiles finds the key tiles that the loader loads for a query tile, and Scores hides
-// the scores of a warpgroup's 64 queries.
+// the masked scores of a warpgroup's 64 queries.
 #pragma once
 
 #include "masks.cuh"
@@ -24,7 +24,7 @@ struct PlainMask {
     return kCausal ? min(problem.keys, i + problem.query_offset + 1) : problem.keys;
   }
 
-  // Returns 1 if the `count` queries from `first` on see no key.
+  // At least 1, even if the `count` queries from `first` on see no key.
   template <int kKeys, typename T>
   __device__ static int key_tiles(const Sm90Problem<T>& problem, int first, int count) {
     return max((end(problem, first + count - 1) + kKeys - 1) / kKeys, 1);
@@ -76,7 +76,7 @@ struct PlainMask {
 #endif
 };
 
-// The bits of block_mask.cuh include causality and the number of keys.
+// The bits of block_mask.cuh include the causal mask and the number of keys.
 template <bool kAdditive>
 struct BlockMask {
   static constexpr bool kBlocks = true, kAdds = kAdditive, kLongestLast = true;

@@ -13,7 +13,7 @@ namespace gptkernels::cuda {
 struct Sm90Mask {
   MaskBlocks blocks;
   float inverse_scale;
-  bool pairs;  // 4-byte loads of two keys
+  bool pairs;  // whether one load of 4 bytes reads the values of two keys
 
   template <typename T>
   static Sm90Mask of(const AttentionMask<T>& mask, const AttentionSizes& s, double scale, bool backward, void* memory) {
@@ -31,7 +31,7 @@ bool has_mask(const AttentionMask<T>& mask) {
   return mask.allowed || mask.bias;
 }
 
-// Mask blocks must have 32-bit indices.
+// The indices of mask blocks must fit in 32 bits.
 template <typename T, typename Params>
 bool supports_mask(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
@@ -53,7 +53,7 @@ struct alignas(16) MaskedBlock {
   int first;
   uint32_t classes;
   int mask_head;
-  int member;  // for queries: the index of their head among those that share a key head
+  int member;  // in the kernels for dk and dv: index of the query head among those that share the key head
 };
 
 #if GPTKERNELS_WGMMA
@@ -99,14 +99,14 @@ __device__ void hide(float (&scores)[n], const uint32_t (&bits)[2]) {
 }
 
 // -(logsumexp - shift) * log2(e). In bfloat16, logsumexp - shift is the log of the number of keys whose value is the
-// shift. The stored logsumexp cannot give it, because the much larger shift has rounded it away.
+// shift. It is not computed from the stored logsumexp, because adding the much larger shift has rounded it away.
 template <typename T>
 __device__ float shifted_bias(float logsumexp, const MaskRow& row) {
   return std::is_same_v<T, bfloat16> ? -row.log2_count : -(logsumexp - row.shift) * kLog2E;
 }
 
-// Returns score + (value - shift) / scale. In a bfloat16 row with a shift, the score becomes 0, because adding it to
-// such a value (2^100 or more) would round it away.
+// Returns score + (value - shift) / scale. In a bfloat16 row with a shift, 0 replaces the score, because a value of
+// this magnitude (2^100 or more) would round the score away.
 template <typename T>
 __device__ float add_value(float score, float value, float shift, float inverse_scale) {
   const float kept = std::is_same_v<T, bfloat16> && shift != 0 ? 0 : 1;

@@ -1,19 +1,18 @@
 // Online softmax on sm_90a that rarely needs maxima. The exponentials of row i are relative to a reference r_i: p_ij =
-// exp(s_ij - r_i), and out_i = sum_j p_ij v_j / sum_j p_ij. The division cancels any r_i. Conditions for r_i:
+// exp(s_ij - r_i), and out_i = sum_j p_ij v_j / sum_j p_ij. The division cancels any r_i. Rules for r_i:
 //
 //   - r_i is a score of a key that query i sees. The p of this key is 1 when rounded to 16 bits (kFarFromZero), so the
 //     sum is nearly 1 or larger, the division is safe, and a p that underflows is negligible.
-//   - Each thread's sum over its columns of a key tile is below kLargestSum = 2^20, so every p is, too. bfloat16 has
-//     the exponents of float32, so any p has a relative error of at most 2^-8, and the factor exp(-r_i) changes none.
-//     Sums of p v over a key tile are below 2^22 max|v|. For float16, whose largest number is 65504, kLargestSum is
-//     2^12.
-//   - If r_i is not the maximum, the largest p is not 1, and is rounded; if it is nearly the whole sum, out has its
-//     rounding error. With the maximum, p is 1 without error (docs/notes/attention.md).
+//   - Each thread's sum over its columns of a key tile is below kLargestSum = 2^20, so every p is below 2^20. bfloat16
+//     has the exponents of float32, so rounding p has a relative error of at most 2^-8 for any r_i. Sums of p v over a
+//     key tile are below 2^22 max|v|. For float16, whose largest number is 65504, kLargestSum is 2^12.
+//   - r_i need not be the maximum. The largest p is then not 1 but a rounded number, and if this p is nearly the whole
+//     sum, out has its rounding error (docs/notes/attention.md).
 //   - If a thread's sum is not below kLargestSum, or is NaN, the warp computes the scores of the key tile again, raises
 //     r_i to their maximum, and multiplies the earlier sums by exp(r_i - new r_i).
 //
-// Therefore only a row's first key tile needs a maximum, over some of its columns; later sums are compared with
-// kLargestSum.
+// Therefore only a row's first key tile needs a maximum, over some of its columns. In later key tiles, the sums are
+// compared with kLargestSum.
 #pragma once
 
 #include "common.cuh"
@@ -32,8 +31,8 @@ __device__ inline bool quad_any(bool x) {
   return __ballot_sync(~0u, x) >> (threadIdx.x % 32 & ~3u) & 0xF;
 }
 
-// A thread's part of rows lane / 4 and lane / 4 + 8 of the warp's 16. Scores and references are dot products plus an
-// additive mask's values / scale; `factor`, scale * log2(e), converts them to exponents of 2.
+// A thread's state of rows lane / 4 and lane / 4 + 8 of the warp's 16 rows. Scores and references are dot products plus
+// an additive mask's values / scale; `factor`, scale * log2(e), converts them to exponents of 2.
 template <typename T>
 struct Softmax {
   static constexpr float kLargestSum = std::is_same_v<T, bfloat16> ? 1 << 20 : 1 << 12;
@@ -72,8 +71,8 @@ struct Softmax {
     needs_reference = __any_sync(~0u, needs);
   }
 
-  // `base` is the reference, or 0 if a reference far from 0 has been subtracted from the scores, because reference *
-  // factor would be rounded too coarsely.
+  // Sets `base` to the reference. If the reference is far from 0, reference * factor would be rounded too coarsely, so
+  // the reference is subtracted from the scores, and `base` is 0.
   template <int n>
   __device__ void find_base(float (&scores)[n], float (&base)[2]) const {
 #pragma unroll
