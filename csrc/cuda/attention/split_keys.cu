@@ -314,9 +314,9 @@ int64_t split_tiles(const AttentionSizes& s) {
   return s.batches * s.key_heads * ceil_div(s.heads / s.key_heads * s.queries, kSplitRows);
 }
 
-// There are enough splits for two thread blocks per SM. If there are 4 or more tiles per SM, there are enough for 12:
-// not all thread blocks are then resident at once, and fewer, longer ones would leave SMs idle at the end. If there are
-// several splits, they have at least 128 keys on average.
+// The splits give each SM two thread blocks, or 12 if there are 4 or more tiles per SM: not all thread blocks are then
+// resident at once, and fewer, longer ones would leave SMs idle at the end. There are fewer splits if they would have
+// less than 128 keys on average.
 template <typename T>
 int splits_of(const AttentionForward<T>& p) {
   constexpr int kFewestKeys = 128;

@@ -10,8 +10,8 @@
 
 namespace gptkernels::cuda {
 
-// Heads are grouped into sections, so that the keys and values of a section (for dk and dv: the queries and dout) fit
-// in the L2 cache. In a section the longest tiles come first, so that short tiles fill the SMs at the end.
+// Heads are grouped into sections whose keys and values (for dk and dv: queries and dout) shall stay in the L2 cache.
+// In a section the longest tiles come first, so that short tiles fill the SMs at the end.
 struct HeadTiles {
   int tiles;    // per head
   int heads;    // of all batches

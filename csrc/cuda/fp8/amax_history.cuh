@@ -35,7 +35,7 @@ __device__ float block_amax(float magnitude) {
 }
 
 // One thread of every thread block passes the thread block's amax. The last thread block to arrive shifts the history
-// by one call, and resets the two working cells behind it.
+// by one call, and resets the two working cells (fp8.h).
 __device__ inline void update_history(int32_t* history, int32_t bits) {
   int32_t* in_progress = history + kFp8Calls;
   atomicMax(in_progress, bits);

@@ -1,4 +1,4 @@
-// Layernorm with float8 output: x (2 bytes per element) is read once, and the float8 result is written in rows and
+// Layernorm with float8 output: x (2 bytes per element) is read once, and the float8 result is written twice, once
 // transposed.
 //
 // A warp keeps a row in registers, as in layernorm_forward_registers_kernel. A thread block assembles tiles of 32 whole

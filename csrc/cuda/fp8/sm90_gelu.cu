@@ -83,8 +83,7 @@ struct GeluProduct {
   int parts;   // thread blocks per strip
 };
 
-// A stage's barrier "full" completes when the stage is loaded, its barrier "empty" when a pair's warps have read it. A
-// pair's barrier "turn" completes when the other pair has started the last MMAs of its tile.
+// A pair's barrier "turn" completes when the other pair has started the last MMAs of its tile.
 struct SharedLayout {
   uint8_t b[kBBytes];                                // 256 rows of 768 terms, or 128 of 1536
   uint8_t a[kStages][kAStep];                        // the ring
@@ -474,7 +473,7 @@ __global__ void __launch_bounds__(kStubThreads) fp8_gelu_wgmma_kernel(const __gr
 // ---- host code ------------------------------------------------------------------------------------------------------
 
 // A dense matrix of bytes whose row index is split into kRank dimensions, described by `sizes`, `strides` (in rows) and
-// `boxes`, the fastest first. The map's innermost dimension is the columns, 128 per box.
+// `boxes`, the fastest-varying first. The map's innermost dimension is the columns, 128 per box.
 template <int kRank>
 CUtensorMap block_map(const void* data, int64_t columns, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank],
                       const int (&boxes)[kRank]) {
@@ -516,7 +515,7 @@ int parts_of(const Fp8Matmul<T>& p) {
   return std::max(multiprocessors() / strips_of(p), 1);
 }
 
-// The workspace begins with the flag `done`, each warp's column sums, and fp8_quantize()'s workspace.
+// The workspace holds the flag `done`, each warp's column sums, and fp8_quantize()'s workspace.
 constexpr int64_t kFlagBytes = 16;
 
 template <typename T>

@@ -1,5 +1,5 @@
-// Sums the rows of x (N, C), for bias gradients. A thread block sums every gridDim.y-th run of kRows rows of a strip of
-// columns, one pack per lane. partial_sums_kernel adds the partial sums in order, so equal inputs give equal bits.
+// Sums x (N, C) over its rows, for bias gradients. A thread block sums every gridDim.y-th run of kRows rows of a strip
+// of columns, one pack per lane. partial_sums_kernel adds the partial sums in order, so equal inputs give equal bits.
 #include "../../column_sum.h"
 #include "cuda/common/partial_sums.cuh"
 
@@ -75,7 +75,7 @@ void launch(const ColumnSum<T>& p, Stream stream) {
 
 }  // namespace
 
-// For either alignment of x, which is not known yet.
+// Enough for any alignment of x, which is not known yet.
 template <typename T>
 int64_t column_sum_workspace(int64_t rows, int64_t width) {
   if (width == 0) return 0;

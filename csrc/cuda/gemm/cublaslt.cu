@@ -185,7 +185,7 @@ template <typename T>
 ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
   int device = 0;
   cudaGetDevice(&device);
-  // The least alignment of a matrix in all batches.
+  // The smallest alignment of the batches' matrices.
   const auto aligned = [&](const void* pointer, int64_t stride, size_t size) {
     return std::min(alignment(pointer), p.batches == 1 ? 256 : alignment(reinterpret_cast<void*>(stride * size)));
   };

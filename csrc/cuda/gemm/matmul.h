@@ -43,7 +43,7 @@ struct Matmul {
 struct MatmulPlan {
   // cublaslt: cublasLtMatmul computes the matmul and the epilogue. sm90: our kernel (gemm/sm90_gelu.h) computes them,
   // and column_sums, which otherwise the caller computes. Neither: cublasGemmStridedBatchedEx computes the matmul, and
-  // our kernel adds the bias. Both are never true.
+  // our kernel adds the bias. `cublaslt` and `sm90` are never both true.
   bool cublaslt;
   bool separate_gelu;  // by our kernels, afterwards
   bool sm90;

@@ -9,7 +9,7 @@
 //   3, 4  epilogue warps
 //
 // Each MMA warp adds the bias to 16 complete rows, rounds them to T, and passes them in shared memory to its epilogue
-// warp, where each lane has 8 columns. kRowsAreK: b is stored as (inner, columns), otherwise as (columns, inner).
+// warp, where each lane has 8 columns. With kRowsAreK, b is stored as (inner, columns), otherwise as (columns, inner).
 //
 //   struct Epilogue {
 //     using Arguments;                   derived from TileProduct<T>, with the epilogue's own arguments
@@ -38,7 +38,7 @@ constexpr int kCluster = 2;                              // thread blocks
 constexpr int kRows = 128, kColumns = 256, kInner = 64;  // the thread block's part of a tile; a step sums kInner terms
 constexpr int kStages = 3;
 constexpr int kThreads = 5 * kWarpgroup;
-constexpr int kPairs = 8;  // MMA and epilogue warps
+constexpr int kPairs = 8;  // of an MMA warp and an epilogue warp
 constexpr int kWarpRows = 16;
 
 constexpr int kABytes = kRows * kPanelRowBytes;

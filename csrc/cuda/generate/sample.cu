@@ -1,5 +1,5 @@
 // Draws the next token of each row of logits, by a cluster of 8 thread blocks per row (one thread block below sm_90).
-// Up to 8192 x (below) per thread block stay in shared memory; each pass reads the other logits again.
+// Up to 8192 values of x per thread block stay in shared memory; each pass reads the other logits again.
 //
 //   x = logits / temperature
 //   if max x is not finite: return -1
@@ -510,7 +510,7 @@ __device__ int draw_candidate(const Sample<T>& p, const Row<T>& row, float large
 
 // ---- the draw -------------------------------------------------------------------------------------------------------
 
-// Returns -1 if there is a NaN or the largest x is not finite. Only the first thread block returns the token.
+// Returns -1 if there is a NaN or the largest x is not finite. The result is valid only in the first thread block.
 template <typename T>
 __device__ int draw(const Sample<T>& p, const Row<T>& row, Shared& shared) {
   KeyIndex own = row.load(p.vocabulary);

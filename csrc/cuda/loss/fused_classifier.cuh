@@ -7,8 +7,8 @@
 // without the target's column: if the target's probability is nearly 1, the loss and the gradient depend on this small
 // sum, whose digits would be lost beside the target's exponential of 1.
 //
-// dlogits may overwrite the logits: a thread writes only columns that it has read itself, and every thread's read of
-// the target's logit is before the reduction, which all writes follow.
+// dlogits may overwrite the logits: a thread writes only columns that it has read itself, and reads the target's logit
+// before the reduction, which all writes follow.
 #pragma once
 
 #include "../../fused_classifier.h"

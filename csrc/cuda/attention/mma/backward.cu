@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
         for (int e = 0; e < 4; ++e)
           weights[m][n][e] = exp2_approximately(fmaf(weights[m][n][e], factor, -reference[m][e / 2]));
     if (kExact || has_bias) {
-      // Each tile is summed first: the rounding errors of a long sum of equal terms would not average out.
+      // Sums each tile first, because the rounding errors of a long sum of equal terms would not average out.
       for_rows<kM>([&](int m, int r) {
         float part = 0;
         for_columns<kN>([&](int n, int c) { part += weights[m][n][2 * r + c]; });

@@ -5,9 +5,8 @@
 //
 //   dS = P (g v' - D)    dq = scale dS k    dk = scale dS' q    dv = P' g
 //
-// Both kernels compute S and g v', which makes 7 matmuls. A single kernel would need 5, but would have to add up the dq
-// of many thread blocks, or process a whole head per thread block (backward_one_pass.cu). P and dS are operands in
-// registers.
+// Both kernels compute S and g v', which makes 7 matmuls. A single kernel needs 5, but must add up the dq of many
+// thread blocks, or process a whole head per thread block (backward_one_pass.cu). P and dS are operands in registers.
 //
 //   kernel for dq, for each tile of 128 queries:                kernel for dk and dv, for each tile of 128 keys:
 //     D = sum(g * out) - dlogsumexp; store it                     for each block j of 64 queries that see the tile:
@@ -100,8 +99,8 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
     barrier_wait(shared.tile_full[at.slot], at.phase);
     const BackwardTile tile = shared.tiles[at.slot];
     if (tile.row < 0) break;
-    // Under the causal mask, one half of a tile sees one block more than the other half, so the warpgroups exchange
-    // halves.
+    // Under the causal mask, one half of a tile sees one more block than the other half, so the warpgroups exchange
+    // halves after every tile.
     half ^= 1;
     const int first_row = tile.row + half * 64, row = first_row + warp * 16 + lane / 4;
     {

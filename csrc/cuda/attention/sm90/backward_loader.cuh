@@ -36,7 +36,6 @@ __device__ void init_barriers(const Barrier (&barriers)[n], int arrivals) {
 
 #endif
 
-// A "full" barrier completes when the bytes have arrived, an "empty" barrier when the warps have released the buffer.
 template <int HS, int kTileParts, int kTileBuffers, int kBlockBuffers>
 struct RingShared : BackwardShape<HS> {
   using Shape = BackwardShape<HS>;

@@ -52,8 +52,8 @@ __device__ OwnBlock<1> own_block(const MaskBlocks& blocks, const MaskedBlock& bl
 //   h and i) + 1 + (blocks skipped between i and j) + 1.
 //
 // A warpgroup therefore skips at most kStages - 3 blocks between h and j, and computes the next one even if all its
-// scores are hidden. (Without a block mask at most one block is skipped, because the two halves of a tile see numbers
-// of blocks that differ by one.)
+// scores are hidden. (Without a block mask at most one block is skipped, because one half of a tile sees at most one
+// block more than the other half.)
 template <int kStages, bool kRowsAreKeys>
 struct SeenByWarpgroup {
   static constexpr int kMostPassed = kStages - 3;

@@ -1,7 +1,7 @@
 // Attention's backward for sm_90a with one thread block per head. The kernel computes scores once, so it needs five
 // matmuls instead of the seven of backward.cu, whose notation applies. It supports up to 1024 queries and 64 channels,
-// and needs enough heads to keep the SMs busy. For each tile of 128 keys, a thread block processes the blocks of 64
-// queries that see the tile. Its warpgroups:
+// without attn_mask, dropout or shared key heads, and needs enough heads to keep the SMs busy. For each tile of 128
+// keys, a thread block processes the blocks of 64 queries that see the tile. Its warpgroups:
 //
 //   - one loads tiles, and two of its warps compute D and the bias, up to one head ahead
 //   - two have 64 keys each: they sum dk and dv in registers, and pass dS^T in shared memory to the last warpgroup
@@ -63,7 +63,6 @@ struct HeadBackward {
 
 #if GPTKERNELS_WGMMA
 
-// A "full" barrier completes when the buffer has been written, an "empty" barrier when it has been read.
 struct Shared {
   uint32_t first;
 

@@ -43,7 +43,7 @@ struct MaskRow {
   float log2_count;
 };
 
-// The classes of a tile of 128 rows, which has two rows of blocks.
+// The classes of a tile of 128 queries or keys, which has two rows of blocks.
 struct SeenBlocks {
   const uint8_t* first;
   const uint8_t* second;
@@ -71,7 +71,6 @@ struct SeenBlocks {
     if constexpr (kUnits == 1) return first[block] | second[block] << 16;
     return *reinterpret_cast<const uint16_t*>(first + block) | *reinterpret_cast<const uint16_t*>(second + block) << 16;
   }
-  // Calls apply(first block) for each group of kUnits blocks that are not all hidden.
   template <int kUnits, typename Apply>
   __device__ void for_each_from_last(const Apply& apply) const {
 #pragma unroll 1  // saves registers

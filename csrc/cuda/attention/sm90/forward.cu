@@ -68,7 +68,6 @@ struct alignas(16) QueryTile {
   int key_tiles;  // 0: no more query tiles
 };
 
-// A "full" barrier completes when the buffer is loaded, an "empty" barrier when all computing warps have read it.
 template <typename Tile>
 struct Shared {
   struct Stage {
@@ -237,7 +236,8 @@ struct Warpgroup {
   }
 
   __device__ void start_out(float (&out)[kOut], uint32_t (&weights)[kScores / 2], int slot, bool accumulate) const {
-    // Bits 16 to 31 are the distance between panels in units of 16 bytes; panel_descriptor() sets them to 1.
+    // Bits 16 to 31 of a descriptor are the distance between panels in units of 16 bytes; panel_descriptor() sets them
+    // to 1.
     constexpr uint32_t kPanel = Tile::kPanels > 1 ? (Tile::kKeyPanel >> 4) - 1 : 0;
     const uint32_t v = keys_lower + slot * kStageStep + (Tile::kKeyBytes >> 4) + (kPanel << 16);
     pin_registers(weights);
@@ -274,7 +274,6 @@ struct Warpgroup {
     mask.hide(scores, p.problem, p.mask, queries, own_row, lane, key_tile);
   }
 
-  // Stores the logsumexp of the thread's two rows, and sets `inverse` to the factors of their O.
   __device__ void finish_rows(const Softmax<T>& softmax, float (&inverse)[2], const Queries& of) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {

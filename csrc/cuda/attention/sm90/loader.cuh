@@ -8,7 +8,6 @@ namespace gptkernels::cuda {
 
 #if GPTKERNELS_WGMMA
 
-// The panels of 64 channels are panel_bytes apart in shared memory.
 template <int kPanels>
 __device__ void load_panels(uint32_t shared, int panel_bytes, const CUtensorMap& map, int row, int head, int batch,
                             uint32_t full) {

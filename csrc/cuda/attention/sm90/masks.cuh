@@ -31,7 +31,6 @@ bool has_mask(const AttentionMask<T>& mask) {
   return mask.allowed || mask.bias;
 }
 
-// The indices of mask blocks must fit in 32 bits.
 template <typename T, typename Params>
 bool supports_mask(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;
