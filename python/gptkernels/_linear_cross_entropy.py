@@ -17,9 +17,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute ``cross_entropy(linear(x, weight), targets)`` in chunks of rows, and store only one chunk's logits.
 
-    For "mean" and "sum" the forward also computes the gradients, if autograd records them, and the backward scales
-    them. The backward instead computes each chunk's logits a second time for "none"; for float16, whose gradients must
-    be multiplied by the loss scale before they are rounded; and with ``create_graph=True``, where differentiating the
+    If autograd records the call, the forward also computes the gradients, and the backward scales them. In three cases
+    the backward instead computes each chunk's logits a second time: for "none"; for float16, because its gradients must
+    be multiplied by the loss scale before they are rounded; and with ``create_graph=True``. Differentiating the
     gradients stores all logits. Inside autocast the matmuls have autocast's dtype.
 
     Args:

@@ -61,7 +61,7 @@ class GPT2(Files, NanoGPT):
         return weight is not None and weight is getattr(self.transformer.wte, "weight", None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT2":
-        """Tie the LM head again, because torch makes a separate parameter of each one that leaves the meta device."""
+        """Tie the LM head again, because tied parameters become separate ones when they leave the meta device."""
         tied = self._is_tied()
         super()._apply(fn, recurse)
         if tied:
