@@ -69,9 +69,7 @@ def test_twenty_steps_match_torch(options, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_matches_torchs_fused_kernel(dtype, device):
-    """torch's fused kernel computes in float32, as ours does. torch's other code rounds intermediate results to 16
-    bits.
-    """
+    """Both kernels compute in float32, while torch's other code rounds intermediate results to 16 bits."""
     ours, torchs, our_params, torch_params = make_pair(dtype, device, lr=0.1, fused=True)
     for optimizer in (ours, torchs):
         train(optimizer, 20)
@@ -407,7 +405,6 @@ def test_the_scaler_leaves_gradients_scaled(device):
 
 @pytest.mark.parametrize("name", ["amsgrad", "differentiable"])
 def test_unsupported_options_and_their_states_are_refused(name):
-    """A refused state changes nothing."""
     message = f"{name}=True is not supported"
     ours, torchs, params, torch_params = make_pair()
     assert_raises(ValueError, message, AdamW, params, **{name: True})

@@ -230,7 +230,6 @@ def test_find_files_returns_matching_files(shards, tmp_path):
 
 
 def test_random_offsets_are_uniform(token_file):
-    """Two ranks together draw the offsets that one rank would draw."""
     alone = DataLoader(token_file(65), 4, 7, 256, seed=1, random_offsets=True)
     ranks = [DataLoader(alone.data, 2, 7, 256, seed=1, random_offsets=True, rank=rank, world_size=2) for rank in (0, 1)]
     counts = np.zeros(58, int)

@@ -348,7 +348,7 @@ def test_an_update_is_skipped(options, option, monkeypatch, capsys, tmp_path):
 
 
 def test_scores_are_the_same_with_and_without_skipping(options, monkeypatch, tmp_path):
-    """The host computes the z-scores, or, if updates may be skipped, the device."""
+    """The host computes the z-scores. If updates may be skipped, the device computes them instead."""
     monkeypatch.setattr(outliers, "WINDOW", 3)
     columns = []
     for name, limit in (("off", 0.0), ("on", 1e9)):
