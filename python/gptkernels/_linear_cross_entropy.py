@@ -29,7 +29,7 @@ def linear_cross_entropy(
         vocab_size: V; the columns V..Vp-1 are padding and are not part of the softmax. None is Vp.
         ignore_index: a row with this target has a loss and a gradient of 0.
         reduction: "mean" (over the rows that are not ignored; nan if all are), "sum" or "none".
-        chunk_size: the rows in a chunk; None chooses as many as have 2^28 logits.
+        chunk_size: the rows in a chunk; None chooses chunks of at most 2^28 logits.
 
     Returns:
         The loss in float32 (float64 for float64), 0-dim, or (...) for "none".

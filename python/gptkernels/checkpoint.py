@@ -55,7 +55,7 @@ Name = TypeVar("Name")
 
 
 def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of GPT-2's parameters in llm.c's order: `ln_1.weight` of every layer, and so on.
+    """Return the names and shapes of GPT-2's parameters in llm.c's order: by kind of parameter, and then by layer.
 
     `wte` is (V, C). `lm_head` is the same tensor and is not listed.
     """

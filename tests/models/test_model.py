@@ -700,7 +700,7 @@ def test_bad_options_of_generation_are_refused(device):
 
 
 def test_only_layers_with_dropout_keep_random_state(device):
-    """A GPU's random state would have to be copied to the host."""
+    """Other layers must not keep it, because a GPU's random state would have to be copied to the host."""
     kept = []
     for config, training in ((CONFIG, True), (DROPOUT, True), (DROPOUT, False)):
         block = GPT2(config, device).train(training).transformer.h[0]

@@ -43,7 +43,7 @@ def derive(original: type, name: str, *options: Any) -> type:
     namespace = _namespaces[name](original, *options)
     own: Any = original.forward  # type: ignore[attr-defined]
     replaced = namespace["forward"]
-    if not hasattr(replaced, "__wrapped__"):  # the forward of "attention calls" (sdpa.py) is a copy of the user's code
+    if not hasattr(replaced, "__wrapped__"):  # sdpa.py's replacement may be a copy of the user's own forward
         parameters = inspect.signature(replaced).parameters
         known = tuple(parameters)  # torch.compile cannot trace the mapping before torch 2.12
         takes_all = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
