@@ -15,7 +15,7 @@ P = 0.1
 
 
 class Mask:
-    """What every mask's result has: the kept values, and about the share P of dropped elements."""
+    """Checks a result without its mask: kept values are exact, and about the share P of the elements is dropped."""
 
     def __init__(self, values):
         self.kept = values / (1 - P)

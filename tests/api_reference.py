@@ -67,8 +67,8 @@ def first_line(value):
 
 
 def signature(name, value):
-    """Return a name with its parameters and defaults, "..." for a constructor inherited from torch, or an enum's
-    members.
+    """Return ``name(parameter=default)``, ``name(...)`` for a constructor inherited from torch, or ``name.{A, B}`` for
+    an enum.
     """
     if inspect.isclass(value) and (base := find_torchs(value)) is not None and inherits_constructor(value, base):
         return f"{name}(...)"

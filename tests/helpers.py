@@ -71,7 +71,7 @@ def assert_equal(found, expected, equal_nan=False):
 
 
 def assert_same_bits(function, times=3, vary_threads=True):
-    """Every second call uses one CPU thread."""
+    """With ``vary_threads``, every second call uses one CPU thread."""
     first = _copies(function())
     threads = torch.get_num_threads()
     try:
@@ -89,13 +89,13 @@ def _copies(outputs):
 
 
 def tolerance(dtype):
-    """Four times torch's tolerances for float64 and float32, larger ones in 16 bits. Tests still find wrong indices."""
+    """Return four times torch's tolerances for float64 and float32, and larger tolerances for 16-bit dtypes."""
     rtol, atol = {torch.float64: (1e-7, 1e-7), torch.float32: (1.3e-6, 1e-5)}.get(dtype, (1.6e-2, 1e-2))
     return {"rtol": 4 * rtol, "atol": 4 * atol}
 
 
 def assert_close_in_scale(a, b, dtype):
-    """After several matmuls, a small element is a difference of large numbers and has their absolute error."""
+    """After several matmuls, a small element is a difference of large numbers, with an error of their magnitude."""
     scale = b.abs().max().clamp(min=1).double() if b.numel() else 1.0
     torch.testing.assert_close(a.double() / scale, b.double() / scale, **tolerance(dtype))
 

@@ -10,7 +10,7 @@ LEAST = 0.03
 def slower(old_rows, new_rows):
     """List the rows whose time grew by more than 3 % and by more than the two runs' spreads together.
 
-    All times are divided by the median ratio of the copies' times, because machines differ by a few per cent.
+    Machines differ by a few per cent, so each ratio of times is divided by the median ratio of the copies' times.
     """
     old = {row.key: row for row in old_rows if "ours" in row.times}
     pairs = [(old[row.key], row) for row in new_rows if row.key in old]

@@ -5,8 +5,8 @@ import torch
 from benchmarks.harness.case import as_tuple
 
 ELEMENTS = 1 << 24
-# Relative to the largest element and to the mean of the exact result, between the errors of correct and wrong kernels.
-# The tests check the exactness of our kernels.
+# Bounds on the largest error relative to the largest element, and on the mean error relative to the mean magnitude.
+# They lie between the errors of correct and of wrong kernels.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
 
 

@@ -12,9 +12,9 @@ from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.harness.measure import roof
 
-# The matmuls of an op in launch order, each with the position of its weight among the op's arguments; the list repeats
-# if an op launches more. The ops with UNKNOWN have no argument of the weight's shape. For fp8_layer_backward the number
-# is the weight's other dimension divided by C, as in GPT-2.
+# The matmuls of an op in launch order, each with the position of its weight among the op's arguments. If an op launches
+# more matmuls, the list begins again. Ops with UNKNOWN have no argument of the weight's shape. For fp8_layer_backward
+# the number is the weight's other dimension divided by C, as in GPT-2.
 UNKNOWN = -1
 PRODUCTS: dict[str, dict[str, int]] = {
     "linear": {"out": 1},
@@ -169,7 +169,7 @@ def least(op, what, shapes, sizes) -> tuple[int, int]:
         return 0, attention_flops(op, shapes)
     if op.startswith("fp8_layer") and what == "attention":
         return 0, attention_flops(op, [(*shapes[0][:2], 3 * shapes[0][2])] * 2)
-    if op.startswith("fp8_layer") and what == "norms":  # two norms; two float8 copies are as large as one in 16 bits
+    if op.startswith("fp8_layer") and what == "norms":  # two norms; each writes two float8 copies of its result
         return 2 * 4 * n * itemsize, 0
     if op in ("residual_layernorm_backward", "residual_layernorm_bias_backward"):
         return (4 if len(shapes) > 1 and shapes[1] else 3) * n * itemsize, 0

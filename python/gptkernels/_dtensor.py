@@ -1,4 +1,4 @@
-"""DTensors in the optimizer: each process updates its own part; norms are those of whole tensors."""
+"""Supports DTensors in the optimizer: each process updates its own part, and norms are those of the whole tensors."""
 
 from typing import Any, NamedTuple
 
@@ -9,7 +9,7 @@ PLAIN = (Tensor, torch.nn.Parameter)
 
 
 class Place(NamedTuple):
-    """The distribution of a DTensor over its mesh of devices. One launch updates DTensors of the same distribution."""
+    """The distribution of a DTensor over its mesh of devices."""
 
     mesh: Any
     placements: tuple[Any, ...]

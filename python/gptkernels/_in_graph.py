@@ -1,7 +1,6 @@
-"""Marks the functions whose operators ``torch.compile`` records without tracing the functions.
+"""Marks two functions with ``allow_in_graph``: dynamo records a call of the function instead of tracing it.
 
-``allow_in_graph`` imports torch._dynamo, which takes longer than importing torch; so only traced callers import this
-module.
+Marking imports torch._dynamo, which takes longer than importing torch. So only traced callers import this module.
 """
 
 import torch

@@ -47,7 +47,7 @@ def _string(function: str) -> str:
 
 
 def cpu_capability() -> str:
-    """Return "default", "avx2" or "avx512": the processor's best, or GPTKERNELS_CPU_CAPABILITY at loading."""
+    """Return "default", "avx2" or "avx512", the instruction set for which the CPU kernels in use were compiled."""
     return _string("gptkernels_cpu_capability")
 
 

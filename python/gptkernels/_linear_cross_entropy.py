@@ -17,9 +17,9 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Compute ``cross_entropy(linear(x, weight), targets)`` in chunks of rows, and store only one chunk's logits.
 
-    For "mean" and "sum" the forward also computes the gradients, if autograd records them, and the backward scales
-    them. The backward instead computes each chunk's logits a second time for "none"; for float16, whose gradients must
-    be multiplied by the loss scale before they are rounded; and with ``create_graph=True``, where differentiating the
+    If autograd records the call, the forward also computes the gradients, and the backward scales them. In three cases
+    the backward instead computes each chunk's logits a second time: for "none"; for float16, because its gradients must
+    be multiplied by the loss scale before they are rounded; and with ``create_graph=True``. Differentiating the
     gradients stores all logits. Inside autocast the matmuls have autocast's dtype.
 
     Args:
@@ -29,7 +29,7 @@ def linear_cross_entropy(
         vocab_size: V; the columns V..Vp-1 are padding and are not part of the softmax. None is Vp.
         ignore_index: a row with this target has a loss and a gradient of 0.
         reduction: "mean" (over the rows that are not ignored; nan if all are), "sum" or "none".
-        chunk_size: the rows in a chunk; None chooses as many as have 2^28 logits.
+        chunk_size: the rows in a chunk; None chooses chunks of at most 2^28 logits.
 
     Returns:
         The loss in float32 (float64 for float64), 0-dim, or (...) for "none".

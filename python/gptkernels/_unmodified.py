@@ -14,8 +14,8 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def is_unmodified(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
     """Return whether a call of ``module`` would run ``kind.forward`` and nothing else.
 
-    Otherwise the module must be called: it is an adapter, a subclass or a wrapper (parametrisations and FSDP2 replace a
-    module's class), has hooks (as for pruning) or its own forward, or is compiled separately.
+    If not, the caller must call the module: it is an adapter, a subclass or a wrapper (parametrisations and FSDP2
+    replace a module's class), has hooks (pruning adds one) or its own forward, or is compiled separately.
     """
     return are_unmodified((module, kind))
 
@@ -30,8 +30,8 @@ def are_unmodified(*parts: tuple[torch.nn.Module, type[torch.nn.Module]]) -> boo
 def is_exporting() -> bool:
     """Return whether ``torch.export`` traces this call without dynamo.
 
-    The embeddings and the LM head are then called, not fused, because they share a weight and
-    ``torch.distributed.pipelining`` looks for its owners among the called modules.
+    The embeddings and the LM head are then called, not fused. They share a weight, and
+    ``torch.distributed.pipelining`` finds only those modules with the weight that are called.
     """
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 

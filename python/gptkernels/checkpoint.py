@@ -1,13 +1,13 @@
 """Models and training states on disk.
 
-- A model is llm.c's `.bin`, or `.safetensors` with the configuration in its metadata. In memory it is a state dict with
-  nanoGPT's names and matrices (out, in), and a configuration with nanoGPT's names and `activation` ("gelu" for the
-  exact GELU; absent for "gelu_tanh").
+- A model is llm.c's `.bin`, or `.safetensors` with the configuration in its metadata. In memory it is a state dict and
+  a configuration, both with nanoGPT's names. Matrices are (out, in). The configuration's entry `activation` is "gelu"
+  for the exact GELU, and is absent for "gelu_tanh".
 - A training state is one `.safetensors` file that also contains the optimizer, the random number generators and the
   trainer's counters.
 
 Files are written atomically, and read without executing code. A damaged file, or one of another format, raises a
-ValueError before memory for tensors is allocated.
+ValueError. Sizes are checked before memory for tensors is allocated.
 """
 
 import dataclasses
@@ -55,7 +55,7 @@ Name = TypeVar("Name")
 
 
 def parameter_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return the names and shapes of GPT-2's parameters in llm.c's order: each parameter of a layer for all layers.
+    """Return the names and shapes of GPT-2's parameters in llm.c's order: by kind of parameter, and then by layer.
 
     `wte` is (V, C). `lm_head` is the same tensor and is not listed.
     """

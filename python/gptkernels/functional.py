@@ -2,7 +2,7 @@
 
 Shapes: B batch, T tokens, C channels, V vocabulary, Vp padded vocabulary, N rows. An option that the kernels do not
 support raises a ValueError that names it. Only :func:`scaled_dot_product_attention` and :func:`causal_attention` call
-torch's kernels, in the cases that they list.
+torch's kernels, in the cases that their docstrings list.
 """
 
 import warnings

@@ -236,7 +236,7 @@ class MLP(torch.nn.Module):
 class KeyValueCache:
     """The keys and values of at most ``capacity`` earlier tokens of a layer, for decoding.
 
-    ``memory`` is (2, B, NH, capacity, HS); otherwise the first tokens allocate memory.
+    ``memory`` is (2, B, NH, capacity, HS). If it is None or does not fit the first tokens, new memory is allocated.
     """
 
     def __init__(self, capacity: int, memory: Tensor | None = None) -> None:

@@ -224,7 +224,7 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
-    """The host reads a float or a CPU tensor; the kernel reads another tensor on ``device``."""
+    """Return a CPU tensor for a float or a CPU tensor, and otherwise a tensor on ``device``, which the kernel reads."""
     if not isinstance(lr, Tensor):
         if torch.compiler.is_compiling():  # the multiplication prevents a recompilation for another lr
             return torch.ones((), dtype=torch.float64, device="cpu") * lr
@@ -267,7 +267,7 @@ def _alike(parameters: Iterable[Tensor]) -> Iterable[_Alike]:
     if type(None) in set(map(type, grads)):
         parameters = [parameter for parameter, grad in zip(parameters, grads, strict=True) if grad is not None]
         grads = [grad for grad in grads if grad is not None]
-    # Usually all parameters have one dtype and device and are no DTensors. This test is faster than grouping.
+    # Usually all parameters are plain tensors of one dtype and device. This test is faster than grouping.
     if (
         set(map(type, parameters)) <= _PLAIN
         and {grad.layout for grad in grads} == {torch.strided}

@@ -485,8 +485,8 @@ def find_failures(arguments, indices, counts):
 
 
 def work(pipe, progress, arguments):
-    """Send back what ``make_calls`` yields for each task, then None. If the device is lost, the process ends before
-    None.
+    """Send what ``make_calls`` yields for each task, and then None. If the device is lost, the process ends instead of
+    sending None.
     """
     global _progress
     _progress = progress

@@ -211,7 +211,6 @@ def test_without_gradients_there_is_no_node(device):
 
 
 def test_some_calls_with_float8_matmuls_have_no_node(device, monkeypatch):
-    """In evaluation mode, without gradients, with the exact GELU and under autocast."""
     model = make_model(device, **FP8)
     before = [t.clone() for t in model.buffers()]
     with torch.no_grad():
@@ -276,7 +275,6 @@ def test_the_norm_refuses_another_width(device):
 
 
 def test_accumulated_float8_gradients_have_the_same_bits(device, monkeypatch):
-    """After the forwards of two losses, the backward of each loss is called twice."""
     found = []
     for patched in (False, True):
         model = make_model(device, torch.bfloat16, **FP8)

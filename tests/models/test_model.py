@@ -55,7 +55,6 @@ def test_the_configuration_pads_the_vocabulary():
 
 @pytest.mark.parametrize("token", [65, 127])
 def test_tokens_of_the_padding_are_refused(token, device):
-    """Tokens from vocab_size to padded_vocab_size - 1 select padding rows."""
     if device.type != "cpu":
         pytest.skip("on CUDA a device-side assertion ends the process's context; see the next test")
     assert (CONFIG.vocab_size, CONFIG.padded_vocab_size) == (65, 128)
@@ -125,7 +124,6 @@ def test_bad_configurations_are_refused(fields, message):
 
 
 def test_flops_per_token():
-    """6 flops for each weight of a matmul, plus the flops of attention."""
     model = GPT2(CONFIG)
     matrices = sum(p.numel() for n, p in model.named_parameters() if "wpe" not in n) - 63 * 32
     assert model.flops_per_token(10) == 6 * matrices + 12 * 3 * 32 * 10
@@ -376,7 +374,6 @@ class NoisyAdapter(torch.nn.Module):
     [(None, False), (None, True), *((change, False) for change in ("adapter", "probability", "attention", "hook"))],
 )
 def test_recomputed_blocks_have_the_same_gradient_bits(change, autocast, device):
-    """Recomputation draws the same random numbers again, and saves less than half as many bytes."""
     ours, _ = make_pair(device, torch.float64 if change else torch.float32)
     block = ours.transformer.h[0]
     if change == "adapter":
@@ -495,7 +492,6 @@ DROPOUT = dataclasses.replace(CONFIG, dropout=0.2)
 
 
 def test_dropout_acts_in_training_only(device):
-    """Dropout is applied in training mode, or if the dropout module alone is in training mode."""
     ours, _ = make_pair(device, torch.float32, dropout=0.2)
     plain = GPT2(CONFIG, device)
     plain.load_state_dict(ours.state_dict())
@@ -576,7 +572,6 @@ def test_only_the_embeddings_dropout_is_a_kernel(device):
 @DTYPES
 @pytest.mark.parametrize("prompt", [1, 5, 16, 20])
 def test_cached_generation_matches_the_full_forward(prompt, dtype, device):
-    """Beyond block_size tokens, the full forward sees only the last block_size tokens."""
     ours, _ = make_pair(device, dtype)
     tokens = torch.randint(65, (3, prompt), device=device)
     found = ours.generate(tokens, 22, temperature=0)
@@ -705,7 +700,7 @@ def test_bad_options_of_generation_are_refused(device):
 
 
 def test_only_layers_with_dropout_keep_random_state(device):
-    """A GPU's random state would have to be copied to the host."""
+    """Other layers must not keep it, because a GPU's random state would have to be copied to the host."""
     kept = []
     for config, training in ((CONFIG, True), (DROPOUT, True), (DROPOUT, False)):
         block = GPT2(config, device).train(training).transformer.h[0]

@@ -92,7 +92,6 @@ def test_get_num_params_matches_nanogpt(bias):
 
 
 def test_estimate_mfu_is_nanogpts_formula(monkeypatch):
-    """The peak is peak_flops or, without this argument, that of the device."""
     model = make_model()
     L, H, Q, T = 2, 2, 8, 8
     flops = (6 * model.get_num_params() + 12 * L * H * Q * T) * T

@@ -147,7 +147,7 @@ def test_master_parameters_take_float32s_steps(dtype, device):
 @low_dtypes
 @pytest.mark.parametrize("state_dtype", [None, torch.float32], ids=["own states", "float32 states"])
 def test_changed_parameters_replace_their_masters(state_dtype, dtype, device):
-    """The master is kept if it rounds to the parameter, otherwise the step starts from the parameter."""
+    """The master is kept if it rounds to the parameter. Otherwise the step starts from the parameter."""
     (param,), gradients = make([(1003,)], dtype, device, steps=1)
     master = param.float() * (1 + 2**-13)  # rounds to the parameter
     assert torch.equal(master.to(dtype), param)

@@ -227,8 +227,8 @@ def rows_of_partials(counts, batch, length, window, batch_piece):
 class Arrivals:
     """Simulates add_parts (csrc/cuda/embedding/sums.cuh) for all parts of all sums. One warp acts at a time.
 
-    An action is everything that a warp does up to and including its next increment of a counter, because no other warp
-    reads what it has written before. A partial sum is the set of its parts.
+    An action is everything that a warp does up to and including its next increment of a counter, because other warps
+    read what it has written only after the increment. A partial sum is the set of its parts.
     """
 
     def __init__(self, sums, group, counter_of=lambda row: row):
@@ -305,7 +305,6 @@ class Arrivals:
 
 
 def test_arrivals_in_every_order():
-    """Small windows and groups with all pairs of run lengths up to 7, and a few longer runs."""
     layouts = [(counts, 2) for counts in itertools.product(range(8), repeat=2)]
     layouts += [(counts, 3) for counts in [(3, 0, 3), (5, 3, 3), (3, 5, 4), (8, 6), (6, 8)]]
     states = 0

@@ -50,8 +50,8 @@ def dequantized(x):
 
 
 def round_dlogits(dlogits):
-    """Return dlogits rounded to E5M2, and how much each changes if float32's relative error of 2^-18 moves its
-    rounding.
+    """Return dlogits rounded to E5M2, and by how much each rounded number may change if dlogits has float32's relative
+    error of 2^-18.
     """
 
     def read(d):
@@ -181,7 +181,7 @@ def test_nan_and_infinity_stay_in_their_row(dtype, device):
 
 
 def test_float16_gradients_do_not_underflow(device):
-    """dloss multiplies gradients that would underflow in float16 before they are rounded."""
+    """The gradients are multiplied by dloss before they are rounded to float16, where they would underflow."""
     x, weight, targets = (
         t.half() if t.is_floating_point() else t for t in problem(2000, 32, 1008, 1000, torch.float32, device)
     )

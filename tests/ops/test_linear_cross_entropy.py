@@ -56,7 +56,7 @@ def test_defaults(device):
 
 
 def test_keeps_small_float16_gradients(device):
-    """dloss multiplies the quotients probability / count, which would underflow in float16, before rounding."""
+    """probability / count would underflow in float16, so it is multiplied by dloss in float32 before it is rounded."""
     x, weight = randn(512, 8, dtype=torch.float16, device=device), randn(999, 8, dtype=torch.float16, device=device)
     x = (x * 0.01).requires_grad_()
     targets = torch.randint(999, (512,), device=device)
@@ -148,7 +148,6 @@ def test_weight_gradient_is_not_rounded_after_each_chunk(dtype, chunk_size, devi
 @pytest.mark.parametrize("chunk_size", [-1, 1, 13, 14, 100])
 @all_dtypes
 def test_with_logits(dtype, chunk_size, scale, device):
-    """The logits and dx have the dtype of x. The loss and dweight are float32, or float64 if x is float64."""
     x, weight, targets = problem(2, 20, dtype=dtype, device=device)
     targets %= 10
     targets[0, 2:5] = 9
@@ -174,7 +173,7 @@ def test_with_logits(dtype, chunk_size, scale, device):
 
 @with_dtypes(torch.float32, torch.float64)
 def test_mean_over_many_rows(dtype, device):
-    """More rows than a thread block of the mean's kernel reads in one iteration."""
+    """A thread block of the mean's kernel needs several iterations for these rows."""
     rows = 3 * 8 * 1024 + 77
     x, weight = randn(rows, 2, dtype=dtype, device=device), randn(3, 2, dtype=dtype, device=device)
     targets = torch.randint(3, (rows,), device=device)
@@ -275,7 +274,7 @@ def aligned_problem(rows, dtype=torch.float32, device="cpu"):
 @pytest.mark.parametrize("dloss", [1.0, -0.5])
 @functions_and_dtypes
 def test_backward_twice(function, dtype, dloss, device):
-    """The forward has computed the gradients. A backward with retain_graph returns copies of them, the last backward
+    """The forward has computed the gradients. A backward with retain_graph returns copies of them. The last backward
     may overwrite and return them.
     """
     x, weight, targets = aligned_problem(20, dtype, device)
@@ -495,7 +494,6 @@ def test_exponentials_that_overflow(redone, exponentials, device):
 
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan"), 1e30])
 def test_exponentials_of_special_values(value, exponentials, device):
-    """They affect only their own row, and nothing in an ignored row."""
     x, weight, targets = head(300, 128, 264, device)
     arguments = (-1, -100, "sum", -1, [True, True])
     _, clean, _ = ops.linear_cross_entropy_with_gradients(x, weight, targets, *arguments)

@@ -77,7 +77,7 @@ def test_x_and_residual_may_be_the_same_tensor(device):
 
 
 def test_zero_x_bias_changes_no_bits(device):
-    """The backward with the gradient of x_bias may round dx differently than the backward without it."""
+    """Only the forward has the same bits: the backward that computes x_bias's gradient may round dx differently."""
     for dtype in (torch.float32, torch.bfloat16):
         for width in (7, 768, 1600, 50257):
             args = inputs(40, width, dtype, device)

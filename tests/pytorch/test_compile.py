@@ -48,7 +48,6 @@ def test_inductor_has_a_rule_for_every_op(device):
 
 
 def test_inductor_trains_with_dropout(device):
-    """Each call in training mode draws new masks, which its backward uses, too."""
     torch._dynamo.reset()
     model, tokens = make_model_and_tokens(device, dropout=0.5)
     compiled = torch.compile(model, fullgraph=True)

@@ -140,7 +140,6 @@ def test_autocast_gives_torchs_dtypes(dtype, device):
 
 @pytest.mark.parametrize("max_grad_norm", [None, 1.0])
 def test_float16_with_a_grad_scaler(max_grad_norm, device):
-    """The scaler skips a step whose gradients overflow."""
     overflows = 5
 
     def train(model, optimizer, clips):
@@ -189,7 +188,6 @@ def save_matmuls():
 )
 @pytest.mark.parametrize("autocast", [False, True])
 def test_selective_checkpointing_by_our_ops(contexts, saved, autocast, device):
-    """Ops whose results are saved run once, others twice."""
     block, x = make_model(device).transformer.h[0], randn(2, T, C, dtype=torch.float32, device=device)
     options = {} if contexts is None else {"context_fn": contexts}
 

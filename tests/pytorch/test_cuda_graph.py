@@ -24,7 +24,6 @@ WIDE = {
 @pytest.mark.parametrize("size", ["odd", "ordinary", "wide"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_op_and_its_derivative_is_captured(case, size, device):
-    """For each call of ``gptkernels check``, a replay on new values has the bits of an eager call."""
     if device.type != "cuda":
         pytest.skip("CUDA only")
     if size == "wide" and case.name not in WIDE:

@@ -100,7 +100,6 @@ def fsdp(folder):
 
 
 def sharded_layers(folder):
-    """The loss is fused with the LM head."""
     mesh, model = init_device_mesh("cpu", (2,)), make_model()
     for block in model.transformer.h:
         for layer in (block.ln_1, block.ln_2, block.attn, block.mlp.c_fc, block.mlp.c_proj):

@@ -149,7 +149,6 @@ def test_a_replay_waits_for_its_capture(device, monkeypatch):
 
 
 def test_a_change_of_shape_captures_again(device):
-    """The first steps alternate between two shapes. Each later step has three batches, of which the last is smaller."""
     long, short = make_batches(8), make_batches(8, batch=2, length=32, seed=2)
     one = [[b] for pair in zip(long[:4], short[:4], strict=True) for b in pair]
     both = [[long[4 + i], long[5 + i], short[i]] for i in range(3)]

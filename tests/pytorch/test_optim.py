@@ -69,9 +69,7 @@ def test_twenty_steps_match_torch(options, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_matches_torchs_fused_kernel(dtype, device):
-    """torch's fused kernel computes in float32, as ours does. torch's other code rounds intermediate results to 16
-    bits.
-    """
+    """Both kernels compute in float32, while torch's other code rounds intermediate results to 16 bits."""
     ours, torchs, our_params, torch_params = make_pair(dtype, device, lr=0.1, fused=True)
     for optimizer in (ours, torchs):
         train(optimizer, 20)
@@ -82,10 +80,7 @@ def test_low_precision_matches_torchs_fused_kernel(dtype, device):
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_master_weights_have_float32s_updates(dtype, max_grad_norm, device):
-    """With master weights, 16-bit parameters are the rounded parameters of a float32 run, also with clipping.
-
-    The updates are so small that most of them would not change a 16-bit parameter.
-    """
+    """The updates are so small that most of them would not change a 16-bit parameter without a master copy."""
     ours = make_parameters(dtype, device)
     wide = [torch.nn.Parameter(p.detach().float()) for p in ours]
     optimizer = AdamW(ours, lr=1e-5, master_weights=True, max_grad_norm=max_grad_norm)
@@ -407,7 +402,6 @@ def test_the_scaler_leaves_gradients_scaled(device):
 
 @pytest.mark.parametrize("name", ["amsgrad", "differentiable"])
 def test_unsupported_options_and_their_states_are_refused(name):
-    """A refused state changes nothing."""
     message = f"{name}=True is not supported"
     ours, torchs, params, torch_params = make_pair()
     assert_raises(ValueError, message, AdamW, params, **{name: True})
@@ -496,7 +490,6 @@ def test_clipping_in_the_step(max_norm, dtype, device):
 
 
 def test_clipping_inside_the_scaler(device):
-    """The optimizer clips the unscaled gradients, and also reports the norm of a skipped step."""
 
     def train_scaled(inside):
         params = make_parameters(torch.float32, device)

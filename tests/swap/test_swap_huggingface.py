@@ -1,4 +1,4 @@
-"""Tests that swapped GPT-2 models of Hugging Face accept all options, and have the results of unswapped models."""
+"""Tests that swapped GPT-2 models of Hugging Face have the results of unswapped models, with many options."""
 
 import copy
 import functools
@@ -299,7 +299,7 @@ def test_trainer(tmp_path, device):
 
 @pytest.mark.parametrize("kind", ["ones", "left", "right", "holes"])
 def test_attn_implementation_has_the_same_results(kind, device):
-    """The model is no GPT-2. Two of its query heads share one head of keys and values."""
+    """The model is a Llama, in which two query heads share each head of keys and values."""
     gptkernels.register_attention("transformers")
     config = transformers.LlamaConfig(
         vocab_size=V, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,

@@ -529,7 +529,6 @@ def test_the_head_and_its_loss_are_as_exact_as_torch(autocast, how, divisor, use
 
 
 def test_the_gradient_of_the_logits_is_never_whole(device, monkeypatch):
-    """Eager training computes the gradient of the logits in chunks, and saves no chunk for the backward."""
     monkeypatch.setattr(head, "CHUNK", 128)
     hidden, weight = (torch.randn(shape, device=device, requires_grad=True) for shape in [(1000, 16), (256, 16)])
     targets = torch.randint(256, (1000,), device=device)

@@ -300,7 +300,6 @@ def test_safetensors_of_other_programs_are_refused(tmp_path, metadata, word):
     ],
 )
 def test_safetensors_refuse_wrong_metadata(tmp_path, fields, word):
-    """The file's checksums are valid."""
     path = tmp_path / "model.safetensors"
     write_safetensors(path, {"x": torch.ones(1)}, "model", fields)
     expect_error(path, word)

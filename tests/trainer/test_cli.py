@@ -132,7 +132,6 @@ def test_a_run_of_zero_steps_writes_a_checkpoint(run_train, tmp_path):
     ],
 )
 def test_bad_input_is_reported_at_once(run_train, flags, message, tmp_path, capsys):
-    """Within a second, before the trainer makes a folder for the run."""
     started = time.process_time()
     assert run_train(*flags) == 2
     assert time.process_time() - started < 1
@@ -272,7 +271,6 @@ class Unwritable(io.StringIO):
     ],
 )
 def test_a_failing_stdout_ends_a_command(error, status, message, monkeypatch, capsys):
-    """A closed pipe as stdout ends a command without a message."""
     monkeypatch.setattr(sys, "stdout", Unwritable(error))
     assert error_of(capsys, "info", status=status) == message
 

@@ -48,7 +48,7 @@ def pickle_in_shards(state, folder):
 
 
 def save_without_prefix(state, folder):
-    """Like OpenAI's files on the hub: no prefix "transformer.", and attention's buffers."""
+    """Write a file like OpenAI's on the hub: without the prefix "transformer.", and with attention's buffers."""
     mask = torch.ones(8, 8, dtype=torch.uint8).tril().view(1, 1, 8, 8)
     state = {name.removeprefix("transformer."): t for name, t in state.items()}
     state |= {f"h.{i}.attn.bias": mask.clone() for i in (0, 1)}

@@ -230,7 +230,6 @@ def test_find_files_returns_matching_files(shards, tmp_path):
 
 
 def test_random_offsets_are_uniform(token_file):
-    """Two ranks together draw the offsets that one rank would draw."""
     alone = DataLoader(token_file(65), 4, 7, 256, seed=1, random_offsets=True)
     ranks = [DataLoader(alone.data, 2, 7, 256, seed=1, random_offsets=True, rank=rank, world_size=2) for rank in (0, 1)]
     counts = np.zeros(58, int)
@@ -254,7 +253,6 @@ def test_permute_is_a_bijection(n, seed, epoch):
 
 @pytest.mark.parametrize("n", [2**20, 10**6 + 3, 2**33 + 1, 2**62])
 def test_permute_mixes(n):
-    """The images of neighbouring indices have the mean, the distances and the order of random numbers."""
     indices = np.arange(5000) + n // 2
     images = permute(indices[indices < n], n, (3, 4)).astype(float) / n
     assert abs(images.mean() - 1 / 2) < 0.03
@@ -472,8 +470,8 @@ def test_split_keeps_every_byte(tmp_path_factory, texts, fraction):
 
 
 def test_split_keeps_characters_whole(tmp_path):
-    """With the first two fractions the search for a newline after the cut ends at its limit, ``LINE_BYTES``, with the
-    others at the end of the text.
+    """With the first two fractions, the search for a newline after the cut ends at its limit, ``LINE_BYTES``. With the
+    others, it ends at the end of the text.
     """
     path = tmp_path / "text"
     for character in ("ä", "中", "\N{PILE OF POO}"):

@@ -150,7 +150,6 @@ def mutate(trees, tensors, randomness):
 
 @pytest.mark.parametrize("seed", range(2))
 def test_mutants_are_resumed_or_refused(checkpoint, monkeypatch, seed, tmp_path):
-    """Resuming must take less than 5 seconds of CPU time and 100 MB of memory."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Trainer, "run", lambda self: "resumed")
     monkeypatch.setattr("gptkernels.trainer.run_data.standard_library", lambda: "nothing")
@@ -176,7 +175,6 @@ def test_mutants_are_resumed_or_refused(checkpoint, monkeypatch, seed, tmp_path)
 
 
 def test_the_log_of_a_resumed_run_is_in_its_folder(options, tmp_path, capsys):
-    """Only a ``log_file`` that the caller gives again is in another folder."""
     log = tmp_path / "losses.log"
     train_with(options, log_file=log)
     before = log.read_text() + "s:9 trl:4.0000\n"

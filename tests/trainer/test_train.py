@@ -341,7 +341,7 @@ def test_a_nan_loss_keeps_the_last_checkpoint(options, monkeypatch, tmp_path):
 
 
 def test_weights_that_are_not_finite_are_not_saved(options, tmp_path):
-    """The weights are not finite after the last step, although its loss was."""
+    """The last step's loss is finite, but its update makes weights that are not."""
     message = r"not finite after 1 steps: .* There is no checkpoint yet"
     given = options | {"steps": 1, "learning_rate": 1e38, "warmup_steps": 0, "weight_decay": 1e3}
     assert_raises(FloatingPointError, message, train_with, given)

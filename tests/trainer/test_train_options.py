@@ -143,7 +143,6 @@ def test_batches_larger_than_the_memory_are_refused(given, message):
 
 
 def test_a_resumed_run_may_change_some_options():
-    """A saved option that a new option excludes is dropped."""
     config = TrainConfig(steps=5)
     assert config.updated({"steps": 9, "layers": 4}) == TrainConfig(steps=9)
     assert config.updated({"epochs": 2.0}) == TrainConfig(epochs=2.0)
@@ -317,9 +316,6 @@ def test_either_score_skips_an_update(device):
 
 @pytest.mark.parametrize("option", ["skip_update_lossz", "skip_update_gradz"])
 def test_an_update_is_skipped(options, option, monkeypatch, capsys, tmp_path):
-    """The loss and the gradients of step 6 are multiplied by 10. The step must change neither the model nor the
-    moments.
-    """
     monkeypatch.setattr(outliers, "WINDOW", 4)
     loss, states = Trainer._loss, []
 
@@ -348,7 +344,7 @@ def test_an_update_is_skipped(options, option, monkeypatch, capsys, tmp_path):
 
 
 def test_scores_are_the_same_with_and_without_skipping(options, monkeypatch, tmp_path):
-    """The host computes the z-scores, or, if updates may be skipped, the device."""
+    """The host computes the z-scores. If updates may be skipped, the device computes them instead."""
     monkeypatch.setattr(outliers, "WINDOW", 3)
     columns = []
     for name, limit in (("off", 0.0), ("on", 1e9)):

@@ -101,8 +101,8 @@ def test_a_hang_of_one_process_ends_all_processes(options, device, tmp_path):
 
 
 class Script:
-    """In place of the event that ends the watchdog's thread: call `act(i)` in each of `count` intervals, then end the
-    thread.
+    """Replaces the event that ends the watchdog's thread: it calls `act(i)` in each of `count` intervals, and then ends
+    the thread.
     """
 
     def __init__(self, count, act):

@@ -1,8 +1,8 @@
 """A transformer block as one node of autograd's graph, for training.
 
 For a small batch, a block's single operators take more host time than device time, because each call passes autocast's
-and autograd's rules. The node calls one operator, ``layer`` or ``fp8_layer``, below both, and casts as autocast would:
-matmuls have autocast's dtype, norms and the residual stream are float32.
+and autograd's rules. The node calls one operator, ``layer`` or ``fp8_layer``, without these rules. It casts as autocast
+would: matmuls have autocast's dtype, and norms and the residual stream are float32.
 
 For a second derivative, and if qkv or residual_1 has an incoming gradient, the node's backward runs the block again by
 single operators. With float8 matmuls there is no second derivative.
@@ -51,7 +51,7 @@ class Plan(NamedTuple):
     tanh: bool
     transposed: bool  # the matrices are (in, out)
     low: torch.dtype
-    adds_past: bool = True  # without values: the first norm's backward adds the gradient of the residual connection
+    adds_past: bool = True  # as in the operator ``layer``; has no effect if the node has values
     recompute_gelu: bool = False
     histories: FP8Histories | None = None
 

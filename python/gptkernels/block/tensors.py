@@ -29,9 +29,7 @@ class Matrices(NamedTuple):
 
 
 class BlockParameters(NamedTuple):
-    """A transformer block's parameters, gradients or flags, without ``mlp_proj``'s bias, which is added after the
-    block.
-    """
+    """A tensor or flag for each parameter of a transformer block, without ``mlp_proj``'s bias, which is added later."""
 
     norm_1_weight: Any  # (C) or None
     norm_1_bias: Any  # (C) or None
@@ -82,7 +80,7 @@ class LayerSaved(NamedTuple):
 class FP8LayerSaved(NamedTuple):
     """The tensors that ``fp8_layer`` returns for ``fp8_layer_backward`` after ``residual_1`` and ``residual_2``.
 
-    A field ending in ``_t`` is a transposed float8 operand, with rows rounded up to a multiple of 16.
+    A field ending in ``_t`` is a transposed float8 matrix. In its shape, N is rounded up to a multiple of 16.
     """
 
     mean_1: Tensor  # (B, T)

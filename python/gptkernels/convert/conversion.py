@@ -1,4 +1,4 @@
-"""Converts a model to another format, with the same bits: `gptkernels convert A B`."""
+"""Converts a model to another format: `gptkernels convert A B`."""
 
 import dataclasses
 import os

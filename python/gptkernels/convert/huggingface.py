@@ -59,7 +59,7 @@ def read_huggingface(folder: Path) -> Model:
         if name.endswith("weight") and ".c_" in name and tensor.dim() != 2:
             raise ValueError(f"{folder}: {name[:80]} has shape {tuple(tensor.shape)}, must have two dimensions")
     state = from_huggingface(tensors)
-    if not config["bias"]:  # the model was written as one without biases, and may have got some since
+    if not config["bias"]:  # another program may have trained the biases since they were written as 0
         config["bias"] = any(bool(tensor.any()) for name, tensor in state.items() if name.endswith(".bias"))
     if not config["bias"]:
         state = {name: tensor for name, tensor in state.items() if not name.endswith(".bias")}

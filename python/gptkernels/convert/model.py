@@ -1,4 +1,4 @@
-"""A GPT-2 in memory, as the readers of all formats return it and their writers take it."""
+"""A GPT-2 in memory, which the readers of all formats return and the writers accept."""
 
 import dataclasses
 import functools
@@ -15,7 +15,7 @@ WTE = "transformer.wte.weight"
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """The progress of a training run. The optimizer's state dict has matrices before vectors, as nanoGPT's."""
+    """The progress of a training run. As in nanoGPT, the optimizer's state dict has matrices before vectors."""
 
     step: int
     optimizer: dict[str, Any]

@@ -16,7 +16,7 @@ COMPILED = "_orig_mod."
 """The prefix of every name in a model compiled by torch.compile."""
 _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "bias", "vocab_size")
 _NO_LOSS = 1e9
-# nanoGPT's options of torch.optim.AdamW, whose constructor would import torch._dynamo, which takes seconds.
+# The options of nanoGPT's torch.optim.AdamW. Its constructor would import torch._dynamo, which takes seconds.
 _ADAMW = {
     "lr": 6e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0, "amsgrad": False, "maximize": False,
     "foreach": None, "capturable": False, "differentiable": False, "fused": None, "decoupled_weight_decay": True,
@@ -25,7 +25,7 @@ _HEAD = "lm_head.weight"
 
 
 def read_nanogpt(path: Path) -> Model:
-    """The model has the exact GELU, unless `config` has the entry `activation` that `write_nanogpt` writes."""
+    """The model has the exact GELU, unless the checkpoint's `config` has the entry `activation` of `write_nanogpt`."""
     checkpoint = read_pickle(path)
     entries = {}
     for name in ("model", "model_args"):

@@ -47,7 +47,7 @@ def _check_zip(path: Path) -> None:
 
 
 def _check_legacy(path: Path) -> None:
-    """Read the older format with fake tensors first, because torch's reader allocates memory before it reads."""
+    """Read a file with fake tensors, because torch's reader allocates memory before it reads the tensors' bytes."""
     from torch._subclasses import FakeTensorMode  # the import takes a second
 
     with FakeTensorMode():

@@ -185,8 +185,8 @@ def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Docu
 def standard_library(max_bytes: int = 16 << 20, val_fraction: float = 0.05) -> tuple[list[Document], list[Document]]:
     """Split the sources of the running Python's standard library into training and validation documents.
 
-    The order and the split depend on a hash of the files' names, so that they are the same on every machine.
-    `max_bytes` is the largest total size.
+    The order and the split depend only on the files' names, so that they are the same on every machine. `max_bytes` is
+    the largest total size.
     """
     root = Path(sysconfig.get_path("stdlib"))
     train: list[Document] = []

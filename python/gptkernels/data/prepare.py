@@ -40,9 +40,9 @@ def prepare(
     """Convert text to `PREFIX_train.bin`, `PREFIX_val.bin` and `PREFIX_tokenizer.bin` (or `.json`).
 
     The end-of-text token, if there is one, precedes every document. The text is streamed, so that it may be larger than
-    memory. Bytes that are not UTF-8 are kept by the byte tokenizer, whose end-of-text token is NUL (none for text with
-    NUL bytes), and become U+FFFD for other tokenizers. Files that `prepare` wrote are replaced when all new files are
-    complete.
+    memory. The byte tokenizer keeps bytes that are not UTF-8; for other tokenizers they become U+FFFD. The byte
+    tokenizer's end-of-text token is NUL; for text with NUL bytes it has none. Files that `prepare` wrote are replaced
+    when all new files are complete.
 
     Args:
         files: text files and folders of text files, or a single one.
@@ -55,8 +55,7 @@ def prepare(
 
     Returns:
         The paths `train`, `val` and `tokenizer`, the numbers `train_tokens`, `val_tokens` and `vocab_size`, and `eot`,
-            the
-        end-of-text token or None.
+            the end-of-text token or None.
 
     Raises:
         ValueError: if a file is missing, there is too little text, the tokenizer is not available, lacks a character or

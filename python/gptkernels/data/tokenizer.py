@@ -332,7 +332,7 @@ def _vocabulary(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """A printable byte is its Latin-1 character; the other bytes are U+0100, U+0101, ..."""
+    """In GPT-2's alphabet, a printable byte is its Latin-1 character; the other bytes are U+0100, U+0101, ..."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -35,8 +35,8 @@ class StepResult:
     """The results of a step, on the device. The device also copies them to the host, for :meth:`read`.
 
     ``loss`` is 0-dim float32 (float64 for float64): the mean of the micro-batches' losses before the update.
-    ``grad_norm``, likewise, is the norm of all gradients before clipping, or None if the optimizer's ``max_grad_norm``
-    is None.
+    ``grad_norm`` has the same dtype. It is the norm of all gradients before clipping, or None if the optimizer's
+    ``max_grad_norm`` is None.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -84,8 +84,8 @@ def graphed_step(
     ``step(batch, batch, batch)`` is one update with the mean of the three losses. The results, including dropout's
     masks, are bitwise those of the eager step.
 
-    Two steps run eagerly before the first capture, and again for each new shape of a batch. Python code in ``loss`` and
-    in hooks of the model runs only in these steps and the capture.
+    Before each capture for new shapes of the batches, two steps run eagerly. Python code in ``loss`` and in hooks of
+    the model runs only in these steps and the capture.
 
     Learning rates may change at every step. The step is captured again if one of these changes: the shapes or the
     number of batches, an option of a param group, ``requires_grad`` of a parameter, autocast, or the memory of a
@@ -97,7 +97,8 @@ def graphed_step(
     and no ``before_update``; or the loss or a hook synchronises with the device, or cannot be captured.
 
     Args:
-        loss: ``loss(*batch)`` returns a 0-dim tensor; it, or its caller, may enter ``torch.autocast``.
+        loss: ``loss(*batch)`` returns a 0-dim tensor. ``loss``, or the caller of the step, may enter
+            ``torch.autocast``.
         optimizer: the optimizer of the trained parameters. Their gradients are None before and after each step.
         before_update: called between the last backward and the update, outside the graphs. It may change the gradients
             in ``.grad`` in place, for example average them over processes.
@@ -342,7 +343,7 @@ class _Rate:
 
 
 class _Watch:
-    """A context that records in ``place`` where the host waits for the device, of which torch warns."""
+    """A context that records in ``place``, from torch's warnings, where the host last waited for the device."""
 
     place: str | None = None
 
@@ -431,7 +432,7 @@ def _reset_when_loaded(step: GraphedStep, optimizer: torch.optim.Optimizer) -> N
 
 
 def _end_capture_of_random_numbers(device: torch.device) -> None:
-    """After a failed capture the state of torch's generator would still record draws for the graph, and is replaced."""
+    """Replace the state of torch's generator, which after a failed capture still records draws for the graph."""
     generator = torch.cuda.default_generators[device.index]
     generator.graphsafe_set_state(generator.clone_state())
 

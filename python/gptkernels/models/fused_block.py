@@ -55,8 +55,8 @@ def run(block: torch.nn.Module, stream: Tensor, pending: Pending | None) -> tupl
     ):
         return None
     if histories:
-        # The node neither casts between operators, as autocast does, nor skips matmuls, and the scales of their
-        # operands, that only a frozen parameter's gradient would need.
+        # The node does not cast between operators as autocast does. For a frozen parameter's gradient it would compute
+        # a matmul, and the scales of the operands, which separate operators skip.
         trains = all([t is None or t.requires_grad for t in parameters])
         norms = parameters.norm_1_weight is not None and parameters.norm_2_weight is not None
         if not (dtypes.low == wide and wide in FP8_DTYPES and trains and norms and mlp.activation != "gelu"):

@@ -61,7 +61,7 @@ class GPT2(Files, NanoGPT):
         return weight is not None and weight is getattr(self.transformer.wte, "weight", None)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "GPT2":
-        """Tie the LM head again, because torch makes a separate parameter of each one that leaves the meta device."""
+        """Tie the LM head again, because tied parameters become separate ones when they leave the meta device."""
         tied = self._is_tied()
         super()._apply(fn, recurse)
         if tied:
@@ -182,8 +182,9 @@ class GPT2(Files, NanoGPT):
         """Generate the tokens that follow ``tokens``. Yields a (B,) tensor for each step, as soon as it is computed.
 
         Keys and values of earlier tokens are cached. Beyond ``block_size`` tokens the oldest token is dropped, which
-        changes every position, so that each step computes all ``block_size`` tokens. A step of at most 8 sequences is
-        one operator, on CUDA in a CUDA graph, unless a module was replaced or hooked.
+        changes every position, so that each step computes all ``block_size`` tokens. For at most 8 sequences, one
+        operator computes the logits of each cached step, unless a module was replaced or hooked, or autocast is on. On
+        CUDA, most of these steps are replayed as a CUDA graph.
 
         Args:
             tokens: (B, T), int64 or int32, T at least 1, of which the last ``block_size`` tokens are used. Or a list of

@@ -41,7 +41,8 @@ def _draws(part: Any) -> bool:
 def checkpointed(run: Callable[..., Any], layer: torch.nn.Module, *args: Any, draws: bool) -> Any:
     """Compute ``run(layer, *args)``, and save only the arguments; the backward repeats the computation.
 
-    ``torch.compile`` does not support ``context_fn``, so that compiled code recomputes with the current float8 scales.
+    Under ``torch.compile`` a ``context_fn`` may only return TorchDispatchModes. So compiled code recomputes with the
+    float8 scales at the time of the backward.
     """
     options: Any = {} if torch.compiler.is_compiling() else {"context_fn": partial(_contexts, layer)}
     return checkpoint(run, layer, *args, use_reentrant=False, preserve_rng_state=draws, **options)

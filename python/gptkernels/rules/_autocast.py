@@ -1,7 +1,7 @@
 """Casts inside ``torch.autocast``, by torch's rules.
 
-Torch casts a weight that is used several times once, but its cache cannot be called from Python. This module's cache
-stores the same casts and is cleared when torch clears its cache.
+Torch caches the casts of weights, but its cache cannot be called from Python. This module's cache stores the same casts
+and is cleared when torch clears its cache.
 """
 
 import weakref

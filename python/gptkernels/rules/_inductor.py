@@ -20,7 +20,7 @@ def operators() -> Iterator[Any]:
 
 
 def register_fallbacks() -> None:
-    """Every fake rule calls this function, because Inductor is loaded before it traces a graph.
+    """Every fake rule calls this function. When Inductor traces a graph, it is loaded and calls fake rules.
 
     So this package need not import Inductor.
     """

@@ -80,7 +80,7 @@ def by_formula(formula: Callable[..., Any]) -> Rule:
 
 
 def linear_in(*positions: int) -> Callable[[Callable[..., Any]], Rule]:
-    """Make a rule for an op that is linear in each of these arguments: the sum of the op's values at the tangents."""
+    """Make a rule for an op that is linear in each of these arguments: it sums the op's values at their tangents."""
 
     def decorate(function: Callable[..., Any]) -> Rule:
         def rule(inputs: Sequence[Any], tangents: Sequence[Any], outputs: Sequence[Tensor]) -> Any:

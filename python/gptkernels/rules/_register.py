@@ -90,8 +90,8 @@ def saved(ctx: Any) -> list[Any]:
 def autograd_by_formula(name: str, formula: Callable[..., Any], *, inputs: int) -> None:
     """Register the derivatives of an op, usually a ``_backward`` op, from its formula in torch ops.
 
-    Only the ``inputs`` leading arguments have a derivative. The formula must not depend on other tensors that the
-    forward op computed from them.
+    Only the ``inputs`` leading arguments have a derivative. If the forward op computed another argument from them, the
+    formula must compute it again instead of reading it.
     """
     op = getattr(ops, name).default
     call = call_by_position(op, op)
@@ -182,7 +182,7 @@ def completer(op: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[str,
 
 
 def below_autograd(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the op from its autograd rule: runs the kernel, or the next transform of torch.func."""
+    """Call the op from its autograd rule: run the kernel, or the next transform of torch.func."""
     with torch._C._AutoDispatchBelowAutograd():
         if not torch._C._are_functorch_transforms_active():
             return op(*args, **kwargs)

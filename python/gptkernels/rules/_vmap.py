@@ -64,7 +64,7 @@ def rows(*positions: int, least: int = 1) -> Rule:
 def rows_and_sums(*positions: int) -> Rule:
     """Make a rule for a backward whose first output has rows and whose other outputs are sums over all rows.
 
-    The first output takes one call, the sums a call for each index.
+    The first output needs one call; the sums need a call for each index.
     """
     over_rows = rows(*positions)
 
@@ -115,6 +115,6 @@ def _unfold(t: Tensor, size: int) -> Tensor:
 
 
 def offset_tokens(tokens: Tensor, vocab_size: Any) -> Tensor:
-    """Shift the tokens of vocabulary b by b * vocab_size, so that one lookup covers all. Invalid tokens become -1."""
+    """Shift the tokens of embedding b by b * vocab_size, for one lookup in all embeddings. Invalid tokens become -1."""
     first = torch.arange(tokens.shape[0], device=tokens.device).view(-1, *(1,) * (tokens.dim() - 1)) * vocab_size
     return torch.where((tokens >= 0) & (tokens < vocab_size), tokens + first, -1)

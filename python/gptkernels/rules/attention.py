@@ -99,7 +99,7 @@ def forward_formula(query, key, value, *args) -> tuple[Tensor, Tensor]:
 
 
 def backward_formula(dout, dlogsumexp, query, key, value, out, logsumexp, *args) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the probabilities again, so that second derivatives include their dependence on query and key."""
+    """Compute the probabilities again, so that second derivatives include how they depend on query and key."""
     options = Options(*args)
     heads, key_heads = query.shape[1], key.shape[1]
     scores, any_seen = _scores(query, key, options)

@@ -1,8 +1,8 @@
 """loss = cross_entropy(x @ weight^T, targets) in chunks of rows, so that only one chunk's logits are stored.
 
-For "mean" and "sum" the forward computes dx and dweight for dloss = 1, and the backward multiplies them by dloss. The
-backward instead computes the logits a second time for "none"; for float16, whose gradients must be multiplied by the
-loss scale before rounding; and if it is recorded (``create_graph=True``).
+The forward computes dx and dweight for dloss = 1, and the backward multiplies them by dloss. In three cases the
+backward computes the logits a second time instead: for "none"; for float16, because its gradients must be multiplied by
+the loss scale before rounding; and with ``create_graph=True``.
 """
 
 import torch

@@ -149,8 +149,8 @@ def _vmap(op, size, in_dims, args):
 def as_torchs_steps(op, cast, x, residual, weight, bias, eps=1e-5, x_bias=None, dropout_p=0.0, seed=None, offset=None):
     """Use the dtypes that torch's separate ops have under CUDA's autocast.
 
-    Autocast leaves an addition and dropout in their operands' dtype, and computes layer_norm in float32. The fused op
-    computes sums only in float32 or float64, so that separate ops compute a narrower sum.
+    Autocast leaves an addition and dropout in their operands' dtype, and computes layer_norm in float32. With float32
+    arguments, the fused op's sum would be float32, so separate ops compute a 16-bit sum.
     """
     if torch.promote_types(x.dtype, residual.dtype) in (torch.float32, torch.float64):
         args = (cast(t, torch.float32) for t in (x, residual, weight, bias))

@@ -1,4 +1,4 @@
-"""Registers this package's attention with transformers or torch, by the interfaces that they have for this."""
+"""Registers this package's attention with transformers or torch."""
 
 import inspect
 import sys

@@ -1,6 +1,6 @@
 """Finds the modules of a swapped transformer block, so that it can be computed as one node of autograd's graph.
 
-The modules are found once and compared at each call, which takes less host time than checking each with ``untouched``.
+The modules are found once and compared at each call, which takes less host time than ``checks.untouched`` for each one.
 """
 
 import dataclasses

@@ -21,7 +21,7 @@ READ = {
     "dropout",
     "gptkernels_report",
     "_is_full_backward_hook",
-}  # set at each call, or by torch
+}  # attributes that may change: a replacement reads them at each call, or torch or swap() sets them
 Namespace = dict[str, Any]
 _namespaces: dict[str, Callable[..., Namespace]] = {}
 
@@ -43,7 +43,7 @@ def derive(original: type, name: str, *options: Any) -> type:
     namespace = _namespaces[name](original, *options)
     own: Any = original.forward  # type: ignore[attr-defined]
     replaced = namespace["forward"]
-    if not hasattr(replaced, "__wrapped__"):  # the forward of "attention calls" may be the user's own code
+    if not hasattr(replaced, "__wrapped__"):  # sdpa.py's replacement may be a copy of the user's own forward
         parameters = inspect.signature(replaced).parameters
         known = tuple(parameters)  # torch.compile cannot trace the mapping before torch 2.12
         takes_all = any(one.kind is one.VAR_POSITIONAL for one in parameters.values())
@@ -111,7 +111,7 @@ def original_of(module: torch.nn.Module) -> type | None:
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
-    """Return None for classes without a replacement, even subclasses of a replacement.
+    """Return the name of the module's replacement, or None. A subclass of a replacement has none.
 
     The ``__dict__`` of the class is not read, because ``torch.compile`` cannot trace it in ``functional_call``.
     """

@@ -77,8 +77,8 @@ class StandIn(torch.nn.Module):
 def copy_with_random_parameters(module: torch.nn.Module, instead: dict[int, Any] | None = None) -> torch.nn.Module:
     """Copy a module to the CPU in float64 without hooks; ``instead`` maps the ``id`` of submodules to replacements.
 
-    Parameters are drawn, because they may be large, sharded or without data. The copy's matrices are overlapping views
-    of one tensor, so that few random numbers are drawn and read.
+    Random parameters are drawn, because the module's own may be large, sharded or without data. The copy's matrices are
+    overlapping views of one tensor, so that few random numbers are drawn and read.
     """
     memo: dict[int, Any] = dict(instead or {})
     generator = torch.Generator().manual_seed(0)
@@ -146,7 +146,7 @@ def difference(original: torch.nn.Module, replaced: torch.nn.Module, *trials: Tr
 def difference_of_gradients(
     original: torch.nn.Module, replaced: torch.nn.Module, trial: Trial, *inputs: Tensor
 ) -> str | None:
-    """Compare the gradients of vectors, of embeddings' weights and of ``inputs``, in training mode without dropout."""
+    """Compare gradients of 1-dim parameters, embeddings' weights and ``inputs``, in training mode without dropout."""
     found = []
     for module in (original, replaced):
         _states(module)["training"]()

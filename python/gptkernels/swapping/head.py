@@ -108,8 +108,8 @@ def _dtype_of_one_node(hidden: Tensor, weight: Tensor) -> torch.dtype | None:
 class _HeadAndLoss(torch.autograd.Function):
     """LM head and loss in eager training. The forward also computes the gradients of hidden and weight for dloss = 1.
 
-    The operator works in chunks of rows, because the gradient of the logits would be as large as the logits, when most
-    memory is in use.
+    The operator works in chunks of rows, because the gradient of all logits would be as large as the logits, and most
+    memory is in use at this time.
     """
 
     @staticmethod

@@ -389,7 +389,7 @@ def _attend(masks: Masks, cache: Any, index: int, draws: Draws, self: Any, x: Te
 
 
 def _cached(cache: Any, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:
-    """An empty layer of the cache stores the views of qkv."""
+    """An empty layer of the cache stores the views of qkv without a copy."""
     if index < len(cache.layers) and not cache.layers[index].is_initialized:
         one = cache.layers[index]
         one.dtype, one.device, one.is_initialized = key.dtype, key.device, True

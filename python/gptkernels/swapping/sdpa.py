@@ -1,8 +1,8 @@
 """Replacement of ``F.scaled_dot_product_attention`` in a user's own methods.
 
-Torch's function is not patched, because all code in the process shares it. A method that calls it is copied with its
-globals and closure, and the copied code names a new attribute of ``torch.nn.functional``, this package's function.
-``torch.compile`` sees an ordinary call.
+Torch's function is not patched, because all code in the process shares it. Instead, a method that calls it is copied
+with its globals and closure. The copy calls this package's function, which is a new attribute of
+``torch.nn.functional``, so that ``torch.compile`` sees an ordinary call.
 """
 
 import dis

@@ -39,8 +39,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
     0 is success. 1: the training diverged, or a check failed. 2: the command or its input is wrong. 3: the disk is full
-    or failing. 4: the training hung, and its watchdog ended it. 128 + N: signal N stopped the command; 130 is Ctrl-C,
-    and 141 a closed pipe for the output.
+    or failing. 4: the training hung, and its watchdog ended it. 128 + N: signal N stopped the command; 130 stands for
+    Ctrl-C, and 141 for a closed output pipe.
     """
     prepare_streams()
     try:

@@ -73,7 +73,8 @@ _data, _model, _batch, _optimizer, _evaluation, _checkpoints, _speed = (partial(
 class TrainConfig:
     """The options of `gptkernels train`, a field for each flag (`batch_size` is `--batch-size`).
 
-    Options without a value or a default get the preset's value. One of `steps` and `epochs` is set.
+    The model's preset replaces a None in `layers`, `heads`, `channels`, `batch_size`, `sequence_length` and
+    `learning_rate`. If `steps` and `epochs` are None, the preset's steps or one epoch is set.
 
     Raises:
         ValueError: if a value is out of its range; the message names the flag, the value and the range.

@@ -51,8 +51,8 @@ class Writer:
     Args:
         checkpoint: the folder of a run, a training checkpoint, or a model in any format that `gptkernels.convert`
             reads.
-        tokenizer: a name or file for `load_tokenizer`; None is the checkpoint's. Without one, a vocabulary of 256
-            selects bytes, and 50257 GPT-2's tokenizer.
+        tokenizer: a name or file for `load_tokenizer`; None is the checkpoint's. If the checkpoint has none, 256 tokens
+            are taken as bytes, and 50257 as GPT-2's.
         device: the name of a device; "auto" is CUDA if available.
         seed: the seed of the random numbers.
 

@@ -29,7 +29,7 @@ class Mark:
 
 
 class PendingStep:
-    """The numbers that `Step` returns, and a request to stop, which are being copied from the device until `end`."""
+    """A tensor of numbers (those of `Step` and a request to stop), which is copied from the device until `end`."""
 
     def __init__(self, step: int, learning_rate: float, numbers: Tensor) -> None:
         self.step = step

@@ -25,7 +25,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def new_run(folder: str | None, model: str) -> Path:
-    """A ValueError says that the named folder has a checkpoint, or a file with the name of a run's file but no run."""
+    """A ValueError says that the named folder has a checkpoint, or another program's file with the name of a run's."""
     if folder is not None:
         path = Path(folder)
         _check_own(path)

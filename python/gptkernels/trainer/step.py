@@ -22,8 +22,8 @@ class Step:
         capture: False runs every step eagerly.
 
     Attributes:
-        outliers: the detector. If updates may be skipped, it is on the device and each step updates it; otherwise it is
-            on the host and the caller updates it.
+        outliers: the `OutlierDetector`. If updates may be skipped, it is on the device and each step updates it;
+            otherwise it is on the host and the caller updates it.
     """
 
     def __init__(

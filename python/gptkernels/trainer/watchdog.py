@@ -16,8 +16,8 @@ class Watchdog:
     """Ends the process if no unit of work is finished for some minutes.
 
     The thread counts intervals, not seconds, so that a stop of the process (Ctrl-Z, a debugger) counts as one interval.
-    Only work inside `watch` is watched, because printing, for example, may wait for a reader. The process ends when
-    `report`, called in another thread with the argument of `watch`, returns, or after `REPORT_SECONDS`.
+    Only work inside `watch` is watched, because printing, for example, may wait for a reader. Another thread first
+    calls `report` with the argument of `watch`; the process ends when it returns, or after `REPORT_SECONDS`.
     """
 
     def __init__(self, minutes: float, report: Callable[[str], object]) -> None:

@@ -27,7 +27,7 @@ def attention_formula(q, k, v, scale=None, product=torch.matmul, seen=None, adde
 
 
 def attention_noise(args, douts, dtype, scale):
-    """Return the error of a query's gradient that should be 0: the query sees only one key, or all values are equal.
+    """Return the largest error of a query's gradient that is 0: the query sees one key, or all values are equal.
 
     In float32 the error comes from the matmuls with dout. In 16-bit dtypes it comes from the rounding of out: if all
     values are equal, torch's out may be exact, while ours may differ by one rounding.
@@ -59,7 +59,7 @@ def by_sequences(function, scores, *args):
 def reversed_product(a, b):
     """Compute a @ b with the terms of the sums in reverse order.
 
-    The formula in float64 has rounding errors as well, from which the errors of the reverse order differ.
+    In float64 its rounding errors then differ from those of the formula, as a kernel's do.
     """
     return a.flip(-1) @ b.flip(-2)
 
@@ -123,10 +123,10 @@ def flash_attention(q, k, v, scale=None, seen=None, added=None, kept=None):
 
 
 def reference_exponents(exponents, dtype):
-    """Return the exponent of 2 to which a row's exponents are relative before their powers are rounded to the dtype.
+    """Return the number that is subtracted from a row's exponents of 2, before their powers are rounded to the dtype.
 
-    The largest exponent of the row would make the largest power 1, without a rounding error. In 16-bit dtypes a kernel
-    may use a lower exponent, so that the result is up to 8 lower, differently in each row.
+    The row's largest exponent would make the largest power 1, which has no rounding error. In 16-bit dtypes a kernel
+    may subtract less, so that the result is up to 8 lower, by another amount in each row.
     """
     largest = exponents.amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -math.inf, 0)
@@ -160,7 +160,7 @@ COMMON_HEAD_SIZES = [3 if size in (32, 64, 128) else 1 for size in HEAD_SIZES]
 
 
 def many_heads(draw, batch, heads, scores, queries, elements):
-    """At real size there are several tiles of 256 queries for each SM. The last three arguments count one head's."""
+    """In calls of real size, each SM has several tiles of 256 queries. The last three arguments count one head's."""
     if not draw.real:
         return draw.size("batch", batch), draw.size("heads", heads, 1)
     pairs = math.ceil(draw.tiles("queries") / math.ceil(queries / 256))

@@ -60,7 +60,7 @@ def flat(exact, dims):
 
 
 def torchs_layer_norm(x, shape, weight, bias, eps):
-    """With more than 65 536 rows, torch's backward on CUDA fails or writes outside its memory.
+    """With more than 65 536 rows in a call, torch's backward on CUDA fails or writes outside its memory.
 
     See docs/notes/layernorm.md.
     """

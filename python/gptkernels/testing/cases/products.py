@@ -172,7 +172,7 @@ def mlp(draw):
     recompute_gelu = draw.chance("recompute_gelu", 0.3)
 
     def products(tensors):
-        """The matmuls that read the gradient of pre_gelu are missing, because it is not an output."""
+        """The matmuls that read the gradient of pre_gelu are missing, because this gradient is not an output."""
         pre_gelu, post_gelu = (t.to(tensors["x"].device) for t in ops.mlp(*args.values())[1:])
         first = {"x": tensors["x"], "weight": tensors["fc_weight"], "bias": tensors["fc_bias"], "out": pre_gelu}
         second = {"x": post_gelu, "weight": tensors["proj_weight"], "bias": tensors["proj_bias"]}

@@ -170,7 +170,7 @@ def nbytes(*tensors: Tensor | None) -> int:
 
 
 def row_costs(arrays: tuple[int, int], flops: tuple[int, int]) -> Callable[..., tuple[Cost, Cost]]:
-    """The pairs, for forward and backward, are the arrays of x's size that are moved, and the flops per element."""
+    """Both pairs are (forward, backward): how many arrays of x's size are moved, and the flops per element."""
 
     def costs(x: Tensor, *others: Tensor) -> tuple[Cost, Cost]:
         forward, backward = (Cost(a * nbytes(x), f * x.numel()) for a, f in zip(arrays, flops, strict=True))
