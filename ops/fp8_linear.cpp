@@ -17,7 +17,7 @@ void check_input(const char* op, const Tensor& x) {
   check_quantizable(op, "x", x);
 }
 
-// (features, padded rows), without elements if not needed.
+// `saved` has no elements if it is not needed.
 void check_saved(const char* op, const char* name, const Tensor& saved, bool needed, const Shape& shape,
                  const Tensor& dout) {
   check_dtype(op, name, saved, kForward);

@@ -41,8 +41,8 @@ using Shape = std::vector<int64_t>;
 
 // ---- error messages -------------------------------------------------------------------------------------------------
 
-// A C++ stream would use the process's locale, which a libstdc++ that is linked statically into this library cannot
-// access.
+// Not a C++ stream: it would use the process's locale, which a libstdc++ that is linked statically into this library
+// cannot access.
 inline void append(std::string& text, const std::string& part) {
   text += part;
 }

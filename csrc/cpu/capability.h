@@ -9,7 +9,7 @@
 
 namespace gptkernels::cpu {
 
-// A processor with a capability has all before it. kDefault is the compiler's default target.
+// A processor with a capability has all capabilities before it. kDefault is the compiler's default target.
 enum class Capability { kDefault, kAvx2, kAvx512 };
 
 inline const char* name(Capability capability) {

@@ -16,8 +16,8 @@ bool outside(Token token, int64_t vocabulary) {
   return token < 0 || token >= vocabulary;
 }
 
-// One thread reads the tokens, which are few bytes compared with the embeddings, so the error does not depend on the
-// number of threads.
+// One thread checks all tokens, so the error does not depend on the number of threads. The tokens are few bytes
+// compared with the embeddings.
 template <typename P>
 Status check_tokens(const P& p, bool has_positions) {
   const int64_t n = p.batch * p.length;
@@ -147,8 +147,8 @@ template <typename T, typename Token>
 Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
   if (Status status = check_tokens(p, p.dwpe != nullptr); !status.ok()) return status;
   const Sorted sorted = sort_positions(p);
-  // Frequent tokens are neighbours in most vocabularies, so equal ranges of tokens would be unbalanced. The sorted
-  // positions are divided instead, and the thread with a token's first position sums the token's row.
+  // Frequent tokens are neighbours in most vocabularies, so equal ranges of tokens would be unbalanced. The threads
+  // divide the sorted positions instead, and the thread with a token's first position sums the token's row.
   if (!p.accumulate)
     parallel_for(stream, p.vocabulary, p.width, [&](int64_t begin, int64_t end) {
       for (int64_t v = begin; v < end; ++v)

@@ -29,12 +29,12 @@ struct Matmul {
   void* workspace = nullptr;        // matmul_workspace bytes
 };
 
-// Whether matmul() supports `p` and should be faster than torch's BLAS. The environment variable GPTKERNELS_MATMUL,
+// True if matmul() supports `p` and should be faster than torch's BLAS. The environment variable GPTKERNELS_MATMUL,
 // read at each call, forces (`own`) or forbids (`blas`) matmul().
 bool matmul_supports(const Matmul& p);
 
-// Padded rows of an output that later matmuls read avoid cache conflicts, which slow down matmuls that sum over the
-// rows by up to 6 %.
+// The row stride of an output that later matmuls read. Padded rows avoid cache conflicts, which slow down matmuls that
+// sum over the rows by up to 6 %.
 int64_t matmul_ld(int64_t columns);
 
 int64_t matmul_workspace(const Matmul& p);

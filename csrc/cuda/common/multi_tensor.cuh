@@ -1,6 +1,6 @@
-// One launch over many tensors, divided into chunks of equal size, one per thread block. Pointers and sizes are kernel
-// arguments, so nothing is copied to the device before the launch, and a captured graph contains them. A binary search
-// in constant memory finds a chunk's tensor.
+// One launch processes many tensors. They are divided into chunks of equal size (only a tensor's last chunk may be
+// smaller), and each thread block processes one chunk, whose tensor it finds by a binary search. Pointers and sizes are
+// kernel arguments, so nothing is copied to the device before the launch, and a captured graph contains them.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ template <int kPointers, int kCapacity>
 struct TensorList {
   static constexpr int capacity = kCapacity;
   int32_t count;
-  int32_t first_chunk[kCapacity + 1];  // before each tensor; the last is the total
+  int32_t first_chunk[kCapacity + 1];  // the number of chunks before each tensor; the last entry is the total
   int32_t last_chunk_size[kCapacity];
   void* pointers[kCapacity][kPointers];
 };

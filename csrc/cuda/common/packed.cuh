@@ -1,4 +1,4 @@
-// A Packed<T, N> (a pack) is N neighbouring elements that one instruction loads or stores.
+// A Packed<T, N> is N neighbouring elements that one instruction loads or stores. A pack has N = kPack<T>, 16 bytes.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// SoftmaxSum takes one pass (online softmax), for rows that are read from memory in every pass; MaxSum takes two, for
-// rows in registers and shared memory.
+// A row's maximum and sum of exponentials. SoftmaxSum computes both in one pass (online softmax) over a row in memory.
+// MaxSum takes two passes over a row in registers and shared memory.
 #pragma once
 
 #include <limits>
@@ -55,7 +55,7 @@ struct SoftmaxSum {
 
 // ---- rows in registers and shared memory (row_part.cuh) -------------------------------------------------------------
 
-// For 16-bit types the scale is multiplied into the factor log2(e), where it costs no instruction.
+// exp(scale * x). For 16-bit types the factor is scale * log2(e), so the scale takes no instruction.
 template <typename T>
 struct ScaledExp {
   float factor;
@@ -83,8 +83,8 @@ __device__ float largest_of(const Packed<T, N>& pack) {
   }
 }
 
-// `total` is the sum of exp(scale * (x - max)). `max` starts at the lowest finite number, so that x - max is never inf
-// - inf. NaNs do not change `max`, but make the sum NaN.
+// `total` is the sum of exp(scale * (x - max)). `max` starts at the lowest finite number, so that x - max is not NaN
+// while all x are -inf. NaNs do not change `max`, but make the sum NaN.
 template <typename T>
 struct MaxSum {
   float max = std::numeric_limits<float>::lowest();

@@ -11,11 +11,11 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kMinItems = 3;  // for several warps per row; fewer are never cheaper
+constexpr int kMinItems = 3;  // packs per thread, if several warps share a row; fewer are never cheaper
 constexpr int kMaxItems = 4;
 constexpr int kMaxWarpItems = 7;
 
-// With more elements per thread, the float32 values of 16-bit packs would need too many registers between two passes.
+// With more than 40 elements per thread, the float32 values of 16-bit packs take too many registers between two passes.
 template <typename R>
 constexpr bool kMayStayPacked = R::kItems * R::kVec > 40;
 

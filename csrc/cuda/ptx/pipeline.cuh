@@ -8,7 +8,7 @@ namespace gptkernels::cuda {
 
 constexpr int kWarpgroup = 128;  // threads
 
-constexpr int kStubThreads = 32;  // of the empty stub for architectures other than sm_90a
+constexpr int kStubThreads = 32;  // of the empty kernels for architectures other than sm_90a
 
 template <auto kKernel>
 bool built_for_wgmma() {

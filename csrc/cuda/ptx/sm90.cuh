@@ -50,7 +50,7 @@ __device__ inline void mbarrier_wait(uint64_t* barrier, unsigned parity) {
       : "memory");
 }
 
-// Addresses and size are multiples of 16 bytes; the barrier counts the bytes as they arrive.
+// Addresses and size are multiples of 16 bytes. The barrier counts the bytes as they arrive.
 __device__ inline void bulk_load(uint32_t shared, const void* global, unsigned bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(global), "r"(bytes), "r"(barrier)
@@ -69,7 +69,7 @@ __device__ inline unsigned cluster_blocks() {
   return blocks;
 }
 
-// Independent work may be done between the two halves of a barrier over the cluster.
+// The two halves of a barrier over the cluster. A thread may do independent work between them.
 __device__ inline void cluster_arrive() {
   random_delay();
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");

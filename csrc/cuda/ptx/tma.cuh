@@ -1,6 +1,6 @@
 // With TMA (Tensor Memory Accelerator), one thread starts the copy of a box of a tensor between global and shared
-// memory, where the hardware swizzles the box. Elements beyond the tensor's end are loaded as 0 and not stored. The
-// tensors here are (B, heads, T, HS), or matrices.
+// memory. The hardware swizzles the box in shared memory. Elements beyond the tensor's end are loaded as 0 and not
+// stored. The tensors here are (B, heads, T, HS), or matrices.
 #pragma once
 
 #include <cuda.h>
@@ -117,7 +117,7 @@ __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int col
 }
 
 // Loads the box into every thread block of the cluster whose bit is set in `blocks`, at the same shared memory address.
-// The mbarrier at the same address in each of them counts its bytes.
+// In each of these thread blocks, the mbarrier at the same address counts the bytes.
 __device__ inline void tma_load_multicast(uint32_t shared, const CUtensorMap& map, int column, int row,
                                           uint32_t barrier, uint16_t blocks) {
   asm volatile(

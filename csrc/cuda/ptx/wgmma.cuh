@@ -16,9 +16,9 @@ namespace gptkernels::cuda {
 
 // ---- matrices in shared memory --------------------------------------------------------------------------------------
 //
-// A tile is stored in panels of 64 columns of 16 bits. A panel has rows of 128 bytes, in groups of 8 rows (1024 bytes,
-// to which the panel is aligned), swizzled as by TMA's CU_TENSOR_MAP_SWIZZLE_128B: 16-byte chunk c of row r is stored
-// at chunk c ^ (r % 8).
+// A tile is stored in panels of 64 columns of 16 bits, so a panel's rows have 128 bytes. A panel is aligned to 1024
+// bytes, 8 rows. It is swizzled as by TMA's CU_TENSOR_MAP_SWIZZLE_128B: 16-byte chunk c of row r is stored at chunk c ^
+// (r % 8).
 
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = 128;
@@ -243,8 +243,8 @@ __device__ void accumulators_to_a(uint32_t (&a)[n / 2], const float (&d)[n]) {
   for (int i = 0; i < n / 2; ++i) a[i] = pack_pair<T>(d[2 * i], d[2 * i + 1]);
 }
 
-// Warpgroups that need fewer registers release them to the others. Each warpgroup calls one of these functions once, at
-// the start of its branch of the kernel.
+// A warpgroup that needs few registers releases the rest to the other warpgroups. Each warpgroup calls one of these
+// functions once, at the start of its branch of the kernel.
 template <int kRegisters>
 __device__ void alloc_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
