@@ -34,10 +34,10 @@ enum AdamwArray : uint32_t { kParamArray, kExpAvgArray, kExpAvgSqArray };
 // Optional scalars in the memory of the tensors' device. A kernel reads them when it runs, so a CUDA graph can be
 // replayed with new values.
 struct AdamwNumbers {
-  const float* lr;  // if null, wide_lr is read; if both are null, AdamwOptions::lr is used
+  const float* lr;  // if null, wide_lr; if both are null, AdamwOptions::lr
   const double* wide_lr;
   const float* grad_scale;  // divisor of the gradients
-  const float* grad_norm;   // norm of gradients / grad_scale, by which they are clipped; null: not clipped
+  const float* grad_norm;   // norm of gradients / grad_scale, or null (no clipping)
   const float* found_inf;   // if not 0, the step is a no-op
 };
 
@@ -84,8 +84,7 @@ GPTKERNELS_STEP float clip_coefficient(float norm, float max_norm) {
   return coefficient > 1 ? 1 : coefficient;
 }
 
-// With log(beta) given, this is faster than pow(). beta^t is rounded before the subtraction, as in torch, because for
-// small t the rounding changes the result.
+// Faster than pow(). As in torch, beta^t is rounded before the subtraction, which changes the result for small t.
 GPTKERNELS_STEP double one_minus_power(double log_beta, double t) {
   const double power = 1 + std::expm1(t * log_beta);
   return 1 - power;
@@ -118,7 +117,7 @@ GPTKERNELS_STEP float current_value(float master, T param) {
 template <typename Arithmetic, typename A>
 GPTKERNELS_STEP void adamw_update(const AdamwFactors<A>& f, A gradient, A& param, A& exp_avg, A& exp_avg_sq) {
   const A g = Arithmetic::product(gradient, f.gradient);
-  // Starts from the value with the larger weight, like torch.lerp: with beta1 = 0 the result is exactly g.
+  // Like torch.lerp, so that with beta1 = 0 the result is exactly g.
   exp_avg = f.weight1 < A(0.5) ? exp_avg + f.weight1 * (g - exp_avg) : g - f.beta1 * (g - exp_avg);
   exp_avg_sq = exp_avg_sq * f.beta2 + f.weight2 * g * g;
   const A denominator = Arithmetic::square_root(exp_avg_sq) * f.correction + f.eps;

@@ -96,8 +96,7 @@ constexpr double gradient_scale(const AttentionBackward<T>& p) {
   return p.sizes.keys == 1 && !p.dlogsumexp ? 0 : p.scale;
 }
 
-// The sizes of the workspaces are in bytes. A workspace must be aligned as torch's allocator aligns memory (to 256
-// bytes on CUDA).
+// Sizes in bytes. A workspace must be aligned as by torch's allocator (to 256 bytes on CUDA).
 template <typename T>
 int64_t attention_forward_workspace(const AttentionForward<T>& p);
 template <typename T>

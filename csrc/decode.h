@@ -49,7 +49,7 @@ struct Decode {
   int64_t lm_head_rows;          // Vp
   double eps;
   GeluForm gelu;
-  void* workspace;  // decode_workspace bytes
+  void* workspace;
 };
 
 constexpr int64_t kDecodeMaxBatch = 8;

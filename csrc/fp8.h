@@ -8,16 +8,16 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// E4M3 stores 3 bits of significand, and its maximum is 448. E5M2 stores 2 bits, and its maximum is 57344.
+// The maximum of e4m3 is 448, that of e5m2 57344.
 enum class Fp8Format { kE4M3, kE5M2 };
 
 // What is quantised: x, GELU(x) rounded to T, or x * GELU'(u) rounded to T.
 enum class Fp8Source { kValues, kGelu, kGeluGradient };
 
 // An amax history holds the largest finite magnitude of each of the last kFp8Calls calls, the newest last. Two working
-// cells follow. During a call they hold the largest magnitude so far and the number of finished thread blocks; between
-// calls they are 0. Magnitudes are stored as float32 bits in int32, because `module.to(dtype)` would convert
-// floating-point buffers.
+// cells follow. They hold the largest magnitude so far and the number of finished thread blocks, and are 0 between
+// calls. Magnitudes are stored as float32 bits in int32, because `module.to(dtype)` would convert floating-point
+// buffers.
 constexpr int kFp8Calls = 16;
 constexpr int kFp8History = kFp8Calls + 2;
 
@@ -39,7 +39,7 @@ struct Fp8Fused {
 
 // out = x / scale, rounded to nearest even. Values beyond the format's range saturate; infinities and NaN become NaN.
 // The scale is the smallest power of two for which the history's largest magnitude does not saturate. Without a
-// history, or with a history of zeros, the scale is computed from x, which is then read twice.
+// history, or with a history of zeros, the scale is computed from x, which CUDA then reads twice.
 template <typename T>
 struct Fp8Quantize {
   uint8_t* out;             // (N, C), or null

@@ -15,7 +15,6 @@ struct GlobalNormSquares {
   int64_t count;
 };
 
-// The number of partial sums of a tensor.
 int64_t global_norm_partials(int64_t size);
 
 template <typename T>

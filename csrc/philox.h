@@ -1,5 +1,5 @@
-// Random bits by Philox4x32-7 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011). The bits for dropout
-// depend only on seed, offset and the element's coordinates in the mask, not on tiles or threads.
+// Random bits by Philox4x32-7 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011). Dropout's bits depend
+// on seed, offset and an element's coordinates in the mask, not on tiles or threads.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,6 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-// One instruction on a GPU.
 GPTKERNELS_HOST_DEVICE uint64_t multiply_wide(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
   uint64_t product;
@@ -27,7 +26,7 @@ GPTKERNELS_HOST_DEVICE uint64_t multiply_wide(uint32_t a, uint32_t b) {
 #endif
 }
 
-// The fewest rounds with which Philox4x32 passes BigCrush. Every round makes the attention kernels slower.
+// The fewest rounds with which Philox4x32 passes BigCrush.
 constexpr int kPhiloxRounds = 7;
 
 GPTKERNELS_HOST_DEVICE void philox_round(uint32_t (&c)[4], uint32_t k0, uint32_t k1) {

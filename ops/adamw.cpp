@@ -166,7 +166,7 @@ struct Lists {
 
 struct Group {
   std::array<int32_t, 3> dtypes;
-  std::vector<size_t> members;  // indices in the lists
+  std::vector<size_t> members;
 };
 
 Tensor copy_in_layout(const Tensor& grad, const Facts& param) {

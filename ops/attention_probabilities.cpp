@@ -68,7 +68,7 @@ Heads squares(const Tensor& probabilities, const Sizes& s) {
 
 // A batched BLAS call supports one stride between matrices, but sequences and heads have different strides. A call
 // therefore computes all heads of a sequence or, if there are at least as many sequences as heads, one head of all
-// sequences. q, k, v and out need not be permuted.
+// sequences.
 void matmul_heads(const Launcher& launcher, const Sizes& s, const Heads& out, const Heads& a, const Heads& b,
                   double alpha = 1) {
   const bool loop_over_batches = s.batches < s.heads;

@@ -18,7 +18,7 @@ struct QuantizeOptions {
   bool values = true;  // if false, only `transposed` (CUDA)
   bool gelu = false;
   OptionalTensor dgelu_at = {};     // quantises x * GELU'(dgelu_at)
-  OptionalTensor column_sums = {};  // (C), of x's dtype: sums over the rows before quantisation
+  OptionalTensor column_sums = {};  // (C): sums over the rows before quantisation
 };
 
 void check_quantizable(const char* op, const char* name, const Tensor& t);

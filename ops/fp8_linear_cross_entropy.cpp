@@ -1,5 +1,4 @@
-// linear_cross_entropy with float8 matmuls in its gradients and, with fp8_logits, for the logits (docs/fp8.md). The
-// host reads no tensor's values, so a CUDA graph can replay the op.
+// linear_cross_entropy with float8 matmuls in its gradients and, with fp8_logits, for the logits (docs/fp8.md).
 
 #include "../csrc/linear_cross_entropy.h"
 #include "fp8.h"
@@ -80,7 +79,7 @@ void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& los
   });
 }
 
-// Without fast accumulation, which would lose many small terms next to a few large terms.
+// Fast accumulation would lose many small terms next to a few large terms.
 void add_dx(const Launcher& launcher, const Gradients& g, int64_t begin, int64_t count) {
   fp8_product(launcher, part(flat(g.dx), begin, count), {part(flat(g.dlogits), 0, count), g.scale},
               {g.weight->transposed, g.weight->scale}, {.alpha = 1 / Fp8Dlogit::kMultiplier});

@@ -274,7 +274,6 @@ inline ScalarType accumulate_dtype(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// Operators work along the last dimension. All other dimensions together are the rows.
 inline int64_t width_of(const Tensor& t) {
   return t.size(t.dim() - 1);
 }

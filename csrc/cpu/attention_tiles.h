@@ -18,8 +18,8 @@
 //   at the end:  dkey *= scale;  dquery *= scale
 //
 // A tile of scores is transposed, one row per key and one vector lane per query, so that maxima, sums and rescalings
-// are elementwise operations on rows. The tensors with one row per query are transposed once per query tile, except if
-// there are few queries (kFewQueries).
+// are elementwise operations on rows. The tensors with one row per query are transposed once per query tile, except in
+// the forward with few queries (kFewQueries).
 
 namespace gptkernels::cpu::GPTKERNELS_ISA {
 

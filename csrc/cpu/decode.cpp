@@ -46,7 +46,6 @@ void product(Stream stream, const A* x, int64_t batch, const T* weight, const T*
   });
 }
 
-// Until the last loop, `total` and `out` are sums of exp(score - largest) and of the values with these weights.
 template <typename T, typename A>
 void attend(A* out, const A* query, const T* keys, const T* values, int64_t count, int64_t head_size) {
   const A scale = A(1) / std::sqrt(A(head_size));

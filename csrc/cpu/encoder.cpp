@@ -97,7 +97,6 @@ struct Sorted {
   int64_t* order;   // (B * T)
 };
 
-// A counting sort.
 template <typename T, typename Token>
 Sorted sort_positions(const EncoderBackward<T, Token>& p) {
   const int64_t n = p.batch * p.length;

@@ -11,8 +11,7 @@ struct Strided {
   int64_t column;
 };
 
-// out = a @ b, then the optional operations below, in order. One of a's two strides is 1, and one of b's. The bits do
-// not depend on the number of threads.
+// out = a @ b, then the optional operations below, in order. One of a's two strides is 1, and one of b's.
 struct Matmul {
   float* out = nullptr;  // (rows, columns), rows out_ld apart
   int64_t out_ld = 0;

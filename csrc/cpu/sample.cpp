@@ -45,7 +45,6 @@ float threshold_of(const Sample<T>& p, const std::vector<float>& x, float larges
   return threshold;
 }
 
-// -1 if there is a NaN or the largest x is not finite.
 template <typename T>
 int64_t draw(const Sample<T>& p, int64_t b) {
   const T* logits = p.logits + b * p.logits_stride;

@@ -1,6 +1,5 @@
-// vectorised(body) runs the copy of `body` for the chosen instruction set (capability.h). The compiler inlines the body
-// into each copy (flatten) and vectorizes it there. `#pragma omp simd reduction(...)` marks the reductions that the
-// compiler may split over lanes.
+// vectorised(body) runs the copy of `body` for the chosen instruction set (capability.h). `#pragma omp simd
+// reduction(...)` marks the reductions that the compiler may split over lanes.
 #pragma once
 
 #include <algorithm>

@@ -139,7 +139,6 @@ struct Vector<double> {
 
 #else
 
-// The compiler vectorizes the loops over lanes as far as the processor allows.
 template <typename A>
 struct Vector {
   static constexpr int kLanes = 16 / sizeof(A), kColumns = 2, kRows = 4;

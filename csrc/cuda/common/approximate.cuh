@@ -41,7 +41,6 @@ __device__ accumulate_t<T> exp_for(accumulate_t<T> x) {
     return exp(x);
 }
 
-// 1 / x, valid for x >= 1 only.
 template <typename T>
 __device__ accumulate_t<T> reciprocal_for(accumulate_t<T> x) {
   if constexpr (kSixteenBits<T>)

@@ -77,7 +77,6 @@ constexpr int kTwoBlocks = 2 * kThreads <= kMultiprocessorThreads ? 2 : 1;
 template <int N>
 using Constant = std::integral_constant<int, N>;
 
-// Passes a value in kMin..kMax to fn as a compile-time constant.
 template <int kMin, int kMax, typename Fn>
 void with_constant(int value, const Fn& fn) {
   if constexpr (kMax > kMin)

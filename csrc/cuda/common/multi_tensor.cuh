@@ -1,6 +1,6 @@
-// One launch processes many tensors. They are divided into chunks of equal size (only a tensor's last chunk may be
-// smaller), and each thread block processes one chunk, whose tensor it finds by a binary search. Pointers and sizes are
-// kernel arguments, so nothing is copied to the device before the launch, and a captured graph contains them.
+// One launch processes many tensors. They are divided into chunks, of equal size except each tensor's last. A thread
+// block processes one chunk, whose tensor it finds by a binary search. Pointers and sizes are kernel arguments, so
+// nothing is copied to the device before the launch, and a captured graph contains them.
 #pragma once
 
 #include <cstdint>

@@ -25,7 +25,6 @@ struct PartialSums {
   T* third = nullptr;
 };
 
-// With 1024 rows, each thread issues 32 loads, of which 8 are in flight at once.
 constexpr int kSumRows = 32;
 
 template <typename T, typename A>

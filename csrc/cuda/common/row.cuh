@@ -76,7 +76,6 @@ struct Row {
     }
   }
 
-  // fn may change x, which is then rounded into the pack.
   template <typename Fn>
   __device__ void update(int width, const Fn& fn) {
     each(width, [&](int i, A(&x)[kVec]) {

@@ -161,8 +161,8 @@ class RowColumns {
   int edge_ = 0;  // width_ or more if the thread has no edge element
 };
 
-// A thread's elements of one array, in the array's dtype, in which 16-bit elements take half the registers of float32.
-// A thread accesses only shared memory that it has written itself, so no barrier is needed.
+// A thread's elements of one array, in the array's dtype. A thread accesses only shared memory that it has written
+// itself, so no barrier is needed.
 template <typename Columns>
 class RowPart {
   using T = typename Columns::T;

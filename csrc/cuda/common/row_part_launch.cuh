@@ -37,7 +37,7 @@ constexpr int kRowItems = 4;
 struct RowShapes {
   int arrays = 1;
   int resident = 2;
-  // If false, a cluster processes the rows that do not fit into a thread block's registers.
+  // If false, rows that do not fit into a thread block's registers use a cluster.
   bool overflow_in_block = true;
   // The largest number of packs per thread block; exceeded only if the largest cluster is too small.
   int cluster_packs = 2048;
@@ -95,7 +95,6 @@ inline int64_t threads_for(int64_t packs, int64_t items) {
   return ceil_div(ceil_div(packs, items), kWarp) * kWarp;
 }
 
-// Threads hold more than kRowItems packs only if there would otherwise be more than max_threads threads.
 inline BlockShape block_shape(int64_t packs, int arrays, int64_t max_threads) {
   const int64_t items = std::max<int64_t>(ceil_div(packs, max_threads), kRowItems);
   return {packs, arrays, threads_for(packs, items)};
@@ -158,7 +157,6 @@ bool launch_rows_by_cluster(const typename Op::Arguments& p, int64_t line_packs,
   return true;
 }
 
-// Returns false if no kernel supports these rows.
 template <typename Op, bool kHasHeadTail>
 bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* base, Stream stream) {
   const int64_t packs = p.width / kPack<typename Op::T>;

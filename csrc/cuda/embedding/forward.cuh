@@ -1,5 +1,4 @@
-// out[b, t] = wte[tokens[b, t]] + wpe[t]. wpe, and each row of wte that occurs, is read from memory once, and
-// afterwards from the L2 cache.
+// out[b, t] = wte[tokens[b, t]] + wpe[t].
 //
 // A warp computes 512 bytes of each of two rows. Persistent grids, and more rows per warp (which could share a row of
 // wpe), read and write in bursts and were up to 10 % slower.

@@ -7,9 +7,9 @@
 //
 // There are about sqrt(V) bins, and about sqrt(V) values of the high bits (digits). The low bits select the bin,
 // because frequent tokens have small numbers in most vocabularies, and are thus spread over the bins. The only atomics
-// are integer counts, so the order depends on the tokens alone. Latency determines the time of both kernels, so each
-// kernel of the backward starts while the previous one still runs (launch.cuh). It calls wait_for_previous_kernel()
-// before it writes what the previous kernel reads, or reads what that kernel writes.
+// count, so the order depends on the tokens alone. Latency determines the time of both kernels, so each kernel of the
+// backward starts while the previous one still runs (launch.cuh). It calls wait_for_previous_kernel() before it writes
+// what the previous kernel reads, or reads what that kernel writes.
 //
 // The result is the array `items`. A token's slot is its index in the vocabulary sorted by low bits, then by high bits
 // (token_of). For each slot in turn, `items` has one head and then the slot's run: the token's positions, in ascending

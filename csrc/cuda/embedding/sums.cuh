@@ -13,7 +13,7 @@
 // depends on the tokens alone, not on which warp is the last.
 //
 // A slab is 256 bytes of a row, 16 lanes with 16 bytes each. Wider slabs do not stay in the L2 until dout is read
-// again, narrower slabs waste part of each memory transaction, and 8 bytes per lane would need twice the instructions.
+// again, and narrower slabs waste part of each memory transaction.
 #pragma once
 
 #include <cstdint>
@@ -37,7 +37,6 @@ constexpr int kGroup = 64;
 template <int kVec>
 constexpr int kLoadsInFlight = kVec <= 4 ? 8 : 4;
 
-// A warp works on one row per group of kLanes lanes at a time.
 template <int kVec>
 constexpr int kLanes = kVec == 1 ? kWarp : kWarp / 2;
 
@@ -210,7 +209,7 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
   const auto dout = column_of(p.dout, at, w);
   const int all_end = __reduce_max_sync(kAllLanes, first == kReach ? 0 : end);
   // For float32, an iteration whose items are all entries of one row adds them in pairs: a running sum of 64 terms has
-  // several times the rounding error of torch's sum. In 16 bits, the final rounding's error is much larger.
+  // several times the rounding error of torch's sum.
   constexpr bool kPairwise = std::is_same_v<T, float>;
   unsigned row = kNoRow;
   bool any = false;

@@ -4,8 +4,8 @@
 //   dx = rstd * (g - avg(g) - n * avg(g * n)) + dsum
 //   dweight = sum over rows of dout * n,   dbias = sum over rows of dout,   dx_bias = sum over rows of dx
 //
-// dsum, if present, is the gradient that reaches the sum x + residual by other paths. With dropout of x, or if X is
-// narrower than T, the first line gives dresidual, and dx = dropout(dresidual), rounded to X.
+// With dropout of x, or if X is narrower than T, the first line gives dresidual, and dx = dropout(dresidual), rounded
+// to X.
 //
 // layernorm_backward_ring_kernel computes rows that fit into registers and shared memory, with one thread block per SM:
 //
@@ -92,7 +92,7 @@ __host__ __device__ int column_sums(const LayernormBackward<T, X>& p) {
   return p.dx_bias || p.dresidual || !std::is_same_v<T, X> ? 3 : 2;
 }
 
-// dx before it is rounded to X. dx and dresidual must have been written already.
+// dx before it is rounded to X.
 template <typename T, typename X>
 __device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p,
                                         const OptionalDropout<accumulate_t<T>>& dropout, int64_t element) {
@@ -212,8 +212,7 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kArrays>(R
     x.load(x_row, width);
     dout.load(dout_row, width);
     weight.stay_packed();
-    // Computes n, and multiplies g by the weight; on entry g is dout. The compiler keeps the first pass's results in
-    // registers for the second pass, unless stay_packed() prevents that.
+    // Computes n, and multiplies g by the weight; on entry g is dout.
     const auto weigh = [&](int i, float (&n)[kVec], float (&g)[kVec]) {
       float w[kVec];
       widen(n, x.packs[i]);

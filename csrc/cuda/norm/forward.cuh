@@ -88,7 +88,7 @@ __global__ void __launch_bounds__(kSimpleThreads)
 // ---- rows of whole packs that fit into registers ----
 
 // Stores 4 bytes of a 32-byte sector. Other rows' stores write the other bytes within microseconds. With evict-last,
-// the L2 cache collects the whole sector before writing it to memory (docs/layernorm.md has the saving).
+// the L2 cache collects the whole sector before writing it to memory.
 __device__ inline void store_statistic(float* p, float value) {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));

@@ -5,9 +5,8 @@
 //   backward   layernorm_backward_ring_kernel               layernorm_backward_simple_kernel, *_columns_kernel
 //              then, for dweight, dbias and dx_bias, partial_sums_kernel
 //
-// T is the dtype of the residual stream, and X the dtype of x, out and their gradients. If X is T, the fast kernels
-// have instances without and with dropout (NoDropout, DenseDropout); otherwise one instance is for both
-// (OptionalDropout).
+// If X is T, the fast kernels have instances without and with dropout (NoDropout, DenseDropout). If X is narrower, one
+// instance (OptionalDropout) is for both cases.
 #include <algorithm>
 #include <limits>
 #include <type_traits>

@@ -1,4 +1,4 @@
-// A ring buffer in shared memory for kernels whose thread blocks loop over rows. At 4.2 TB/s and 1 us of latency, each
+// A ring buffer in shared memory, for kernels whose thread blocks loop over rows. At 4.2 TB/s and 1 us of latency, each
 // of an H200's 132 SMs needs 32 KB of loads in flight, for which registers have no space beside the current row. Every
 // thread copies its packs of the next rows to shared memory by cp.async, and reads only what it has copied itself, so
 // the ring needs no barrier. With 4 stages, while row r is in use:
@@ -122,8 +122,8 @@ class RowRing {
     from += row_step_;
   }
 
-  const T* x_;    // the next row to copy
-  const T* end_;  // the end of the last row
+  const T* x_;
+  const T* end_;
   const X* dout_;
   const T* dsum_;
   int64_t row_step_;

@@ -36,7 +36,6 @@ __device__ inline void copy_async_commit() {
 #endif
 }
 
-// Waits until at most this thread's latest kPending groups are in flight.
 template <int kPending>
 __device__ void copy_async_wait() {
 #if __CUDA_ARCH__ >= 800
@@ -50,7 +49,6 @@ __device__ inline void copy_async_wait() {
 #endif
 }
 
-// Lanes 8 * i to 8 * i + 7 pass the addresses of matrix i's rows of 16 bytes.
 __device__ inline void load_matrices(uint32_t (&a)[4], uint32_t shared) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"

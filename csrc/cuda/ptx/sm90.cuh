@@ -23,7 +23,6 @@ __device__ inline void mbarrier_init(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Makes initialised barriers visible to asynchronous copies and to the cluster.
 __device__ inline void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -36,7 +35,6 @@ __device__ inline void mbarrier_expect(uint64_t* barrier, unsigned bytes) {
   mbarrier_expect(shared_address(barrier), bytes);
 }
 
-// The phases' parities are 0, 1, 0, ...
 __device__ inline void mbarrier_wait(uint64_t* barrier, unsigned parity) {
   random_delay();
   asm volatile(

@@ -1,6 +1,6 @@
 // With TMA (Tensor Memory Accelerator), one thread starts the copy of a box of a tensor between global and shared
 // memory. The hardware swizzles the box in shared memory. Elements beyond the tensor's end are loaded as 0 and not
-// stored. The tensors here are (B, heads, T, HS), or matrices.
+// stored.
 #pragma once
 
 #include <cuda.h>
@@ -137,7 +137,6 @@ __device__ inline void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Afterwards the shared memory of this thread's stores, except the latest kPending groups, may be overwritten.
 template <int kPending = 0>
 __device__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
