@@ -24,7 +24,7 @@ struct AdamwOptions {
   double weight_decay;
   float max_grad_norm;
   bool maximize;
-  // Applies to bfloat16 parameters, which then have no masters, and to their moments if these are bfloat16.
+  // For bfloat16 parameters, which then have no masters, and for their moments if these are bfloat16.
   bool round_stochastically;
   uint64_t rounding_seed;
 };

@@ -105,7 +105,7 @@ void add_dweight(const Launcher& launcher, const CrossEntropy& p, const Gradient
 void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Gradients& g, int64_t chunk) {
   const Tensor logits = allocate({chunk, p.columns()}, p.x.tensor);
   int64_t begin = 0;
-  do {  // also if there are no rows, so that the sum becomes 0
+  do {  // once even without rows, so that the sum becomes 0
     const int64_t count = std::min(chunk, p.rows() - begin);
     classify(launcher, p, losses, part(flat(logits), 0, count), g, begin, count);
     if (g.want_x) add_dx(launcher, g, begin, count);

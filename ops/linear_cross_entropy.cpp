@@ -171,7 +171,7 @@ void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, 
                          ? allocate(shape_of(gradients.dweight), p.accumulate(), p.x.tensor)
                          : gradients.dweight;
   int64_t begin = 0;
-  do {  // also if there are no rows, so that the sum becomes 0
+  do {  // once even without rows, so that the sum becomes 0
     const int64_t count = std::min(most, p.rows() - begin);
     const Matrix here = part(chunk, 0, count);
     std::optional<Matrix> x;

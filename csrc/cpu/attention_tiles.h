@@ -142,8 +142,8 @@ void for_each_part(const ScoreTile& tile, const AttentionMask<T>& mask, const Fn
   }
 }
 
-// For queries whose additive mask is so low for all keys (for example torch.finfo(torch.float32).min) that adding a
-// score does not change it, the probabilities are uniform over the keys with the largest mask value.
+// For queries whose additive mask is so low for all keys that adding a score does not change it, the probabilities are
+// uniform over the keys with the largest mask value.
 template <typename A>
 struct UniformQueries {
   bool any = false;
@@ -463,8 +463,8 @@ struct BackwardScratch {
   A delta[kTile];
 };
 
-// Replaces `scores` by the probabilities after dropout, and `gradients`, those of the probabilities, by those of the
-// scores.
+// Replaces `scores` by the probabilities after dropout. On entry `gradients` has the probabilities' gradients, on
+// return the scores' gradients.
 template <typename A>
 void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t lanes, const Scaling<A>& scaling,
                      const A* logsumexp, const A* logsumexp_rest, const A* delta) {

@@ -44,7 +44,7 @@ __device__ Chunk this_chunk(const List& list) {
 }
 
 // set(pointers, i) stores the pointers of tensor i. launch(list, blocks) is called whenever a list is full, and for the
-// remaining tensors. Empty tensors are skipped.
+// remaining tensors.
 template <typename List, int kSize, typename Set, typename Launch>
 void for_each_list(int64_t count, const int64_t* sizes, const Set& set, const Launch& launch) {
   List list;

@@ -43,7 +43,7 @@ struct RowShapes {
   int cluster_packs = 2048;
   // The largest number of packs per thread; exceeded only if a thread block cannot have enough threads.
   int cluster_items = 12;
-  bool wide_head_tail = false;  // kHasHeadTail even for aligned rows, if a warp cannot hold them
+  bool wide_head_tail = false;  // if true, rows that a warp cannot hold have kHasHeadTail even if aligned
 };
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
@@ -141,8 +141,8 @@ int64_t max_cluster_blocks() {
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-// Returns false if a cluster cannot hold a row. The grid is within CUDA's limit, because memory cannot hold more rows
-// of this width.
+// Returns false if a cluster cannot hold a row. The grid cannot exceed CUDA's limit, because memory cannot hold so many
+// rows of this width.
 template <typename Op, bool kHasHeadTail>
 bool launch_rows_by_cluster(const typename Op::Arguments& p, int64_t line_packs, Stream stream) {
   constexpr auto kernel = rows_by_cluster_kernel<Op, kRowItems, kHasHeadTail>;

@@ -40,7 +40,7 @@ constexpr int kLoadsInFlight = kVec <= 4 ? 8 : 4;
 template <int kVec>
 constexpr int kLanes = kVec == 1 ? kWarp : kWarp / 2;
 
-// 32-bit row indices and sizes make an address one instruction.
+// With 32-bit row indices and sizes, an address takes one instruction.
 template <typename T>
 struct Column {
   T* top;
