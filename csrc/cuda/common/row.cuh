@@ -1,8 +1,8 @@
 // A row of a matrix in the registers of its team (drawing in teams.cuh).
 //
 // Packs stay in the array's dtype, in which 16-bit elements take half the registers of float32. The first kUnguarded
-// packs of every thread are known to be within the row. Comparing every pack with the width in every pass would take
-// about 10 % more instructions.
+// packs of every thread are within the row. Comparing every pack with the width in every pass would take about 10 %
+// more instructions.
 #pragma once
 
 #include <cstdint>
