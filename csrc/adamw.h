@@ -1,5 +1,5 @@
-// One step of AdamW (Loshchilov and Hutter, 2019) on a list of tensors, in place, with the arithmetic that the CPU and
-// CUDA kernels share.
+// One step of AdamW (Loshchilov and Hutter, 2019), which updates a list of tensors in place. The CPU and CUDA kernels
+// share the arithmetic below.
 #pragma once
 
 #include <cmath>
@@ -24,20 +24,20 @@ struct AdamwOptions {
   double weight_decay;
   float max_grad_norm;
   bool maximize;
-  // Applies to bfloat16 moments and to bfloat16 parameters without masters.
+  // For bfloat16 parameters, which then have no masters, and for their moments if these are bfloat16.
   bool round_stochastically;
   uint64_t rounding_seed;
 };
 
 enum AdamwArray : uint32_t { kParamArray, kExpAvgArray, kExpAvgSqArray };
 
-// Optional scalars in the tensors' device memory. A kernel reads them when it runs, so a CUDA graph can be replayed
-// with new values.
+// Optional scalars in the memory of the tensors' device. A kernel reads them when it runs, so a CUDA graph can be
+// replayed with new values.
 struct AdamwNumbers {
-  const float* lr;  // if null, wide_lr is used
+  const float* lr;  // if null, wide_lr; if both are null, AdamwOptions::lr
   const double* wide_lr;
   const float* grad_scale;  // divisor of the gradients
-  const float* grad_norm;   // if given, clips gradients / grad_scale
+  const float* grad_norm;   // norm of gradients / grad_scale, or null (no clipping)
   const float* found_inf;   // if not 0, the step is a no-op
 };
 
@@ -45,8 +45,9 @@ struct AdamwNumbers {
 template <typename T, typename Gradient, typename State>
 struct Adamw {
   T* const* params;
-  // Float32 master weights, or null. The step updates them, and stores them rounded to T in params. If a master does
-  // not round to its parameter, other code has changed the parameter, from which the step then starts.
+  // Float32 master weights, or null. The step updates the masters, and stores them rounded to T in params. If a master
+  // rounded to T differs from its parameter, other code has changed the parameter, and the step starts from the
+  // parameter.
   float* const* masters;
   const Gradient* const* grads;
   State* const* exp_avgs;
@@ -63,7 +64,7 @@ Status adamw(const Adamw<T, Gradient, State>& p, Stream stream);
 
 // ---- the step's arithmetic, shared by both devices ------------------------------------------------------------------
 
-// In float64, because for small t, 1 - beta^t has few accurate digits in float32.
+// Computed in float64, then rounded to A: for small t, 1 - beta^t has few accurate digits in float32.
 template <typename A>
 struct AdamwFactors {
   A gradient;  // clip coefficient / grad_scale, negated to maximize
@@ -77,14 +78,13 @@ struct AdamwFactors {
   A eps;
 };
 
-// Has the same bits as torch's clip_grad_norm_. A NaN norm gives NaN.
+// The coefficient has the same bits as in torch's clip_grad_norm_. It is NaN if the norm is NaN.
 GPTKERNELS_STEP float clip_coefficient(float norm, float max_norm) {
   const float coefficient = 1 / (norm + 1e-6f) * max_norm;
   return coefficient > 1 ? 1 : coefficient;
 }
 
-// log(beta) makes this faster than pow(). As in torch, beta^t is rounded before the subtraction; for small t the
-// results would otherwise differ.
+// Faster than pow(). As in torch, beta^t is rounded before the subtraction, which changes the result for small t.
 GPTKERNELS_STEP double one_minus_power(double log_beta, double t) {
   const double power = 1 + std::expm1(t * log_beta);
   return 1 - power;
@@ -112,12 +112,12 @@ GPTKERNELS_STEP float current_value(float master, T param) {
   return static_cast<float>(static_cast<T>(master)) == value ? master : value;
 }
 
-// product() must round (no FMA), so that a gradient clipped here has the same bits as one clipped by a separate
-// multiplication.
+// Arithmetic::product() must round (no FMA), so that a gradient clipped here has the same bits as one clipped by a
+// separate multiplication.
 template <typename Arithmetic, typename A>
 GPTKERNELS_STEP void adamw_update(const AdamwFactors<A>& f, A gradient, A& param, A& exp_avg, A& exp_avg_sq) {
   const A g = Arithmetic::product(gradient, f.gradient);
-  // Like torch.lerp, start from the value with the larger weight: with beta1 = 0 the result is exactly g.
+  // Like torch.lerp, so that with beta1 = 0 the result is exactly g.
   exp_avg = f.weight1 < A(0.5) ? exp_avg + f.weight1 * (g - exp_avg) : g - f.beta1 * (g - exp_avg);
   exp_avg_sq = exp_avg_sq * f.beta2 + f.weight2 * g * g;
   const A denominator = Arithmetic::square_root(exp_avg_sq) * f.correction + f.eps;

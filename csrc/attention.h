@@ -66,7 +66,7 @@ struct AttentionForward {
   double scale;
   AttentionMask<T> mask;
   DropoutArguments dropout;
-  bool tf32 = false;  // for float32 (CUDA)
+  bool tf32 = false;  // float32 matmuls in TF32 (CUDA)
   void* workspace = nullptr;
 };
 
@@ -96,7 +96,7 @@ constexpr double gradient_scale(const AttentionBackward<T>& p) {
   return p.sizes.keys == 1 && !p.dlogsumexp ? 0 : p.scale;
 }
 
-// The sizes are in bytes. The workspace must have an allocator's alignment (256 bytes on CUDA).
+// Sizes in bytes. A workspace must be aligned as by torch's allocator (to 256 bytes on CUDA).
 template <typename T>
 int64_t attention_forward_workspace(const AttentionForward<T>& p);
 template <typename T>

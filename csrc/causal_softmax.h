@@ -1,5 +1,5 @@
-// Row t of out is the softmax of columns 0..t of a (T, T) matrix of attention scores. Values above the diagonal are
-// ignored in the input and exactly 0 in the output.
+// Row t of a (T, T) output is the softmax of columns 0..t of the same row of scale * scores. Scores above the diagonal
+// are ignored, and outputs above the diagonal are exactly 0.
 #pragma once
 
 #include "device.h"

@@ -30,9 +30,9 @@ struct DecodeLayer {
 template <typename T>
 struct Decode {
   T* logits;                     // (B, Vp)
-  T* keys_values;                // (L, 2, B, NH, capacity, HS); the last tokens' are added
-  const int64_t* sequences;      // (B, length); the -1 that sample_ writes if it cannot draw is read as 0
-  const int64_t* lengths;        // (B), including the last token, which is not in the cache
+  T* keys_values;                // (L, 2, B, NH, capacity, HS); the op adds the keys and values of the last tokens
+  const int64_t* sequences;      // (B, length); -1, which sample_ writes if it cannot draw a token, is read as 0
+  const int64_t* lengths;        // (B), including the last token, which is not in the cache yet
   const T* wte;                  // (V or more, C)
   const T* wpe;                  // (capacity or more, C)
   const DecodeLayer<T>* layers;  // (L), in host memory
@@ -44,12 +44,12 @@ struct Decode {
   int64_t layer_count;           // L
   int64_t width;                 // C
   int64_t heads;                 // NH
-  int64_t capacity;              // tokens per sequence
+  int64_t capacity;              // of the cache, in tokens per sequence
   int64_t vocabulary;            // V
   int64_t lm_head_rows;          // Vp
   double eps;
   GeluForm gelu;
-  void* workspace;  // decode_workspace bytes
+  void* workspace;
 };
 
 constexpr int64_t kDecodeMaxBatch = 8;

@@ -1,5 +1,5 @@
-// out = x / (1 - probability) if the mask keeps the element, else 0 * x. The backward computes the mask again from the
-// seed.
+// out = x / (1 - probability) if the mask keeps the element, else 0 * x. The backward computes the mask again from seed
+// and offset.
 #pragma once
 
 #include "device.h"

@@ -16,30 +16,30 @@ struct EncoderForward {
   const T* wpe;         // (P, C), P >= T, or null
   int64_t batch;        // B
   int64_t length;       // T
-  int64_t vocabulary;   // V: tokens must be below V
+  int64_t vocabulary;   // V; tokens must be below V
   int64_t width;        // C
 };
 
 template <typename T, typename Token>
 struct EncoderBackward {
-  T* dwte;              // (V, C)
+  T* dwte;              // (Vp, C)
   T* dwpe;              // (P, C), P >= T, or null
   const T* dout;        // (B, T, C)
   const Token* tokens;  // (B, T)
   void* workspace;
   int64_t batch;       // B
   int64_t length;      // T
-  int64_t vocabulary;  // V, including padding
+  int64_t vocabulary;  // Vp
   int64_t positions;   // P
   int64_t width;       // C
-  bool accumulate;     // adds to dwte; skips rows of tokens that do not occur
+  bool accumulate;     // adds to dwte, whose rows for tokens that do not occur stay unchanged
 };
 
 template <typename T, typename Token>
 Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream);
 
-// The CUDA backward indexes rows and columns with 32 bits, and each warp of its sort keeps sqrt(V) counters in shared
-// memory.
+// Limits of the backward. On CUDA, its row and column indices have 32 bits, and each warp of its sort keeps about
+// sqrt(Vp) counters in shared memory.
 #ifdef GPTKERNELS_CUDA
 constexpr int64_t kEncoderMaxRows = int64_t(1) << 30;  // of B * T and of P
 constexpr int64_t kEncoderMaxVocabulary = int64_t(1) << 24;

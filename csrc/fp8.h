@@ -8,36 +8,38 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// Significands have 3 and 2 bits, and maxima are 448 and 57344.
+// The maximum of e4m3 is 448, that of e5m2 57344.
 enum class Fp8Format { kE4M3, kE5M2 };
 
-// x, GELU(x) rounded to T, or x * GELU'(u) rounded to T.
+// What is quantised: x, GELU(x) rounded to T, or x * GELU'(u) rounded to T.
 enum class Fp8Source { kValues, kGelu, kGeluGradient };
 
-// An amax history holds the largest finite magnitudes of the last kFp8Calls calls, the newest last, and two working
-// cells, which are 0 between calls: the largest magnitude so far, and the number of finished thread blocks. Magnitudes
-// are float32 bits in int32, because `module.to(dtype)` converts floating-point buffers.
+// An amax history holds the largest finite magnitude of each of the last kFp8Calls calls, the newest last. Two working
+// cells follow. They hold the largest magnitude so far and the number of finished thread blocks, and are 0 between
+// calls. Magnitudes are stored as float32 bits in int32, because `module.to(dtype)` would convert floating-point
+// buffers.
 constexpr int kFp8Calls = 16;
 constexpr int kFp8History = kFp8Calls + 2;
 
-// The inner dimension of a float8 matmul must be a multiple of 16 on tensor cores, so transposed rows are padded with
-// zeros.
+// The inner dimension of a float8 matmul must be a multiple of 16 on tensor cores, so the rows of a transposed matrix
+// are padded with zeros.
 constexpr int64_t kFp8Alignment = 16;
 
 constexpr int64_t fp8_padded(int64_t rows) {
   return (rows + kFp8Alignment - 1) / kFp8Alignment * kFp8Alignment;
 }
 
-// On CUDA, a preceding matmul may already have quantised the tensor in its epilogue, if the tensor's scale is known.
+// On CUDA, if the scale is known beforehand, the epilogue of the matmul that computes the tensor may already have
+// quantised it.
 struct Fp8Fused {
-  const int32_t* done = nullptr;  // not 0: quantised, and only sums must be added
+  const int32_t* done = nullptr;  // not 0: already quantised, only the partial sums must be added
   void* partials = nullptr;       // (partial_rows, C) of sum_t<T>
   int64_t partial_rows = 0;
 };
 
 // out = x / scale, rounded to nearest even. Values beyond the format's range saturate; infinities and NaN become NaN.
 // The scale is the smallest power of two for which the history's largest magnitude does not saturate. Without a
-// history, or if it is all zero, the scale is computed from x, which is then read twice.
+// history, or with a history of zeros, the scale is computed from x, which CUDA then reads twice.
 template <typename T>
 struct Fp8Quantize {
   uint8_t* out;             // (N, C), or null
@@ -51,7 +53,7 @@ struct Fp8Quantize {
   int64_t rows;   // N
   int64_t width;  // C
   Fp8Format format;
-  Fp8Source source;  // CPU: only kValues, no column_sums
+  Fp8Source source;  // the CPU supports only kValues, without column_sums
   Fp8Fused fused = {};
 };
 

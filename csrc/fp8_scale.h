@@ -11,6 +11,7 @@
 
 namespace gptkernels {
 
+// The bits of two float32 numbers, both powers of two.
 struct Fp8Scale {
   uint32_t multiplier;  // float8 number = round(value * multiplier)
   uint32_t scale;       // value = float8 number * scale

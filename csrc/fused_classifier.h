@@ -13,14 +13,14 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// 2^15 (p - onehot) in e5m2. p - onehot is between -1 and 1, and 2^15 is the largest power of two in e5m2, so no scale
-// is computed from the values.
+// 2^15 * (p - onehot) in e5m2. |p - onehot| is at most 1, and 2^15 is the largest power of two in e5m2, so the constant
+// multiplier never overflows.
 struct Fp8Dlogit {
   static constexpr float kMultiplier = 32768;
   uint8_t bits;
 };
 
-// Out is T or Fp8Dlogit, which requires dlosses to be null.
+// Out is T or Fp8Dlogit. With Fp8Dlogit, dlosses must be null.
 template <typename T, typename Out = T>
 struct FusedClassifierForward {
   accumulate_t<T>* losses;  // (N)
@@ -34,11 +34,11 @@ struct FusedClassifierForward {
   int64_t width;       // Vp
   int64_t vocab_size;  // V, from 1 to Vp
   int64_t ignore_index;
-  int64_t first_row = 0;  // of row 0, for error messages
+  int64_t first_row = 0;  // the number of row 0 in error messages
 };
 
 // scaled = dlogits * dlosses, row by row. A gradient of exactly 0 stays 0 even if dlosses is infinite or NaN, as in
-// torch: if all rows are ignored, the gradient of the mean is infinite, but that of the logits is 0.
+// torch: if all rows are ignored, dlosses of the mean is infinite, but the gradient of the logits is 0.
 template <typename T>
 struct FusedClassifierBackward {
   T* scaled;                       // (N, Vp)

@@ -1,5 +1,6 @@
-// sqrt(sum of x^2) over a list of tensors: one partial sum per chunk, then their sum in a fixed order. Squares and sums
-// are float64, so the squares of float32 values cannot overflow.
+// The norm sqrt(sum of x^2) of a list of tensors. global_norm_squares() computes a partial sum for each chunk of a
+// tensor, and global_norm_sum() adds the partial sums in a fixed order. Squares and sums are float64, so the squares of
+// float32 values cannot overflow.
 #pragma once
 
 #include "device.h"
@@ -14,7 +15,6 @@ struct GlobalNormSquares {
   int64_t count;
 };
 
-// The number of partial sums of a tensor.
 int64_t global_norm_partials(int64_t size);
 
 template <typename T>

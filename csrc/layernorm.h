@@ -1,11 +1,10 @@
 // Layer normalisation over the last dimension: out = (x - mean) * rstd * weight + bias, rstd = 1/sqrt(var + eps).
 //
-// With a residual, the op normalises sum = dropout(x + x_bias) + residual, rounded to T, and also writes the sum:
-// everything between two sublayers of a transformer. x_bias, the bias of the linear layer that computed x, and its
-// gradient take no additional time, because the kernel is bound by the memory traffic of x.
+// With a residual, the op normalises sum = dropout(x + x_bias) + residual, rounded to T, and writes the sum. x_bias is
+// the bias of the linear layer that computed x.
 //
-// T is the dtype of the residual stream and of the parameters; X is the dtype of x, out and their gradients: T, or a
-// 16-bit type with a float32 residual stream.
+// T is the dtype of the residual stream and of the parameters; X is the dtype of x, out and their gradients. X is T, or
+// a 16-bit type if T is float32.
 #pragma once
 
 #include "device.h"
@@ -31,13 +30,13 @@ struct LayernormForward {
 
 template <typename T, typename X = T>
 struct LayernormBackward {
-  X* dx;                        // (N, C); null outputs are not computed
+  X* dx;                        // (N, C) or null; null outputs are not computed
   T* dweight;                   // (C) or null
   T* dbias;                     // (C) or null
   T* dx_bias;                   // (C) or null; requires dx
   T* dresidual;                 // (N, C) or null: dx before dropout and rounding to X
   const X* dout;                // (N, C)
-  const T* dsum;                // (N, C) or null: the sum's gradient by other paths
+  const T* dsum;                // (N, C) or null: the gradient that reaches the sum by other paths
   const T* x;                   // (N, C): the input, or the forward's sum
   const T* weight;              // (C), or null for ones
   const accumulate_t<T>* mean;  // (N)

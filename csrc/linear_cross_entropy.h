@@ -1,5 +1,5 @@
-// The mean is computed on the device, because the host does not know how many targets are ignored. The order of a sum
-// depends on N only.
+// The mean of the losses is computed on the device, because the host does not know how many targets are ignored. The
+// order of the additions depends on N only.
 #pragma once
 
 #include "device.h"

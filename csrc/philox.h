@@ -1,5 +1,5 @@
-// Philox4x32-7 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011), whose bits depend only on seed,
-// offset and an element's coordinates in a dropout mask, not on tiles or threads.
+// Random bits by Philox4x32-7 (Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, 2011). Dropout's bits depend
+// on seed, offset and an element's coordinates in the mask, not on tiles or threads.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,6 @@ struct PhiloxWords {
   uint32_t word[4];
 };
 
-// One instruction on a GPU.
 GPTKERNELS_HOST_DEVICE uint64_t multiply_wide(uint32_t a, uint32_t b) {
 #ifdef __CUDA_ARCH__
   uint64_t product;
@@ -27,7 +26,7 @@ GPTKERNELS_HOST_DEVICE uint64_t multiply_wide(uint32_t a, uint32_t b) {
 #endif
 }
 
-// The fewest rounds with which Philox4x32 passes BigCrush. Every round makes the attention kernels slower.
+// The fewest rounds with which Philox4x32 passes BigCrush.
 constexpr int kPhiloxRounds = 7;
 
 GPTKERNELS_HOST_DEVICE void philox_round(uint32_t (&c)[4], uint32_t k0, uint32_t k1) {
@@ -70,16 +69,16 @@ GPTKERNELS_HOST_DEVICE uint32_t sixteen_bits(const PhiloxWords& words, int slot)
   return words.word[slot / 2] >> (16 * (slot % 2)) & 0xFFFFu;
 }
 
-// The counter holds the lower 32 bits of the offset.
+// The Philox key holds the seed and the upper 32 bits of the offset. The counter holds the lower 32 bits.
 GPTKERNELS_HOST_DEVICE uint64_t dropout_key(int64_t seed, int64_t offset) {
   return static_cast<uint64_t>(seed) ^ (static_cast<uint64_t>(offset) & 0xFFFFFFFF00000000u);
 }
 
 // ---- attention probabilities ----------------------------------------------------------------------------------------
 
-// One Philox result provides 16 bits for each of the 8 elements of a group, which one thread holds in two neighbouring
-// 16x8 accumulator tiles of mma.sync: rows i and i + 8, columns j, j + 1, j + 8 and j + 9 (i % 16 < 8, j % 16 < 8, j
-// even).
+// One Philox result provides 16 bits for each of the 8 elements of a group. A group is the part of two neighbouring
+// 16x8 accumulator tiles of mma.sync that one thread holds: rows i and i + 8, columns j, j + 1, j + 8 and j + 9 (i % 16
+// < 8, j % 16 < 8, j even).
 //
 //   element (row, column) of the head:  group row    (row / 16) * 8 + row % 8
 //                                       group column (column / 16) * 4 + column % 8 / 2

@@ -10,8 +10,8 @@ namespace gptkernels::GPTKERNELS_DEVICE {
 // is not finite, gives -1.
 template <typename T>
 struct Sample {
-  int64_t* sequences;  // (B, length); writes column lengths[b]
-  int64_t* lengths;    // (B), below length; incremented
+  int64_t* sequences;  // (B, length); the token of row b is written to column lengths[b]
+  int64_t* lengths;    // (B), each below `length`; incremented
   const T* logits;     // (B, V), rows logits_stride apart
   const float* noise;  // (B, V) or null
   int64_t batch;
@@ -19,13 +19,14 @@ struct Sample {
   int64_t logits_stride;
   int64_t sequence_length;
   double temperature;  // above 0; ignored without noise
-  int64_t top_k;       // keeps the k-th largest x and all x not below it
-  // Keeps the fewest largest x that have a probability of at least top_p among the x that top_k keeps, and each x equal
-  // to the smallest of them.
+  int64_t top_k;       // keeps every x that is at least the top_k-th largest x
+  // Of the x that top_k keeps, keeps the fewest largest that have at least the fraction top_p of the total probability,
+  // and every x equal to the smallest of these.
   double top_p;
 };
 
-// Sums of probabilities are integers, in units of 2^-31 times the largest probability, so they are exact in any order.
+// For top_p, probabilities are rounded to integers in units of 2^-31 times the largest probability, so that their sum
+// is exact in any order.
 constexpr double kSampleUnits = 2147483648.0;
 
 template <typename T>

@@ -13,7 +13,8 @@ struct RoundingBits {
 
   GPTKERNELS_HOST_DEVICE uint32_t operator[](int element) const { return sixteen_bits(words, element); }
 
-  // Shifts element n of the group to element 0, for a pack of 1, 2 or 4 elements, of which n is a multiple.
+  // Moves the bits of element n to element 0, for callers that round 1, 2 or 4 elements at a time. n is a multiple of
+  // that number.
   GPTKERNELS_HOST_DEVICE void drop(int n) {
     if (n & 4) words = {{words.word[2], words.word[3], 0, 0}};
     if (n & 2) words.word[0] = words.word[1];
@@ -27,8 +28,8 @@ GPTKERNELS_HOST_DEVICE RoundingBits rounding_bits(uint64_t seed, uint32_t step, 
   return {philox(seed, {{static_cast<uint32_t>(group), high, tensor, step}})};
 }
 
-// Float32 bits to bfloat16 bits. The probability of rounding away from 0 is the fraction that is cut off. Infinity and
-// NaN are preserved.
+// Float32 bits to bfloat16 bits. The probability of rounding away from 0 is the fraction that rounding towards 0 would
+// cut off. Infinity stays infinity, and NaN stays NaN.
 GPTKERNELS_HOST_DEVICE uint16_t round_stochastically(uint32_t value, uint32_t random) {
   const uint32_t magnitude = value & 0x7FFFFFFFu;
   if (magnitude > 0x7F800000u) return static_cast<uint16_t>(value >> 16 | 0x40u);

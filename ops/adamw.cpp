@@ -15,7 +15,7 @@ using Tensors = std::vector<Tensor>;
 
 // ---- checks ---------------------------------------------------------------------------------------------------------
 
-// Each property, a call into LibTorch, is read once, because the lists are long.
+// A tensor's properties, each read once: reading one is a call into LibTorch, and the lists of tensors are long.
 struct Facts {
   int32_t dtype;
   int32_t device_type;
@@ -166,7 +166,7 @@ struct Lists {
 
 struct Group {
   std::array<int32_t, 3> dtypes;
-  std::vector<size_t> members;  // indices in the lists
+  std::vector<size_t> members;
 };
 
 Tensor copy_in_layout(const Tensor& grad, const Facts& param) {
@@ -245,7 +245,7 @@ void launch(const Launcher& launcher, const Lists& lists, const Group& group, co
                                            launcher.stream()));
 }
 
-// <float> if the tensor is float32 and its parameter is not.
+// Calls fn<float> if t is float32, else fn<T>, where T is the parameter's dtype.
 template <typename T, typename Fn>
 void dispatch_or_float(const Tensor& t, const Fn& fn) {
   if constexpr (!std::is_same_v<T, float>)
@@ -253,7 +253,7 @@ void dispatch_or_float(const Tensor& t, const Fn& fn) {
   fn.template operator()<T>();
 }
 
-// The kernel reads an lr on the device.
+// 0 if lr is on a GPU, where the kernel reads it.
 double host_value(const Tensor& lr) {
   if (!lr.is_cpu()) return 0;
   return lr.scalar_type() == ScalarType::Double ? *pointer<double>(lr) : *pointer<float>(lr);

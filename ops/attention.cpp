@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kMaxHeadSize = 256;
 
-// The last dimension is contiguous, and the others may have any strides.
+// The last dimension is contiguous. The others may have any strides.
 struct Heads {
   Tensor tensor;
   int64_t offset;
@@ -28,8 +28,8 @@ struct Heads {
   }
 };
 
-// The stride of a dimension of size 1 has no effect, and becomes 0, so that it does not exclude a kernel that needs
-// aligned strides.
+// A stride has no effect if its dimension has size 1. It is replaced by 0, so that it does not exclude a kernel that
+// needs aligned strides.
 Heads heads(const Tensor& t) {
   const auto stride = [&](int64_t dim) { return t.size(dim) == 1 ? 0 : t.stride(dim); };
   return {t, 0, stride(0), stride(1), stride(2)};
@@ -170,7 +170,7 @@ Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const
   return allocate_strided(shape, strides, like.scalar_type(), like);
 }
 
-// In memory (B, T, heads, HS), so that a model's reshape to (B, T, C) copies nothing.
+// The order of dimensions in memory is (B, T, heads, HS), so that a model's reshape to (B, T, C) copies nothing.
 Tensor allocate_out(const AttentionSizes& s, const Tensor& like) {
   return allocate_heads(query_shape(s), {0, 2, 1}, like);
 }

@@ -66,8 +66,9 @@ Heads squares(const Tensor& probabilities, const Sizes& s) {
           s.tokens * s.tokens};
 }
 
-// A batched BLAS call supports one stride between matrices, but batches and heads have two, so each call computes all
-// matrices of the larger of these dimensions. q, k, v and out need not be permuted.
+// A batched BLAS call supports one stride between matrices, but sequences and heads have different strides. A call
+// therefore computes all heads of a sequence or, if there are at least as many sequences as heads, one head of all
+// sequences.
 void matmul_heads(const Launcher& launcher, const Sizes& s, const Heads& out, const Heads& a, const Heads& b,
                   double alpha = 1) {
   const bool loop_over_batches = s.batches < s.heads;

@@ -90,7 +90,6 @@ void check_backward(const char* op, const Tensor& dout, const Tensor& tokens, in
   check_tokens(op, tokens, "dout", dout);
 }
 
-// Rows of a table from V on are padding: a token must be below V.
 int64_t check_vocabulary(const char* op, int64_t vocab_size, const char* name, const Tensor& table) {
   const int64_t rows = table.size(0);
   if (vocab_size != -1 && (vocab_size < 1 || vocab_size > rows))
@@ -133,7 +132,7 @@ std::tuple<Tensor, Tensor> encoder_backward_op(const Tensor& dout, const Tensor&
   return {dwte, dwpe};
 }
 
-// dwte already contains the gradient from an LM head that is tied to wte.
+// On entry, dwte contains the gradient from an LM head that is tied to wte.
 Tensor encoder_backward_inplace_op(const Tensor& dout, const Tensor& tokens, Tensor dwte, int64_t max_positions) {
   constexpr const char* op = "encoder_backward_";
   check_matrix(op, "dwte", dwte);

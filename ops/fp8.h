@@ -15,10 +15,10 @@ struct Quantized {
 
 struct QuantizeOptions {
   bool transposed = false;
-  bool values = true;  // CUDA only
+  bool values = true;  // if false, only `transposed` (CUDA)
   bool gelu = false;
-  OptionalTensor dgelu_at = {};     // x times GELU's derivative at this
-  OptionalTensor column_sums = {};  // (C), of x's dtype, before quantisation
+  OptionalTensor dgelu_at = {};     // quantises x * GELU'(dgelu_at)
+  OptionalTensor column_sums = {};  // (C): sums over the rows before quantisation
 };
 
 void check_quantizable(const char* op, const char* name, const Tensor& t);
@@ -79,16 +79,17 @@ struct Fp8Operand {
 
 struct Fp8ProductOptions {
   OptionalTensor bias = {};
-  bool fast_accumulation = false;  // 14 bits of significand
-  bool accumulate = false;         // excludes bias; out is float32
+  bool fast_accumulation = false;  // sums with 14 bits of significand
+  bool accumulate = false;         // adds to out, which is float32; excludes bias
   float alpha = 1;
 };
 
-// out (rows, columns) = alpha * a @ b^T + bias; out has dense rows.
+// out (rows, columns) = alpha * scale_a * scale_b * a @ b^T + bias. The rows of out are dense.
 void fp8_product(const Launcher& launcher, const Matrix& out, const Fp8Operand& a, const Fp8Operand& b,
                  const Fp8ProductOptions& options);
 
-// One kernel computes both if it supports the arguments. With dgelu_at, this kernel may leave `out` unwritten.
+// fp8_product() to `out` and quantize() of `out`, in one kernel if a kernel supports the arguments. With dgelu_at, this
+// kernel may leave `out` unwritten.
 Quantized quantize_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,
                            const Fp8ProductOptions& product, const OptionalTensor& history, ScalarType dtype,
                            const QuantizeOptions& options);

@@ -17,7 +17,7 @@ void check_input(const char* op, const Tensor& x) {
   check_quantizable(op, "x", x);
 }
 
-// (features, padded rows), without elements if not needed.
+// `saved` has no elements if it is not needed.
 void check_saved(const char* op, const char* name, const Tensor& saved, bool needed, const Shape& shape,
                  const Tensor& dout) {
   check_dtype(op, name, saved, kForward);
@@ -51,7 +51,6 @@ Tensor weight_gradient(const Launcher& launcher, const Tensor& like, const Quant
 
 using Forward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// `save` says whether dx and dweight will be needed.
 Forward fp8_linear_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, const OptionalTensor& history,
                       const OptionalTensor& dout_history, const std::vector<bool>& save) {
   constexpr const char* op = "fp8_linear";
@@ -68,7 +67,6 @@ Forward fp8_linear_op(const Tensor& x, const Tensor& weight, const OptionalTenso
 
 using MlpForward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// `save` says whether these gradients will be needed: dx; dfc_weight; dproj_weight; any of dx, dfc_weight and dfc_bias.
 MlpForward fp8_mlp_op(const Tensor& x, const Tensor& fc_weight, const OptionalTensor& fc_bias,
                       const Tensor& proj_weight, const OptionalTensor& proj_bias, const OptionalTensor& history,
                       const OptionalTensor& hidden_history, const OptionalTensor& dhidden_history,

@@ -12,7 +12,7 @@ struct Fp8Product {
   Quantized weight;
 };
 
-// out = x @ weight^T + bias, in the weight's dtype. Quantises the weight, also to a transposed copy if `transposed`.
+// out = x @ weight^T + bias, in the weight's dtype. Quantises the weight, with a transposed copy if `transposed`.
 Fp8Product fp8_forward(const Launcher& launcher, const Quantized& x, const Tensor& weight, const OptionalTensor& bias,
                        bool transposed);
 

@@ -1,5 +1,4 @@
-// linear_cross_entropy with float8 matmuls in its gradients and, with fp8_logits, for the logits (docs/fp8.md). The
-// host reads no tensor's values, so a CUDA graph can replay the op.
+// linear_cross_entropy with float8 matmuls in its gradients and, with fp8_logits, for the logits (docs/fp8.md).
 
 #include "../csrc/linear_cross_entropy.h"
 #include "fp8.h"
@@ -25,8 +24,8 @@ std::optional<Quantized> operand(const Launcher& launcher, const Tensor& t, bool
   return quantize(launcher, dense(t), std::nullopt, kOperand, {.transposed = transposed, .values = values});
 }
 
-// The gradient of a float16 tensor is float32, because it could underflow before the backward multiplies it by the loss
-// scale.
+// The gradient of a float16 tensor is float32, because a float16 gradient could underflow before the backward
+// multiplies it by the loss scale.
 Tensor gradient_if(bool wanted, const Tensor& t) {
   const ScalarType dtype = t.scalar_type() == ScalarType::Half ? ScalarType::Float : t.scalar_type();
   return allocate(wanted ? shape_of(t) : Shape{0}, dtype, t);
@@ -34,7 +33,7 @@ Tensor gradient_if(bool wanted, const Tensor& t) {
 
 struct Gradients {
   bool want_x, want_weight;
-  bool logits;                      // from the float8 operands
+  bool logits;                      // whether the float8 operands compute the logits
   OptionalTensor scale;             // of dlogits, without kMultiplier
   Tensor dx;                        // of x's shape
   Tensor dweight;                   // (Vp, C)
@@ -61,7 +60,7 @@ struct Gradients {
         dlogits_t(allocate(want_weight ? Shape{weight.size(0), fp8_padded(chunk)} : Shape{0}, kGradient, x)) {}
 };
 
-// Sums have C terms, few enough for fast accumulation.
+// The logits are sums of C terms, few enough for fast accumulation.
 void rounded_logits(const Launcher& launcher, const Gradients& g, const Matrix& logits, int64_t begin, int64_t count) {
   fp8_product(launcher, logits, {part(flat(g.x->values), begin, count), g.x->scale},
               {g.weight->values, g.weight->scale}, {.fast_accumulation = true});
@@ -101,11 +100,12 @@ void add_dweight(const Launcher& launcher, const CrossEntropy& p, const Gradient
               {.accumulate = begin > 0, .alpha = 1 / Fp8Dlogit::kMultiplier});
 }
 
-// cuBLASLt requires that a chunk's columns of x^T begin at a multiple of 16.
+// `chunk` is a multiple of 16 if there are several chunks: cuBLASLt requires that a chunk's columns of x^T begin at a
+// multiple of 16.
 void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Gradients& g, int64_t chunk) {
   const Tensor logits = allocate({chunk, p.columns()}, p.x.tensor);
   int64_t begin = 0;
-  do {  // also without rows, so that the sum is 0
+  do {  // once even without rows, so that the sum becomes 0
     const int64_t count = std::min(chunk, p.rows() - begin);
     classify(launcher, p, losses, part(flat(logits), 0, count), g, begin, count);
     if (g.want_x) add_dx(launcher, g, begin, count);

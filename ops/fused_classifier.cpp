@@ -5,7 +5,6 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-// Returns V.
 int64_t check(const char* op, const Tensor& logits, const Tensor& targets, int64_t vocab_size,
               const OptionalTensor& dlosses) {
   check_dim_at_least(op, "logits", logits, 1);
@@ -26,7 +25,6 @@ int64_t check(const char* op, const Tensor& logits, const Tensor& targets, int64
   return vocab_size == -1 ? width : vocab_size;
 }
 
-// dlogits may be the logits themselves.
 Tensor forward(const char* op, const Tensor& dlogits, const Tensor& logits, const Tensor& targets, int64_t vocab_size,
                int64_t ignore_index, const OptionalTensor& dlosses) {
   const Launcher launcher(op, logits);

@@ -1,5 +1,5 @@
-// A layer of GPT-2 in training: the single operators' kernels, with one call from Python for the whole layer. The next
-// layer's first norm adds the MLP's output.
+// A layer of GPT-2 in training. One call from Python runs the single operators' kernels for the whole layer. The next
+// layer's first norm adds the MLP's output to the stream.
 #include "layer.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {

@@ -79,7 +79,7 @@ struct LayerBackward {
   const std::vector<bool>& mask;
 };
 
-// Gradients in the order of LayerGradient. The three functions are the backwards of the matmuls:
+// Returns the gradients in the order of LayerGradient. The three functions are the backwards of the matmuls:
 //   mlp_backward() -> dnorm_2, dfc_weight, dfc_bias, dmlp_proj_weight
 //   attn_proj_backward(dadded) -> dattended, dattn_proj_weight
 //   qkv_backward(dqkv, whether dnorm_1 is wanted) -> dnorm_1, dqkv_weight, dqkv_bias

@@ -23,7 +23,7 @@ struct LayernormDropout {
   DropoutArguments arguments() const { return {p, pointer<int64_t>(seed), pointer<int64_t>(offset)}; }
 };
 
-// x has 16 bits, and the residual stream (the residual, the sum and the parameters) is float32.
+// True if x has 16 bits and the residual stream (the residual, the sum and the parameters) is float32.
 inline bool is_mixed(const Tensor& x, const Tensor& stream) {
   const auto narrow = x.scalar_type();
   return stream.scalar_type() == ScalarType::Float && (narrow == ScalarType::BFloat16 || narrow == ScalarType::Half);
@@ -122,9 +122,9 @@ struct LayernormGradients {
 };
 
 // `name` is x's name in error messages. dsum is the gradient that reaches the sum by other paths than the norm, and is
-// added to dx. The mask has entries for dx, dweight, dbias and optionally dx_bias and dresidual, which are undefined
-// tensors without an entry. With five entries, dx is dresidual after the dropout, in dout's dtype, which may be
-// narrower.
+// added to dx. The mask has entries for dx, dweight, dbias and optionally dx_bias and dresidual. Without an entry,
+// dx_bias and dresidual are undefined tensors. With five entries, dx is dresidual after the dropout, in dout's dtype,
+// which may be narrower.
 inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& dout, const OptionalTensor& dsum,
                                                  const char* name, const Tensor& x, const OptionalTensor& weight,
                                                  const Tensor& mean, const Tensor& rstd,

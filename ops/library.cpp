@@ -8,7 +8,7 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(gptkernels, m) {
-  // wte (Vp, C): a token must be below vocab_size (V); -1 means Vp.
+  // wte is (Vp, C). A token must be below vocab_size (V), where -1 means Vp.
   m.def("encoder(Tensor tokens, Tensor wte, Tensor wpe, SymInt vocab_size=-1) -> Tensor");
   m.def(
       "encoder_backward(Tensor dout, Tensor tokens, SymInt vocab_size, SymInt max_positions) "
@@ -28,7 +28,8 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   // sum = dropout(x + x_bias) + residual. seed and offset are 0-dim int64 on x's device. With a float32 residual, x may
   // have 16 bits: out then has x's dtype, and all other tensors are float32. residual_layernorm_backward returns dx,
   // which is also the gradient of the residual. residual_layernorm_bias_backward also returns the gradient of x_bias.
-  // residual_layernorm_dropout_backward returns the gradients of x_bias and the residual, too, and dx in dout's dtype.
+  // residual_layernorm_dropout_backward also returns the gradients of x_bias and of the residual, and its dx has dout's
+  // dtype.
   m.def(
       "residual_layernorm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps=1e-5, "
       "Tensor? x_bias=None, float dropout_p=0.0, Tensor? seed=None, Tensor? offset=None) "
@@ -82,7 +83,7 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   m.def("gelu(Tensor x, *, str approximate='tanh') -> Tensor");
   m.def("gelu_backward(Tensor dout, Tensor x, *, str approximate='tanh') -> Tensor");
 
-  // seed and offset are 0-dim int64 on x's device. `size` is the number of elements of all dimensions.
+  // seed and offset are 0-dim int64 on x's device. `size` is the number of elements of the mask.
   m.def("dropout(Tensor x, float p, Tensor seed, Tensor offset) -> Tensor");
   m.def("dropout_mask(SymInt size, float p, Tensor seed, Tensor offset) -> Tensor");
 
@@ -100,8 +101,9 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "bool[5] output_mask) -> (Tensor dx, Tensor dfc_weight, Tensor dfc_bias, Tensor dproj_weight, "
       "Tensor dproj_bias)");
 
-  // float8 (docs/fp8.md). The scale is computed from the amax history, (18) int32, which is then updated. q_t is (C, N
-  // rounded up to a multiple of 16); q_t has no elements unless transposed is true. fp8_matmul computes a @ b^T.
+  // float8 (docs/fp8.md). The scale is computed from the amax history, (18) int32, which is then updated, or without a
+  // history from x. q_t is (C, N rounded up to a multiple of 16); q_t has no elements unless transposed is true.
+  // fp8_matmul computes a @ b^T.
   m.def(
       "fp8_quantize(Tensor x, Tensor(a!)? history, ScalarType dtype, bool transposed=False) "
       "-> (Tensor q, Tensor q_t, Tensor scale)");

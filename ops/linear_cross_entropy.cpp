@@ -1,5 +1,5 @@
 // cross_entropy(x @ weight^T, targets) in chunks of rows, without materializing all logits. A chunk's logits are
-// overwritten by their gradient, or by exponentials that a factor per row makes the gradient. The host reads no
+// overwritten by their gradient, or by exponentials, which a factor per row turns into the gradient. The host reads no
 // tensor's values, so a CUDA graph can replay the op.
 
 #include "linear_cross_entropy.h"
@@ -29,8 +29,8 @@ Reduction reduction_to_number(const char* op, const std::string& name) {
 namespace {
 
 // Chunks of equal size, at most 2^28 logits (512 MiB in bfloat16), in multiples of 128 rows for efficient matmuls. Each
-// chunk costs a pass over the float32 gradient of the weight, so a few large chunks are best: with GPT-2's vocabulary,
-// at most 5248 rows, the pass takes 5 % of the time of the chunk's three matmuls.
+// chunk costs a pass over the float32 gradient of the weight, so a few large chunks are best. With GPT-2's vocabulary a
+// chunk has at most 5248 rows, and the pass takes 5 % of the time of the chunk's three matmuls.
 int64_t default_chunk(int64_t rows, int64_t columns) {
   constexpr int64_t kMaxLogits = int64_t(1) << 28;
   constexpr int64_t kMultiple = 128;
@@ -83,7 +83,6 @@ void chunk_logits(const Launcher& launcher, const CrossEntropy& p, const Matrix&
 
 namespace {
 
-// dlogits, which may be the same memory as logits, is multiplied by dlosses: (N), 0-dim, or absent for 1.
 void classify(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
               const Matrix& dlogits, const OptionalTensor& dlosses, int64_t begin, int64_t count) {
   chunk_logits(launcher, p, logits, begin, count);
@@ -117,8 +116,8 @@ struct Gradients {
 
 #ifdef GPTKERNELS_CUDA
 
-// Losses and dx of rows [begin, begin + count), and in dlogits the gradient of the logits up to a factor for each row.
-// Returns the rows of x times these factors, for dweight, or nullopt if no kernel supports the arguments.
+// Computes losses and dx of rows [begin, begin + count), and in dlogits the gradient of the logits up to a factor for
+// each row. Returns the rows of x times these factors, for dweight, or nullopt if no kernel supports the arguments.
 std::optional<Matrix> exponentials(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses,
                                    const Matrix& dlogits, const OptionalTensor& dloss, const Gradients& gradients,
                                    int64_t begin, int64_t count) {
@@ -143,7 +142,7 @@ std::optional<Matrix> exponentials(const Launcher& launcher, const CrossEntropy&
   launcher.check(exp_classifier(classifier, pointer<void>(scratch), launcher.stream()));
   if (gradients.want_x) {
     const Matrix dx = part(matrix(gradients.dx), begin, count);
-    // In float32, dx is rounded only once, after the factors are applied.
+    // The product is float32, so that dx is rounded only once, after the factors are applied.
     const Tensor product = allocate({dx.rows, dx.columns}, ScalarType::Float, dx.tensor);
     matmul(launcher, matrix(product), dlogits, p.weight);
     launcher.check(exp_classifier_dx(pointer<bfloat16>(dx.tensor) + dx.offset, pointer<float>(product),
@@ -162,7 +161,7 @@ std::optional<Matrix> exponentials(const Launcher&, const CrossEntropy&, const T
 #endif
 
 // With several chunks, the matmuls add to a float32 sum of dlogits^T @ x (float64 if x is float64), which is rounded to
-// dweight's dtype at the end; on the CPU, each chunk's 16-bit term is also rounded before it is added (matmul.h). If
+// dweight's dtype at the end. On the CPU, each chunk's 16-bit product is rounded before it is added (matmul.h). If
 // `logits` (N, Vp) is given, the logits are kept there.
 void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, const OptionalTensor& dlosses,
          const Gradients& gradients, const OptionalTensor& logits = std::nullopt) {
@@ -172,7 +171,7 @@ void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, 
                          ? allocate(shape_of(gradients.dweight), p.accumulate(), p.x.tensor)
                          : gradients.dweight;
   int64_t begin = 0;
-  do {  // also without rows, so that the sum is 0
+  do {  // once even without rows, so that the sum becomes 0
     const int64_t count = std::min(most, p.rows() - begin);
     const Matrix here = part(chunk, 0, count);
     std::optional<Matrix> x;
@@ -257,7 +256,6 @@ std::tuple<Tensor, Tensor, Tensor> linear_cross_entropy_with_gradients_op(
   return {total(launcher, p, losses, scale), gradients.dx, gradients.dweight};
 }
 
-// dweight has the dtype of the loss (float32, or float64 if x is float64), so that it is not rounded.
 std::tuple<Tensor, Tensor, Tensor, Tensor> linear_cross_entropy_with_logits_op(
     const Tensor& x, const Tensor& weight, const Tensor& targets, const OptionalTensor& scale, int64_t vocab_size,
     int64_t ignore_index, int64_t chunk_size, const std::vector<bool>& output_mask) {

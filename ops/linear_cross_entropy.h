@@ -11,8 +11,8 @@ enum class Reduction { kMean, kSum, kNone };
 
 Reduction reduction_of(const char* op, const std::string& name);
 
-// 'mean' or 'sum': the backward then only multiplies the gradients by one number, so the forward can already compute
-// them.
+// Accepts only 'mean' and 'sum'. For these, the backward only multiplies the gradients by one number, so the forward
+// can already compute them.
 Reduction reduction_to_number(const char* op, const std::string& name);
 
 struct CrossEntropy {
@@ -43,7 +43,7 @@ T* advance(T* p, int64_t offset) {
   return p ? p + offset : nullptr;
 }
 
-// Without dlogits and dlosses.
+// dlogits and dlosses are left null.
 template <typename T, typename Out = T>
 FusedClassifierForward<T, Out> chunk_classifier(const CrossEntropy& p, const Tensor& losses, const Matrix& logits,
                                                 int64_t begin, int64_t count) {
@@ -63,8 +63,8 @@ FusedClassifierForward<T, Out> chunk_classifier(const CrossEntropy& p, const Ten
           .first_row = begin};
 }
 
-// The gradient of every loss: (dloss or 1) / (the number of rows that are not ignored) for "mean", otherwise dloss. For
-// "mean", `finite` receives the same value, but 0 if all rows are ignored.
+// The gradient of a row's loss: (dloss or 1) / (the number of rows that are not ignored) for "mean", otherwise dloss.
+// For "mean", `finite` receives the same value, but 0 if all rows are ignored.
 OptionalTensor row_gradient(const Launcher& launcher, const CrossEntropy& p, Reduction reduction,
                             const OptionalTensor& dloss, const OptionalTensor& finite = std::nullopt);
 

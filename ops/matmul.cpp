@@ -18,9 +18,9 @@ namespace {
 
 #ifdef GPTKERNELS_CUDA
 
-// torch's handle has a workspace, and the math mode of torch.backends.cuda.matmul, which says whether float32 matmuls
-// may use TF32 and which the stable ABI shows in no other way. torch sets both, and the stream, at each call, which
-// takes host time.
+// Returns torch's cuBLAS handle. Its math mode says whether float32 matmuls may use TF32 (torch.backends.cuda.matmul),
+// which the stable ABI shows in no other way. At each call torch sets the handle's workspace, math mode and stream,
+// which takes host time.
 cublasHandle_t cublas() {
   void* handle;
   check_shim(torch_get_current_cuda_blas_handle(&handle));
@@ -67,8 +67,8 @@ Tensor strided(const Matrix& m) {
 }
 
 // On processors with AMX, oneDNN loads 32 16-bit elements of a row at a time, and multiplies those beyond `columns` by
-// 0. A NaN or an infinity there, mostly in the next row, would make this row's results NaN, so such rows are copied and
-// followed by zeros.
+// 0. A NaN or an infinity there, mostly in the next row, would make this row's results NaN. Rows whose length is not a
+// multiple of 32 are therefore copied and followed by zeros.
 Tensor first_operand(const Matrix& a) {
   constexpr int64_t kUnit = 32;
   const Tensor x = strided(a);
@@ -81,8 +81,8 @@ Tensor first_operand(const Matrix& a) {
   return rows;
 }
 
-// torch's own BLAS, below the dispatcher, so that the caller's autocast and autograd do not apply. If beta is 0, out is
-// not read. For an alpha of 0, oneDNN, which torch calls for 16-bit matrices, would leave out unwritten.
+// torch's BLAS, called below the dispatcher, so that the caller's autocast and autograd do not apply. If beta is 0, out
+// is not read. For an alpha of 0, oneDNN, which torch calls for 16-bit matrices, would leave `out` unwritten.
 AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, double alpha, double beta) {
   const Tensor o = strided(out), x = first_operand(a), y = strided(b);
   if (alpha == 0 && beta == 0) return aoti_torch_zero_(o.get());

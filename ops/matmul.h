@@ -26,7 +26,8 @@ struct Matrix {
 };
 
 // The last dimension is the columns, all others together are the rows. 2-dimensional views with contiguous rows or
-// columns (a slice of columns, a transpose) are not copied, because a BLAS supports any distance between them.
+// columns (a slice of columns, a transpose) are not copied, because a BLAS supports any distance between contiguous
+// rows or columns.
 inline Matrix matrix(const Tensor& t) {
   if (t.dim() == 2) {
     const auto rows = t.size(0), columns = t.size(1), down = t.stride(0), right = t.stride(1);
@@ -47,7 +48,7 @@ inline Tensor allocate_gradient_if(bool wanted, const Tensor& weight) {
 
 // dgelu_at excludes bias and pre_gelu. All tensors are dense.
 struct Epilogue {
-  double alpha = 1;  // 1 with any of the tensors
+  double alpha = 1;  // must be 1 with any of the tensors
   OptionalTensor bias = {};
   OptionalTensor pre_gelu = {};     // (rows, columns): a @ b + bias; out is its GELU (tanh)
   OptionalTensor dgelu_at = {};     // (rows, columns): a @ b is multiplied by GELU' of this
@@ -61,9 +62,9 @@ Matrix allocate_intermediate(const Matrix& a, const Matrix& b);
 
 bool tf32_allowed();
 
-// out = alpha * a @ b and the epilogue, for which out's rows must be contiguous. For bfloat16 and float16 operands, a
-// dense out without bias and GELU may be float32: not rounded to 16 bits on CUDA, but rounded once per call on the CPU,
-// because torch's BLAS has no such matmul.
+// out = alpha * a @ b, followed by the epilogue, for which out's rows must be contiguous. With bfloat16 or float16
+// operands, and without bias and GELU, a dense out may be float32. On the CPU each call then rounds the product to 16
+// bits, because torch's BLAS has no such matmul.
 void matmul(const Launcher& launcher, const Matrix& out, const Matrix& a, const Matrix& b,
             const Epilogue& epilogue = {});
 

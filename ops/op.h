@@ -41,8 +41,8 @@ using Shape = std::vector<int64_t>;
 
 // ---- error messages -------------------------------------------------------------------------------------------------
 
-// A C++ stream would use the process's locale, which a libstdc++ that is linked statically into this library cannot
-// access.
+// Not a C++ stream: it would use the process's locale, which a libstdc++ that is linked statically into this library
+// cannot access.
 inline void append(std::string& text, const std::string& part) {
   text += part;
 }
@@ -274,7 +274,6 @@ inline ScalarType accumulate_dtype(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-// Operators work along the last dimension. All other dimensions together are the rows.
 inline int64_t width_of(const Tensor& t) {
   return t.size(t.dim() - 1);
 }

@@ -49,7 +49,7 @@ void store_stochastically(V& to, float value, uint32_t random) {
     store(to, value);
 }
 
-// bits(array, group) is the random bits of a group of 8 elements. `begin` is a multiple of 8.
+// bits(array, group) returns the random bits of a group of 8 elements. `begin` is a multiple of 8.
 template <typename Gradient, typename State, typename Bits>
 void update_range_stochastically(const AdamwFactors<float>& factors, bfloat16* param, const Gradient* grad,
                                  State* exp_avg, State* exp_avg_sq, int64_t begin, int64_t end, const Bits& bits) {

@@ -1,23 +1,25 @@
 // Flash attention on tiles of 64 queries and 64 keys. No include guard: each_instruction_set.h includes the file once
 // for each instruction set.
 //
-// Forward, for each tile of queries:
+// Forward, for each query tile:
 //
 //   out = 0, maximum = -inf, sum = 0                    per query
-//   for each tile of keys:
+//   for each key tile:
 //     scores = mask(scale * key @ query^T)              (keys, queries)
 //     decay = exp(old maximum - new maximum)
 //     scores = exp(scores - maximum);  sum = sum * decay + sum of scores over the keys;  scores = dropout(scores)
 //     out = out * decay + value^T @ scores              (HS, queries)
 //   out /= sum;  logsumexp = maximum + log(sum)
 //
-// Backward, for each tile of queries, with delta = dout . out - dlogsumexp:
+// Backward, for each query tile, with delta = dout . out - dlogsumexp:
 //
-//   for each tile of keys: p = exp(scores - logsumexp);  dscores = p * (dropout(value @ dout^T) - delta)
-//                          dvalue += dropout(p) @ dout;  dkey += dscores @ query;  dquery += key^T @ dscores
+//   for each key tile:  p = exp(scores - logsumexp);  dscores = p * (dropout(value @ dout^T) - delta)
+//                       dvalue += dropout(p) @ dout;  dkey += dscores @ query;  dquery += key^T @ dscores
+//   at the end:  dkey *= scale;  dquery *= scale
 //
 // A tile of scores is transposed, one row per key and one vector lane per query, so that maxima, sums and rescalings
-// are elementwise operations on rows. The tensors with one row per query are transposed once per tile of queries.
+// are elementwise operations on rows. The tensors with one row per query are transposed once per query tile, except in
+// the forward with few queries (kFewQueries).
 
 namespace gptkernels::cpu::GPTKERNELS_ISA {
 
@@ -49,9 +51,9 @@ void load_rows(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int6
 // additive mask, an FMA multiplies by |scale| and adds the mask. Without one, exponentials() multiplies differences
 // between scores by |scale| * log2(e), so that the exponential of the largest score is exactly 1.
 //
-// In scores of several hundred, the rounding of `factor` causes a larger error than the rounding of the score, which
-// would remain in the backward's small differences of score and logsumexp. The backward multiplies the logsumexp by the
-// exact factor, and corrects the scores by `excess`.
+// In scores of several hundred, the rounding of `factor` causes a larger error than the rounding of the score. The
+// error would remain in the backward's small differences of score and logsumexp. The backward therefore multiplies the
+// logsumexp by the exact factor, and corrects the scores by `excess`.
 template <typename A>
 struct Scaling {
   using Wide = long double;  // double would add a rounding error to float64 results
@@ -59,7 +61,7 @@ struct Scaling {
 
   A sign;
   A magnitude;  // 1 for a scale of 0
-  Wide unit;    // scaled score / input of exponentials()
+  Wide unit;    // the scaled score divided by the score that exponentials() receives
   A factor;     // unit * log2(e), rounded towards 0
   A excess;     // unit * log2(e) / factor - 1; positive, because 0 * -inf (a masked score) would be NaN
 
@@ -120,7 +122,7 @@ struct ScoreTile {
   int64_t head;
   int64_t query;      // a multiple of 64
   int64_t rows;       // at most 64
-  int64_t lanes = 0;  // rounded up to a multiple of 16
+  int64_t lanes = 0;  // `rows` rounded up to a multiple of 16
   int64_t begin = 0;
   int64_t end = 0;
 
@@ -140,8 +142,8 @@ void for_each_part(const ScoreTile& tile, const AttentionMask<T>& mask, const Fn
   }
 }
 
-// For queries whose additive mask is so low for all keys (for example torch.finfo(torch.float32).min) that adding a
-// score does not change it, the probabilities are uniform over the keys with the largest mask value.
+// For queries whose additive mask is so low for all keys that adding a score does not change it, the probabilities are
+// uniform over the keys with the largest mask value.
 template <typename A>
 struct UniformQueries {
   bool any = false;
@@ -284,7 +286,7 @@ void scale_lanes(A* to, int64_t rows, int64_t lanes, const A* factors) {
 }
 
 // With up to 4 queries, as in decoding, most lanes would be empty, so a vector contains channels instead, and each
-// score is a dot product. The backward adds in the same order, so that its scores are bitwise those of the logsumexp.
+// score is a dot product. The backward adds in the same order, so that its scores are bitwise those of the forward.
 constexpr int64_t kFewQueries = 4;
 
 template <typename A>
@@ -457,11 +459,12 @@ struct BackwardScratch {
   A dscores[kTile * kTile];
   A keep[kTile * kTile];
   A logsumexp[kTile];       // -logsumexp * log2(e)
-  A logsumexp_rest[kTile];  // for the rounding of `logsumexp` and for excess
+  A logsumexp_rest[kTile];  // corrects the rounding of `logsumexp`, and its product with `excess`
   A delta[kTile];
 };
 
-// Replaces scores by the probabilities after dropout, and `gradients` by the gradient of the scores.
+// Replaces `scores` by the probabilities after dropout. On entry `gradients` has the probabilities' gradients, on
+// return the scores' gradients.
 template <typename A>
 void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t lanes, const Scaling<A>& scaling,
                      const A* logsumexp, const A* logsumexp_rest, const A* delta) {
@@ -499,7 +502,7 @@ void dots_of_lanes(A* dots, const A* a, const A* b, int64_t lanes, int64_t n, in
   }
 }
 
-// Adds to dkey and dvalue, (Tk, HS rounded up to a multiple of 16).
+// Adds to dkey and dvalue, whose shape is (Tk, HS rounded up to a multiple of 16).
 template <typename T>
 void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query,
                     accumulate_t<T>* dkey, accumulate_t<T>* dvalue, BackwardScratch<accumulate_t<T>>& at) {
@@ -522,8 +525,8 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
   load_transposed(at.dout_transposed, dall, tile.rows, tile.lanes, size);
   const auto [begin, end] = key_range(p.mask, s, b, query, tile.rows);
   const UniformQueries<A> uniform(p.mask, tile, begin, end);
-  // The same order of terms as in the probabilities' gradients makes delta equal the gradient of the probability for a
-  // query with a single key, and the gradient of the score exactly 0.
+  // Terms are added in the same order as in the probabilities' gradients. For a query with a single key, delta then
+  // equals the gradient of the probability, and the gradient of the score is exactly 0.
   const auto out = rows_of(at.key, width, outs, p.out.token, tile.rows, size);
   if (few) {
     for (int64_t i = 0; i < tile.rows; ++i) at.delta[i] = dot(dall.data + i * dall.ld, out.data + i * out.ld, width);

@@ -9,7 +9,7 @@
 
 namespace gptkernels::cpu {
 
-// A processor with a capability has all before it. kDefault is the compiler's default target.
+// A processor with a capability has all capabilities before it. kDefault is the compiler's default target.
 enum class Capability { kDefault, kAvx2, kAvx512 };
 
 inline const char* name(Capability capability) {
@@ -37,8 +37,6 @@ struct CapabilityChoice {
   std::string error;  // or empty
 };
 
-// `requested` is the environment variable GPTKERNELS_CPU_CAPABILITY, `most` the processor's highest capability and the
-// default.
 inline CapabilityChoice choose_capability(const char* requested, Capability most) {
   if (requested == nullptr || *requested == '\0') return {most, {}};
   for (const Capability capability : {Capability::kDefault, Capability::kAvx2, Capability::kAvx512}) {

@@ -8,8 +8,8 @@
 namespace gptkernels::cpu {
 namespace {
 
-// The groups depend on the number of rows only, and their sums are added in order, so the bits do not depend on the
-// number of threads. A strip's sums fit in the L1 cache.
+// Rows are divided into groups, and columns into strips, whose sums fit in the L1 cache. The groups depend on the
+// number of rows only, and their sums are added in order, so the bits do not depend on the number of threads.
 constexpr int64_t kMaxGroups = 64;
 constexpr int64_t kMinGroupRows = 16;
 constexpr int64_t kStrip = 1024;

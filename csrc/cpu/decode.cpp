@@ -11,8 +11,8 @@
 namespace gptkernels::cpu {
 namespace {
 
-// As in layernorm.cpp, the mean's rounding error, `rest`, is subtracted too; otherwise a constant row would give rest /
-// sqrt(eps) instead of 0.
+// As in layernorm.cpp, `rest`, the mean's rounding error, is subtracted after the mean. Without this, a constant row
+// would give rest / sqrt(eps) instead of 0.
 template <typename T, typename A>
 void normalise(A* out, const A* x, const T* weight, const T* bias, int64_t width, double eps) {
   vectorised([&] {
@@ -46,7 +46,6 @@ void product(Stream stream, const A* x, int64_t batch, const T* weight, const T*
   });
 }
 
-// `total` and `out` are relative to the exponential of the largest score so far.
 template <typename T, typename A>
 void attend(A* out, const A* query, const T* keys, const T* values, int64_t count, int64_t head_size) {
   const A scale = A(1) / std::sqrt(A(head_size));

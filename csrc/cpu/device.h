@@ -29,7 +29,7 @@ struct float16 {
   explicit float16(float value) : bits(round(value)) {}
   operator float() const {
     const uint32_t magnitude = static_cast<uint32_t>(bits & 0x7FFFu) << 13;
-    // Multiplying by 2^112 restores the exponent of normal and denormal values alike.
+    // Multiplying by 2^112 gives normal and denormal values the right exponent.
     const float finite = std::bit_cast<float>(magnitude) * 0x1p112f;
     const uint32_t special = magnitude | 0x7F800000u;
     const uint32_t u = magnitude >= (31u << 23) ? special : std::bit_cast<uint32_t>(finite);

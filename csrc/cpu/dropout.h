@@ -23,7 +23,7 @@ inline Dropout read(const DropoutArguments& dropout) {
   return {true, *dropout.seed, *dropout.offset, dropout_threshold(dropout.probability), kept > 0 ? 1 / kept : 0};
 }
 
-// Compilers vectorize each round's loop over the counters in `words`, which become random bits.
+// Replaces the counters in `words` by random bits. Compilers vectorize each round's loop over the counters.
 template <int kCalls>
 inline void philox_vectorized(uint64_t key, uint32_t (&words)[4][kCalls]) {
   uint32_t k0 = static_cast<uint32_t>(key), k1 = static_cast<uint32_t>(key >> 32);
@@ -38,8 +38,8 @@ inline void philox_vectorized(uint64_t key, uint32_t (&words)[4][kCalls]) {
   }
 }
 
-// Calls fn(from, to, bits) for runs of [begin, end), where bits[i - from] are the random bits of element i. Inside
-// vectorised() only.
+// Calls fn(from, to, bits) for runs of [begin, end), where bits[i - from] are the random bits of element i. Call it
+// inside vectorised() (simd.h) only.
 template <typename Fn>
 void for_each_dropout_run(const Dropout& dropout, int64_t begin, int64_t end, const Fn& fn) {
   constexpr int kGroups = 32;  // groups of 8 elements
@@ -63,8 +63,8 @@ void for_each_dropout_run(const Dropout& dropout, int64_t begin, int64_t end, co
   }
 }
 
-// Calls fn(from, to, factor) for runs of [0, size), where factor(i) multiplies element begin + i. Inside vectorised()
-// only.
+// Calls fn(from, to, factor) for runs of [0, size), where factor(i) multiplies element begin + i. Call it inside
+// vectorised() only.
 template <typename A, typename Fn>
 void for_each_dropout_factor(const Dropout& dropout, int64_t begin, int64_t size, const Fn& fn) {
   if (!dropout.on) return fn(int64_t(0), size, [](int64_t) { return A(1); });

@@ -1,7 +1,7 @@
 // Compiles vector.h and the file GPTKERNELS_KERNELS, written with Vector<A>, in a namespace GPTKERNELS_NAME_<isa> for
-// each instruction set. GPTKERNELS_WIDEST(function(...)) calls the copy for the chosen one (capability.h). Include this
-// file once per source file, outside namespaces, after all headers that the kernels need. Plain loops use vectorised()
-// (simd.h).
+// each instruction set. GPTKERNELS_WIDEST(function(...)) calls the copy for the chosen instruction set (capability.h).
+// Include this file once per source file, outside namespaces, after all headers that the kernels need. Loops without
+// Vector use vectorised() (simd.h) instead.
 
 #include "capability.h"
 
@@ -15,7 +15,7 @@
 
 #ifndef __clang__
 #pragma GCC diagnostic push
-// False positives for _mm512_undefined_ps, and for scratch memory that a function receives before it is written.
+// The warnings about _mm512_undefined_ps, and about scratch memory that a function receives and then writes, are wrong.
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #endif
 

@@ -16,8 +16,8 @@ bool outside(Token token, int64_t vocabulary) {
   return token < 0 || token >= vocabulary;
 }
 
-// One thread reads the tokens, which are few bytes compared with the embeddings, so the error does not depend on the
-// number of threads.
+// One thread checks all tokens, so the error does not depend on the number of threads. The tokens are few bytes
+// compared with the embeddings.
 template <typename P>
 Status check_tokens(const P& p, bool has_positions) {
   const int64_t n = p.batch * p.length;
@@ -97,7 +97,6 @@ struct Sorted {
   int64_t* order;   // (B * T)
 };
 
-// A counting sort.
 template <typename T, typename Token>
 Sorted sort_positions(const EncoderBackward<T, Token>& p) {
   const int64_t n = p.batch * p.length;
@@ -106,7 +105,7 @@ Sorted sort_positions(const EncoderBackward<T, Token>& p) {
   std::fill_n(starts, p.vocabulary + 2, int64_t(0));
   for (int64_t i = 0; i < n; ++i) ++starts[p.tokens[i] + 2];
   for (int64_t v = 0; v < p.vocabulary; ++v) starts[v + 2] += starts[v + 1];
-  // After the loop, token v + 1 starts at starts[v + 1].
+  // The loop advances starts[v + 1] from the start of token v to the start of token v + 1.
   for (int64_t i = 0; i < n; ++i) order[starts[p.tokens[i] + 1]++] = i;
   return {starts, order};
 }
@@ -147,8 +146,8 @@ template <typename T, typename Token>
 Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
   if (Status status = check_tokens(p, p.dwpe != nullptr); !status.ok()) return status;
   const Sorted sorted = sort_positions(p);
-  // Frequent tokens are neighbours in most vocabularies, so equal ranges of tokens would be unbalanced. The sorted
-  // positions are divided instead, and the thread with a token's first position sums the token's row.
+  // Frequent tokens are neighbours in most vocabularies, so equal ranges of tokens would be unbalanced. The threads
+  // divide the sorted positions instead, and the thread with a token's first position sums the token's row.
   if (!p.accumulate)
     parallel_for(stream, p.vocabulary, p.width, [&](int64_t begin, int64_t end) {
       for (int64_t v = begin; v < end; ++v)

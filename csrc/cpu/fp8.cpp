@@ -11,7 +11,6 @@ namespace {
 
 constexpr int64_t kChunks = 64;
 
-// 0 for NaN and infinities.
 inline int32_t finite_magnitude(float x) {
   const int32_t bits = std::bit_cast<int32_t>(x) & 0x7FFFFFFF;
   return bits < 0x7F800000 ? bits : 0;

@@ -1,4 +1,5 @@
-// The operands are widened to float32, a BLAS multiplies them, and fp8_epilogue applies scales and bias.
+// For a float8 matmul, ops/fp8.cpp widens the operands to float32, multiplies them by a BLAS, and applies scales and
+// bias by fp8_epilogue.
 #pragma once
 
 #include "../fp8.h"

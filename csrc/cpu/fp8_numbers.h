@@ -9,8 +9,8 @@
 
 namespace gptkernels::cpu {
 
-// Rounds to nearest even and saturates; NaN stays NaN. kSignificand is the bits of the significand, kBias the
-// exponent's bias, kLargest the bits of the largest number.
+// Rounds to nearest even and saturates; NaN stays NaN. kSignificand is the number of stored significand bits, kBias the
+// exponent's bias, and kLargest the bits of the largest number.
 template <int kSignificand, int kBias, uint32_t kLargest>
 struct Fp8Rounding {
   static uint8_t round(float value) {

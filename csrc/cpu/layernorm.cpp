@@ -1,4 +1,4 @@
-// The backward's groups of rows yield partial sums of dweight, dbias and dx_bias, which a second loop adds up.
+// The backward computes partial sums of dweight, dbias and dx_bias for groups of rows, and then adds the groups' sums.
 #include "../layernorm.h"
 
 #include <algorithm>
@@ -12,13 +12,13 @@
 namespace gptkernels::cpu {
 namespace {
 
-// Replaces a null weight or bias; empty if `row` is given.
+// A row that replaces a null weight or bias; empty if `row` is not null.
 template <typename T>
 std::vector<T> replacement_row(const T* row, int64_t width, accumulate_t<T> value) {
   return std::vector<T>(row ? 0 : static_cast<size_t>(width), T(value));
 }
 
-// x or, with a residual, dropout(x + x_bias) + residual, which is also written to p.sum.
+// Returns the row of x or, with a residual, of p.sum, to which it writes dropout(x + x_bias) + residual.
 template <typename T, typename X>
 const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
@@ -41,9 +41,9 @@ const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int6
   return sum;
 }
 
-// The mean has a rounding error of up to |mean| * 2^-24. The second pass computes the variance about the mean, and that
-// error (`rest`) as the mean of x - mean. The third pass subtracts both, so that a large offset in x costs no accuracy.
-// These two passes read the row from the L1 cache.
+// The mean has a rounding error of up to |mean| * 2^-24. The second pass computes the variance about the mean, and
+// `rest`, the mean of x - mean. The third pass subtracts mean and rest, so that a large offset in x costs no accuracy.
+// The second and third pass read the row from the L1 cache.
 template <typename T, typename X>
 void forward_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
@@ -96,8 +96,9 @@ struct Means {
   A g, gc;
 };
 
-// Rounding errors of g * c * rstd would not cancel, and a constant dout would not give a gradient of exactly 0. The
-// pass reads x and dout anyway, so it also adds the row's terms to the sums of dweight and dbias.
+// gc is the mean of g * c, without rstd: rounding errors of g * c * rstd would not cancel, and a constant dout would
+// not give a gradient of exactly 0. The pass reads x and dout anyway, so it also adds the row's terms to the sums of
+// dweight and dbias.
 template <bool kSums, typename T, typename X>
 Means<accumulate_t<T>> gradient_means(const LayernormBackward<T, X>& p, int64_t row, Partial<accumulate_t<T>> sums) {
   using A = accumulate_t<T>;

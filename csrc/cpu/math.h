@@ -54,8 +54,8 @@ inline float exp(float x) {
   const bool underflow = x < kUnderflow;
   x = underflow ? 0.0f : std::min(x, 89.0f);  // e^89 is inf; for NaN, std::min returns its first argument
   const Exponential e = exponential(x);
-  // Two factors, because 2^exponent may be outside float's range. Only the second product can be denormal, so the
-  // result is rounded once.
+  // 2^exponent is applied as two factors, because it may be outside float's range. Only the second product can be
+  // denormal, so the result is rounded once.
   const int32_t half = e.exponent >> 1;
   return underflow ? 0.0f : e.mantissa * power_of_2(half) * power_of_2(e.exponent - half);
 }

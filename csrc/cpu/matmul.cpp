@@ -43,9 +43,9 @@ GemmBackend gemm_backend() {
                                      : GemmBackend::kFastest;
 }
 
-// MKL, torch's BLAS, does not use AVX-512 on AMD, so this package's kernels are for small matmuls on AMD processors
-// with AVX-512, measured on Zen 4 only (docs/notes/linear.md). MKL is faster for large matmuls, which need blocking for
-// the caches.
+// MKL, torch's BLAS, does not use AVX-512 on AMD processors. There this package's AVX-512 kernels are faster for small
+// matmuls (measured on Zen 4 only, docs/notes/linear.md). MKL is faster for large matmuls, which need blocking for the
+// caches.
 bool is_faster(const Matmul& p) {
 #ifdef GPTKERNELS_X86
   static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));

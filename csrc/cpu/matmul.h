@@ -11,8 +11,7 @@ struct Strided {
   int64_t column;
 };
 
-// out = a @ b, then the optional operations below, in order. One of a's two strides is 1, and one of b's. The bits do
-// not depend on the number of threads.
+// out = a @ b, then the optional operations below, in order. One of a's two strides is 1, and one of b's.
 struct Matmul {
   float* out = nullptr;  // (rows, columns), rows out_ld apart
   int64_t out_ld = 0;
@@ -29,12 +28,12 @@ struct Matmul {
   void* workspace = nullptr;        // matmul_workspace bytes
 };
 
-// Whether matmul() supports `p` and should be faster than torch's BLAS. The environment variable GPTKERNELS_MATMUL,
+// True if matmul() supports `p` and should be faster than torch's BLAS. The environment variable GPTKERNELS_MATMUL,
 // read at each call, forces (`own`) or forbids (`blas`) matmul().
 bool matmul_supports(const Matmul& p);
 
-// Padded rows of an output that later matmuls read avoid cache conflicts, which slow down matmuls that sum over the
-// rows by up to 6 %.
+// The row stride of an output that later matmuls read. Padded rows avoid cache conflicts, which slow down matmuls that
+// sum over the rows by up to 6 %.
 int64_t matmul_ld(int64_t columns);
 
 int64_t matmul_workspace(const Matmul& p);

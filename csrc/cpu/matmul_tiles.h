@@ -135,7 +135,7 @@ template <typename T>
   }
 }
 
-// In panel-major order, so that a panel is packed once for all its tiles in the range.
+// The range is in panel-major order, so that a panel is packed once for all its tiles in the range.
 inline void matmul_range(const Matmul& p, int64_t begin, int64_t end) {
   const int64_t tiles = tiles_of(p.rows);
   while (begin < end) {

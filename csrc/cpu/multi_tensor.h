@@ -1,4 +1,4 @@
-// One parallel loop, because most tensors of a model are too small for a loop each.
+// One parallel loop processes all tensors, because most tensors of a model are too small for a parallel loop.
 #pragma once
 
 #include <algorithm>

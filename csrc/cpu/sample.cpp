@@ -45,7 +45,6 @@ float threshold_of(const Sample<T>& p, const std::vector<float>& x, float larges
   return threshold;
 }
 
-// -1 if there is a NaN or the largest x is not finite.
 template <typename T>
 int64_t draw(const Sample<T>& p, int64_t b) {
   const T* logits = p.logits + b * p.logits_stride;
@@ -56,7 +55,7 @@ int64_t draw(const Sample<T>& p, int64_t b) {
   const float largest = largest_of(x);
   if (!std::isfinite(largest)) return -1;
   if (noise == nullptr) {
-    // Not x: different float64 logits may round to the same float32.
+    // The logits are compared, not x, because different float64 logits may round to the same float32.
     const T* best = std::max_element(logits, logits + p.vocabulary,
                                      [](const T& a, const T& c) { return accumulate_t<T>(a) < accumulate_t<T>(c); });
     return best - logits;

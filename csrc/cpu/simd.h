@@ -1,6 +1,5 @@
-// vectorised(body) runs the copy of `body` for the chosen instruction set (capability.h). The compiler inlines the body
-// into each copy (flatten) and vectorizes it there. `#pragma omp simd reduction(...)` marks the sums that it may split
-// over lanes.
+// vectorised(body) runs the copy of `body` for the chosen instruction set (capability.h). `#pragma omp simd
+// reduction(...)` marks the reductions that the compiler may split over lanes.
 #pragma once
 
 #include <algorithm>
@@ -73,7 +72,8 @@ inline A add_lanes(A (&lanes)[kLanes]) {
   return lanes[0];
 }
 
-// Blocks of a long sum make its rounding error grow with the length of a block plus the number of blocks, not with n.
+// A long sum is computed in blocks, so that its rounding error grows with the length of a block plus the number of
+// blocks, not with n.
 constexpr int64_t kSumBlock = 4096;
 
 template <typename A, typename Fn>

@@ -8,7 +8,7 @@
 
 namespace gptkernels::cpu {
 
-// out may be x. If T is the accumulation type, out stores the exponentials between two passes. 16 bits would round
+// out may be x. If T is the accumulation type, out stores the exponentials between two passes. A 16-bit T would round
 // them, so the last pass computes them again.
 template <typename T>
 inline void softmax_row(T* out, const T* x, int64_t n, accumulate_t<T> scale) {

@@ -2,14 +2,14 @@
 // not do for plain loops. No include guard: each_instruction_set.h includes this file and the kernels once for each
 // instruction set, in the namespace GPTKERNELS_ISA.
 //
-// No function combines lanes, so the AVX2 and AVX-512 versions give the same bits. The version for other processors may
-// not: it computes exp2 by std::exp2, and on x86 it rounds a * b + c twice.
+// No function of Vector combines lanes, so the AVX2 and AVX-512 versions give the same bits. The version for other
+// processors may give other bits: it computes exp2 by std::exp2, and on x86 it rounds a * b + c twice.
 
 namespace gptkernels::cpu::GPTKERNELS_ISA {
 
 #define GPTKERNELS_INLINE [[gnu::always_inline]] static inline
 
-// For |r| <= 1/2, with an error of 2^-25. The polynomial is from Cephes.
+// 2^r for |r| <= 1/2, with an error of 2^-25. The polynomial is from Cephes.
 template <typename V>
 [[gnu::always_inline]] inline V power_of_fraction(V r) {
   V p = V::set(1.535336188319500e-4f);
@@ -19,8 +19,8 @@ template <typename V>
   return p;
 }
 
-// 2^-150 rounds to 0. From here down, exp2() avoids multiplications with denormal results, which take an Intel
-// processor more than a hundred cycles. Masked keys, with scores of -inf, are frequent.
+// 2^-150 rounds to 0. For this exponent and below, exp2() avoids multiplications with denormal results, which take an
+// Intel processor more than a hundred cycles. Masked keys, with scores of -inf, are frequent.
 constexpr float kLowestExponent = -150.0f;
 
 template <typename A>
@@ -102,8 +102,8 @@ struct Vector<float> {
     const __m256 n = _mm256_round_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m256 above = _mm256_cmp_ps(a.v, lowest, _CMP_NLE_UQ);  // true for NaN
     const __m256 p = _mm256_and_ps(above, power_of_fraction(Vector{_mm256_sub_ps(x, n)}).v);
-    // Two factors, because 2^n may be outside float's range. Only the second product can be denormal, so the result is
-    // rounded once.
+    // 2^n is applied as two factors, because it may be outside float's range. Only the second product can be denormal,
+    // so the result is rounded once.
     const __m256i e = _mm256_cvtps_epi32(n);
     const __m256i half = _mm256_srai_epi32(e, 1);
     return {_mm256_mul_ps(_mm256_mul_ps(p, power(half)), power(_mm256_sub_epi32(e, half)))};
@@ -139,7 +139,6 @@ struct Vector<double> {
 
 #else
 
-// The compiler vectorizes the loops over lanes as far as the processor allows.
 template <typename A>
 struct Vector {
   static constexpr int kLanes = 16 / sizeof(A), kColumns = 2, kRows = 4;
@@ -273,9 +272,9 @@ template <int kColumns, typename A>
   }
 }
 
-// c (rows, columns) = a (rows, inner) @ b (inner, columns), or c += a @ b with `add`; `columns` is a multiple of 16.
-// Summing in parts of `length` terms makes the rounding error grow with `length` plus the number of parts, not with
-// `inner`. The bits of an element do not depend on the division of c into blocks.
+// c (rows, columns) = a (rows, inner) @ b (inner, columns), or c += a @ b with `add`. `columns` is a multiple of
+// kLanes. Summing in parts of `length` terms makes the rounding error grow with `length` plus the number of parts, not
+// with `inner`. The bits of an element do not depend on the division of c into blocks.
 template <typename A>
 void product(int64_t rows, int64_t columns, int64_t inner, Left<A> a, const A* b, int64_t ldb, A* c, int64_t ldc,
              bool add, int64_t length = 64) {

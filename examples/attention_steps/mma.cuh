@@ -1,6 +1,6 @@
 // A warp's matmuls by mma.sync, for steps 3 and 4. A thread block has 64 queries, 16 for each warp, and tiles of 64
-// keys. A tile is 64 rows of 128 bytes in shared memory. Chunk c of row r is at chunk c ^ (r % 8), so that the 16 bytes
-// of 8 rows that ldmatrix reads at once are in different banks.
+// keys. A tile is 64 rows of 128 bytes in shared memory. The 16-byte chunk c of row r is stored at chunk c ^ (r % 8),
+// so that the 16 bytes of 8 rows that ldmatrix reads at once are in different banks.
 #pragma once
 
 #include "cuda/ptx/sm80.cuh"
@@ -25,7 +25,7 @@ struct WarpAttention {
       gptkernels::cuda::load_matrices(queries[i], chunk_at(tile, warp * 16 + lane % 16, 2 * i + lane / 16));
   }
 
-  // In the `diagonal` tile, keys and queries are of the same tokens.
+  // In the `diagonal` tile, keys and queries belong to the same tokens.
   __device__ void add(uint32_t keys, uint32_t values, bool diagonal) {
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
     float scores[kAccumulators] = {}, rescale[2];

@@ -1,4 +1,4 @@
-// The rate counts the flops of the two matmuls for the keys that queries see, as docs/benchmarks.md does. The error is
+// The rate counts the two matmuls' flops for the keys that the queries see, as docs/benchmarks.md does. The error is
 // the largest difference of a query's output from the formula in double, relative to its largest output. It must be
 // below 2^-7: the softmax's weights and the output are rounded to bfloat16 once each.
 #include "problem.h"

@@ -1,6 +1,7 @@
-// Step 2: online softmax, a warp per query. No scores are written to memory: each lane computes the score of one of 32
-// keys, whose values the warp adds to sums relative to the largest score so far. A larger score rescales the sums. The
-// warps of a thread block have neighbouring queries of one head, and share keys and values in shared memory.
+// Step 2: online softmax, a warp per query. No scores are written to memory. Each lane computes the score of one of 32
+// keys, and the warp adds the keys' values, with weights relative to the largest score so far. When a larger score
+// occurs, the sums are rescaled. The warps of a thread block have neighbouring queries of one head, and share keys and
+// values in shared memory.
 #include "problem.h"
 
 const char* const kStep = "2 online softmax, a warp";

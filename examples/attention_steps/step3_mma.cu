@@ -13,7 +13,7 @@ __device__ void load_tile(uint8_t* tile, const Attention& p, Part part, int head
 __global__ void __launch_bounds__(kThreads) attention_mma_kernel(Attention p) {
   __shared__ __align__(128) uint8_t queries[kTileBytes], keys[kTileBytes], values[kTileBytes];
   const int head = blockIdx.y;
-  const int last = gridDim.x - 1 - blockIdx.x;  // the most tiles start first
+  const int last = gridDim.x - 1 - blockIdx.x;  // the thread blocks with the most tiles start first
   load_tile(queries, p, kQuery, head, last * kTile);
   __syncthreads();
   WarpAttention warp(gptkernels::cuda::shared_window(queries));

@@ -1,6 +1,6 @@
-// Step 5: wgmma, TMA and a loading warp. Four warpgroups compute, each with 64 queries: a wgmma multiplies tiles of 64
-// x 64 in shared memory asynchronously. One thread loads each tile with one TMA instruction, whose bytes an mbarrier
-// counts.
+// Step 5: wgmma, TMA and a loading warp. Four warpgroups compute, each with 64 queries. The wgmma instructions of a
+// warpgroup multiply tiles of 64 x 64 asynchronously. One thread loads each tile with one TMA instruction, whose bytes
+// an mbarrier counts.
 //
 // The stages of keys and values form a ring. A phase of `full` completes when a stage's bytes have arrived, and a phase
 // of `empty` when all warps that compute have released the stage.

@@ -2,7 +2,7 @@
 
 #include "harness.h"
 
-// out = (x - mean) * rstd * weight + bias, rstd = 1 / sqrt(variance + eps), over the rows.
+// out = (x - mean) * rstd * weight + bias, rstd = 1 / sqrt(variance + eps), row by row.
 struct Layernorm {
   bfloat16* out;           // (N, C)
   float* mean;             // (N)

@@ -1,5 +1,6 @@
-// Step 6: the library's kernel for rows of 768 bfloat16, from csrc/cuda/norm/forward.cuh. It is step 5 for all widths
-// and dtypes whose rows fit into registers. Its mean is exact, the weights are optional, and the packs stay in 16 bits.
+// Step 6: the library's kernel for rows of 768 bfloat16, from csrc/cuda/norm/forward.cuh. It extends step 5 to all rows
+// of whole packs that fit into registers, and to float32. It corrects the rounding error of the mean, and weight and
+// bias are optional.
 #include "../../csrc/cuda/norm/forward.cuh"
 #include "problem.h"
 

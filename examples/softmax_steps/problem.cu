@@ -1,6 +1,6 @@
 // The rate counts the logits' read and the gradients' write once each, as docs/benchmarks.md does. The error is the
-// largest relative error of a loss or a gradient against the formula in double; it must be below 1.01 * 2^-8,
-// bfloat16's rounding error and a hundredth of it for the float32 arithmetic.
+// largest relative error of a loss or a gradient against the formula in double. It must be below 1.01 * 2^-8:
+// bfloat16's rounding error, plus a hundredth of it for the float32 arithmetic.
 #include "problem.h"
 
 namespace {
@@ -8,7 +8,7 @@ namespace {
 constexpr int kRows = 8192;
 constexpr int kRowsBetweenChecks = 61;
 
-// x were the row's logits.
+// x has the row's logits, which classifier() has overwritten by the gradient.
 double row_error(const Classifier& p, int64_t row, const std::vector<bfloat16>& x) {
   const auto dlogits = host_copy(p.logits + row * p.width, p.width);
   const int target = host_copy(p.targets + row, 1)[0];
@@ -50,7 +50,7 @@ int main() {
   double error = 0;
   for (size_t i = 0; i < rows.size(); ++i)
     error = larger_error(error, row_error(p, int64_t(i) * kRowsBetweenChecks, rows[i]));
-  // These runs read the gradients that the previous run has written as logits, which takes the same time.
+  // Each run reads as logits the gradients that the previous run has written. This takes the same time.
   const double seconds = median_seconds([&] { classifier(p); });
   return report(seconds, 2.0 * size * sizeof(bfloat16), 1e9, error, 1.01 / 256);
 }

@@ -1,5 +1,5 @@
-// Step 1: a thread per row, as one would write it in C. Three passes over the row: for the maximum, without which an
-// exponential could overflow, for the sum of the exponentials, and for the gradients.
+// Step 1: a thread per row, as one would write it in C. It makes three passes over the row: for the maximum, without
+// which an exponential could overflow, for the sum of the exponentials, and for the gradients.
 #include "problem.h"
 
 const char* const kStep = "1 a thread per row";

@@ -1,4 +1,4 @@
-// Step 3: online softmax. Maximum and sum take one pass, so the row is read twice instead of three times. Shuffles
+// Step 3: online softmax. One pass computes maximum and sum, so the row is read twice instead of three times. Shuffles
 // replace most barriers.
 #include "max_sum.cuh"
 

@@ -1,6 +1,7 @@
-// Step 5: the row (101 KB, two per SM) stays in shared memory, and is read from global memory once. All copies start at
-// once (cp.async), without registers, so that many bytes are in flight. While one thread block of an SM computes, the
-// other one loads. A thread reads only packs that it has copied itself, so the read needs no barrier.
+// Step 5: the row stays in shared memory, and is read from global memory once. It has 101 KB, so an SM holds two thread
+// blocks. All copies start at once (cp.async), without registers, so that many bytes are in flight. While one thread
+// block of an SM computes, the other one loads. A thread reads only packs that it has copied itself, so the read needs
+// no barrier.
 #include "cuda/ptx/sm80.cuh"
 #include "max_sum.cuh"
 

@@ -17,7 +17,7 @@ __global__ void random_numbers_kernel(bfloat16* numbers, size_t size, uint32_t s
   }
 }
 
-// A flush by writes would leave lines that must be written back during the next kernel.
+// Flushes the L2 cache by reads. Writes would leave lines that must be written back during the next kernel.
 __global__ void flush_kernel(const uint4* words, size_t count, unsigned* sink) {
   unsigned all = 0;
   for (size_t i = size_t(blockIdx.x) * blockDim.x + threadIdx.x; i < count; i += size_t(gridDim.x) * blockDim.x)

@@ -1,5 +1,6 @@
-// A folder's problem.h declares the function that each step defines, and its problem.cu has a main() that checks the
-// result against a formula in double. This file has the code for data, timing and the rows of the table.
+// The folders examples/*_steps share this file: test data, timing, and the row of the result table that a program
+// prints. In each folder, problem.h declares the function that every step's .cu file defines, and problem.cu has a
+// main() that checks the function's result against a formula in double.
 #pragma once
 
 #include <cuda_bf16.h>

@@ -1,5 +1,6 @@
 // A kernel on bfloat16 can issue about 30 instructions per element before instructions take longer than memory
-// accesses. Results of 16 bits therefore use approximate instructions, whose errors vanish in the final rounding.
+// accesses. 16-bit results are therefore computed by approximate instructions, whose errors are small compared with the
+// final rounding's.
 #pragma once
 
 #include "cuda/device.h"
@@ -12,8 +13,9 @@ constexpr bool kSixteenBits = sizeof(T) == 2;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// An FMA that subtracts a larger number from the exponent of a power of 2 may change the power by more than a quarter
-// of a rounding error of T (of TF32 if T is float), because the number is rounded first.
+// Attention computes exp2(x * factor - origin) by an FMA, where origin = maximum * factor is rounded to float32. If
+// |origin| is larger than this constant, that rounding may change the result by more than a quarter of T's rounding
+// error (TF32's if T is float), and the maximum must be subtracted before the multiplication.
 template <typename T>
 constexpr float kFarFromZero = std::is_same_v<T, bfloat16> ? 0x1p14f : 0x1p11f;
 
@@ -39,7 +41,6 @@ __device__ accumulate_t<T> exp_for(accumulate_t<T> x) {
     return exp(x);
 }
 
-// 1 / x, for x >= 1 only.
 template <typename T>
 __device__ accumulate_t<T> reciprocal_for(accumulate_t<T> x) {
   if constexpr (kSixteenBits<T>)

@@ -39,7 +39,8 @@ inline int multiprocessors() {
   });
 }
 
-// Whether the device runs code for sm_90 or later. (A new device may run PTX of an older architecture.)
+// True if the kernel's code was compiled for sm_90 or later. (A newer device may run code from PTX of an older
+// architecture.)
 template <auto kKernel>
 bool built_for_hopper() {
   return once_a_device([](int) {
@@ -63,8 +64,8 @@ int blocks_per_multiprocessor() {
   });
 }
 
-// For __launch_bounds__: 2 resident thread blocks, or 1 where an SM has too few threads for two. SMs of sm_86 to sm_89,
-// and of sm_110 and later, have 1536 threads.
+// The number of resident thread blocks for __launch_bounds__: 2, or 1 where an SM has too few threads for two. SMs of
+// sm_86 to sm_89, and of sm_110 and later, have 1536 threads.
 #if defined(__CUDA_ARCH__) && ((__CUDA_ARCH__ > 800 && __CUDA_ARCH__ < 900) || __CUDA_ARCH__ >= 1100)
 constexpr int kMultiprocessorThreads = 1536;
 #else
@@ -76,7 +77,6 @@ constexpr int kTwoBlocks = 2 * kThreads <= kMultiprocessorThreads ? 2 : 1;
 template <int N>
 using Constant = std::integral_constant<int, N>;
 
-// Passes a value in kMin..kMax to fn as a compile-time constant.
 template <int kMin, int kMax, typename Fn>
 void with_constant(int value, const Fn& fn) {
   if constexpr (kMax > kMin)
@@ -84,7 +84,7 @@ void with_constant(int value, const Fn& fn) {
   fn(Constant<kMax>{});
 }
 
-// The result is in bytes. The first call on a device raises the kernel's limit, 48 KB by default, to it.
+// In bytes. The first call on a device raises the kernel's limit, which is 48 KB by default, to this number.
 template <auto kKernel>
 int64_t max_dynamic_shared_memory() {
   return once_a_device([](int device) {
@@ -122,10 +122,11 @@ inline cudaLaunchAttribute cluster_of(unsigned blocks) {
 // ---- programmatic dependent launch ----------------------------------------------------------------------------------
 
 // From sm_90 on, a kernel may start while the previous kernel of its stream still runs, which hides the 1 to 2 us
-// between two kernels (under graph capture from CUDA 12.3 on). Such a kernel calls wait_for_previous_kernel() before it
-// reads what the previous kernel wrote. The previous kernel may call let_next_kernel_start() early.
+// between two kernels. Graph capture supports this from CUDA 12.3 on. Such a kernel starts when every thread block of
+// the previous kernel has called let_next_kernel_start() or has ended, and calls wait_for_previous_kernel() before it
+// reads what the previous kernel wrote.
 
-// An ordinary launch before sm_90 and before CUDA 12.3.
+// Before sm_90 or CUDA 12.3, this is an ordinary launch.
 template <auto kKernel, typename... Arguments>
 void launch_early(dim3 grid, dim3 block, int64_t shared_bytes, Stream stream, const Arguments&... arguments) {
   cudaLaunchAttribute early = {};

@@ -1,5 +1,5 @@
 // The rounded mean m of a row may be wrong by |m| * 2^-24. The kernels also compute `rest`, the average of x - m, and
-// subtract m + rest from x, so a large offset in x costs no accuracy.
+// subtract m and then rest from x, so a large offset in x costs no accuracy.
 #pragma once
 
 #include <limits>
@@ -18,12 +18,13 @@ __device__ inline double reciprocal_root(double x) {
   return 1 / sqrt(x);
 }
 
-// `rests` sums x - mean, `squares` sums (x - mean)^2, and `inverse` is 1 / C.
+// `rests` is the sum of x - mean, `squares` the sum of (x - mean)^2, and `inverse` is 1 / C.
 template <typename A>
 __device__ Moments<A> moments(A mean, A rests, A squares, A inverse, double eps) {
   const A rest = rests * inverse, square = rest * rest;
   A variance = squares * inverse - square;
-  // If all elements are equal, the variance is rounding errors only, which for huge elements would exceed eps.
+  // If all elements are equal, the computed variance consists of rounding errors, which may exceed eps for huge
+  // elements.
   if (variance <= 8 * std::numeric_limits<A>::epsilon() * square) variance = 0;
   return {mean, rest, reciprocal_root(variance + A(eps))};
 }

@@ -1,6 +1,6 @@
-// One launch over many tensors, divided into chunks of equal size, one per thread block. Pointers and sizes are kernel
-// arguments, so nothing is copied to the device before the launch, and a captured graph contains them. A binary search
-// in constant memory finds a chunk's tensor.
+// One launch processes many tensors. They are divided into chunks, of equal size except each tensor's last. A thread
+// block processes one chunk, whose tensor it finds by a binary search. Pointers and sizes are kernel arguments, so
+// nothing is copied to the device before the launch, and a captured graph contains them.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ template <int kPointers, int kCapacity>
 struct TensorList {
   static constexpr int capacity = kCapacity;
   int32_t count;
-  int32_t first_chunk[kCapacity + 1];  // before each tensor; the last is the total
+  int32_t first_chunk[kCapacity + 1];  // the number of chunks before each tensor; the last entry is the total
   int32_t last_chunk_size[kCapacity];
   void* pointers[kCapacity][kPointers];
 };
@@ -44,7 +44,7 @@ __device__ Chunk this_chunk(const List& list) {
 }
 
 // set(pointers, i) stores the pointers of tensor i. launch(list, blocks) is called whenever a list is full, and for the
-// remaining tensors. Empty tensors are skipped.
+// remaining tensors.
 template <typename List, int kSize, typename Set, typename Launch>
 void for_each_list(int64_t count, const int64_t* sizes, const Set& set, const Launch& launch) {
   List list;

@@ -1,4 +1,4 @@
-// A Packed<T, N> (a pack) is N neighbouring elements that one instruction loads or stores.
+// A Packed<T, N> is N neighbouring elements that one instruction loads or stores. A pack has N = kPack<T>, 16 bytes.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@ struct alignas(sizeof(T) * N) Packed {
 template <typename T>
 constexpr int kPack = 16 / sizeof(T);
 
-// The dtype of a sum over many elements of T: float64 for float32, because rounding errors of a float32 sum would be
-// most of the result's error. For 16-bit results float32 is enough.
+// The dtype of a sum over many elements of T. It is float64 for float32, because the rounding errors of a float32 sum
+// would be most of the result's error.
 template <typename T>
 using sum_t = std::conditional_t<sizeof(T) == 2, float, double>;
 

@@ -12,8 +12,8 @@
 
 namespace gptkernels::cuda {
 
-// Columns go in order to `first` (`split` columns), `second` (`split`) and `third` (the rest). Null outputs are
-// skipped.
+// The sums of the first `split` columns are stored in `first`, those of the next `split` columns in `second`, and the
+// rest in `third`. Null outputs are skipped.
 template <typename T, typename A = accumulate_t<T>>
 struct PartialSums {
   T* first;
@@ -25,7 +25,6 @@ struct PartialSums {
   T* third = nullptr;
 };
 
-// With 1024 rows, each thread issues 32 loads, of which 8 are in flight at once.
 constexpr int kSumRows = 32;
 
 template <typename T, typename A>

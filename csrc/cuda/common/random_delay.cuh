@@ -1,11 +1,11 @@
-// Random delays (GPTKERNELS_RANDOM_DELAYS, CONTRIBUTING.md) provoke rare orders of events between warps, thread blocks
-// and clusters.
+// Random delays (GPTKERNELS_RANDOM_DELAYS, docs/protocols.md) provoke rare orders of events between warps, thread
+// blocks and clusters.
 #pragma once
 
 namespace gptkernels::cuda {
 
-// Delays one of 8 waits and arrivals by up to 4 us. There is no branch, because ptxas does not run wgmma asynchronously
-// across one.
+// Delays about one of 8 calls by up to 4 us. It has no branch, because ptxas does not run wgmma asynchronously across a
+// branch.
 __device__ inline void random_delay() {
 #ifdef GPTKERNELS_RANDOM_DELAYS
   auto hash = static_cast<unsigned>(clock64());

@@ -1,8 +1,8 @@
 // A row of a matrix in the registers of its team (drawing in teams.cuh).
 //
 // Packs stay in the array's dtype, in which 16-bit elements take half the registers of float32. The first kUnguarded
-// packs of every thread are within the row; comparing all packs with the width in every pass takes about 10 % more
-// instructions.
+// packs of every thread are within the row. Comparing every pack with the width in every pass would take about 10 %
+// more instructions.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@
 
 namespace gptkernels::cuda {
 
-// One store instruction even for packs of 8 bytes.
+// Like store(), but guarantees one instruction for 8 bytes, too (an X narrower than T).
 template <int N, typename T>
 __device__ void store_row_pack(T* p, const accumulate_t<T> (&values)[N]) {
   const Packed<T, N> pack = narrow<T>(values);
@@ -53,7 +53,7 @@ struct Row {
     for (int i = 0; i < kItems; ++i) reinterpret_cast<uint4&>(packs[i]) = reinterpret_cast<const uint4&>(pack);
   }
 
-  // Makes the compiler assume that the packs change here. It then cannot keep their float32 values, in twice as many
+  // Makes the compiler assume that the packs change here, so that it cannot keep their float32 values, in twice as many
   // registers, from one pass to the next.
   __device__ void stay_packed() {
     if constexpr (sizeof(T) == 2) {
@@ -76,7 +76,6 @@ struct Row {
     }
   }
 
-  // fn may change x, which is then rounded into the pack.
   template <typename Fn>
   __device__ void update(int width, const Fn& fn) {
     each(width, [&](int i, A(&x)[kVec]) {

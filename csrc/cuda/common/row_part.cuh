@@ -27,7 +27,7 @@
 
 namespace gptkernels::cuda {
 
-// One type per kind of place, so that generic lambdas are compiled for each.
+// The places of a thread's elements. Each kind of place is a type, so that a generic lambda is compiled for each kind.
 struct PackAt {
   int i;  // this thread's pack i
 };
@@ -64,7 +64,7 @@ class RowColumns {
   static constexpr int kItems = kItems_;
   static constexpr bool kOverflow = kOverflow_;
 
-  // Only the first `columns` columns are unmasked if kMasked. A team beyond the last row has no columns.
+  // A team beyond the last row has no columns.
   __device__ RowColumns(const T* base, int64_t rows, int64_t width, int columns = 0) : begin_(Team::row() * width) {
     if (Team::row() >= rows) width = 0;
     width_ = static_cast<int>(width);
@@ -156,13 +156,13 @@ class RowColumns {
   int64_t begin_;
   int width_;
   int columns_;  // unmasked columns
-  int first_;    // of this thread's pack 0; negative or beyond end_ if there is none
+  int first_;    // column of this thread's pack 0; negative or beyond end_ if there is none
   int end_;
   int edge_ = 0;  // width_ or more if the thread has no edge element
 };
 
-// A thread's elements of one array, in its dtype, in which 16-bit elements take half the registers of float32. A thread
-// accesses only shared memory that it has written itself, so no barrier is needed.
+// A thread's elements of one array, in the array's dtype. A thread accesses only shared memory that it has written
+// itself, so no barrier is needed.
 template <typename Columns>
 class RowPart {
   using T = typename Columns::T;

@@ -2,7 +2,7 @@
 // The width of a row selects the kernel:
 //
 //   up to 128 packs of 16 bytes    registers of 8, 16 or 32 lanes                      rows_by_lanes_kernel
-//   up to 4096 packs (64 KB)       registers of a thread block                         rows_by_block_kernel
+//   up to 4 packs per thread       registers of a thread block                         rows_by_block_kernel
 //   up to about 160 KB             registers and shared memory of a thread block       rows_by_block_kernel
 //   up to 4 MB (sm_90 and later)   registers and shared memory of a cluster of up to
 //                                  16 thread blocks                                    rows_by_cluster_kernel
@@ -39,11 +39,11 @@ struct RowShapes {
   int resident = 2;
   // If false, rows that do not fit into a thread block's registers use a cluster.
   bool overflow_in_block = true;
-  // Exceeded only if the largest cluster is too small.
+  // The largest number of packs per thread block; exceeded only if the largest cluster is too small.
   int cluster_packs = 2048;
-  // Exceeded only if a thread block cannot have enough threads.
+  // The largest number of packs per thread; exceeded only if a thread block cannot have enough threads.
   int cluster_items = 12;
-  bool wide_head_tail = false;  // rows that a warp cannot hold always use head and tail
+  bool wide_head_tail = false;  // if true, rows that a warp cannot hold have kHasHeadTail even if aligned
 };
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
@@ -95,7 +95,6 @@ inline int64_t threads_for(int64_t packs, int64_t items) {
   return ceil_div(ceil_div(packs, items), kWarp) * kWarp;
 }
 
-// Threads hold more than kRowItems packs only if there would otherwise be more than max_threads threads.
 inline BlockShape block_shape(int64_t packs, int arrays, int64_t max_threads) {
   const int64_t items = std::max<int64_t>(ceil_div(packs, max_threads), kRowItems);
   return {packs, arrays, threads_for(packs, items)};
@@ -124,7 +123,7 @@ inline ClusterShape cluster_shape(const RowShapes& op, int64_t packs, int64_t ma
   return {blocks, {part, op.arrays, threads}};
 }
 
-// A power of 2; 1 if the device has no clusters.
+// A power of 2. It is 1 if the device does not support clusters.
 template <auto kKernel, int kMaxThreads>
 int64_t max_cluster_blocks() {
   if (!built_for_hopper<kKernel>()) return 1;
@@ -142,8 +141,8 @@ int64_t max_cluster_blocks() {
 
 // ---- launches -------------------------------------------------------------------------------------------------------
 
-// Returns false if a cluster cannot hold a row. Memory cannot hold so many rows of this width that the grid would
-// exceed CUDA's limit.
+// Returns false if a cluster cannot hold a row. The grid cannot exceed CUDA's limit, because memory cannot hold so many
+// rows of this width.
 template <typename Op, bool kHasHeadTail>
 bool launch_rows_by_cluster(const typename Op::Arguments& p, int64_t line_packs, Stream stream) {
   constexpr auto kernel = rows_by_cluster_kernel<Op, kRowItems, kHasHeadTail>;
@@ -158,7 +157,6 @@ bool launch_rows_by_cluster(const typename Op::Arguments& p, int64_t line_packs,
   return true;
 }
 
-// Returns false if no kernel supports these rows.
 template <typename Op, bool kHasHeadTail>
 bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* base, Stream stream) {
   const int64_t packs = p.width / kPack<typename Op::T>;
@@ -169,7 +167,7 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
       const unsigned threads = static_cast<unsigned>(threads_for(packs, items.value));
       rows_by_block_kernel<Op, items.value, kHasHeadTail, false><<<grid, threads, 0, stream>>>(p, 0);
     };
-    // 4 packs per thread may extend further beyond the row's end than 3.
+    // With 3 packs per thread, fewer packs may be beyond the row's end than with 4.
     if constexpr (!kHasHeadTail)
       if (const int64_t threads = threads_for(packs, 3);
           threads <= kThreads && threads * 3 < threads_for(packs, kRowItems) * kRowItems)
@@ -180,7 +178,7 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
   if constexpr (Op::kShapes.overflow_in_block) {
     constexpr auto kernel = rows_by_block_kernel<Op, kRowItems, kHasHeadTail, true>;
     constexpr int kResident = Op::kShapes.resident;
-    constexpr int kReserved = 1024;  // CUDA reserves so much shared memory per thread block
+    constexpr int kReserved = 1024;  // bytes of shared memory that CUDA reserves per thread block
     const BlockShape block = block_shape(line_packs, Op::kShapes.arrays, kRowThreads<Op, kHasHeadTail, true>);
     if (block.shared_bytes <= max_dynamic_shared_memory<kernel>() / kResident - kReserved * (kResident - 1)) {
       kernel<<<grid, block.threads, block.shared_bytes, stream>>>(p, block.overflow);
@@ -190,9 +188,9 @@ bool launch_wide_rows(const typename Op::Arguments& p, const typename Op::T* bas
   return launch_rows_by_cluster<Op, kHasHeadTail>(p, line_packs, stream);
 }
 
-// Returns false, without a launch, if there are too many or too wide rows. The addresses of `base` determine how
-// columns are divided into packs (RowColumns); all arrays must have the same offset from a multiple of 16 bytes.
-// `aligned` rows start at a multiple of 16 bytes and consist of whole packs.
+// Returns false, without a launch, if the rows are too many or too wide. The address of `base` determines how columns
+// are divided into packs (RowColumns); all arrays must have the same offset from a multiple of 16 bytes. `aligned` rows
+// start at a multiple of 16 bytes and consist of whole packs.
 template <typename Op>
 bool launch_rows(const typename Op::Arguments& p, const typename Op::T* base, bool aligned, Stream stream) {
   if (p.rows > std::numeric_limits<int>::max()) return false;

@@ -1,5 +1,5 @@
-// The *_simple_kernels have one thread block per row, which reads the row from memory in each pass. They are the
-// fallback for widths, alignments and dtypes that an op's fast kernels do not support.
+// The *_simple_kernels read a row from memory in each pass, by one thread block. They are the fallback for widths,
+// alignments and dtypes that an op's fast kernels do not support.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,5 @@
-// SoftmaxSum takes one pass (online softmax), for rows that are read from memory in every pass; MaxSum takes two, for
-// rows in registers and shared memory.
+// A row's maximum and sum of exponentials. SoftmaxSum computes both in one pass (online softmax) over a row in memory.
+// MaxSum takes two passes over a row in registers and shared memory.
 #pragma once
 
 #include <limits>
@@ -55,7 +55,7 @@ struct SoftmaxSum {
 
 // ---- rows in registers and shared memory (row_part.cuh) -------------------------------------------------------------
 
-// For 16-bit types the scale is multiplied into the factor log2(e), where it costs no instruction.
+// exp(scale * x). For 16-bit types the factor is scale * log2(e), so the scale takes no instruction.
 template <typename T>
 struct ScaledExp {
   float factor;
@@ -83,15 +83,15 @@ __device__ float largest_of(const Packed<T, N>& pack) {
   }
 }
 
-// `total` is the sum of exp(scale * (x - max)). `max` starts at the lowest finite number, so that x - max is never inf
-// - inf. NaNs do not change `max`, but make the sum NaN.
+// `total` is the sum of exp(scale * (x - max)). `max` starts at the lowest finite number, and NaNs are treated, as in
+// SoftmaxSum.
 template <typename T>
 struct MaxSum {
   float max = std::numeric_limits<float>::lowest();
   sum_t<T> total = 0;
 
-  // On entry, `max` and `total` are reduced over the warp. A warp's sum is relative to the warp's maximum, so the warps
-  // of a team synchronise once, not once for the maximum and once for the sum.
+  // On entry, `max` and `total` are those of the warp. Because `total` is relative to the warp's `max`, the warps of a
+  // team synchronise only once.
   template <typename Combine>
   __device__ MaxSum reduce_over_team(Combine& combine, const ScaledExp<T>& exponential) const {
     MaxSum all = *this;

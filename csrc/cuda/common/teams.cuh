@@ -47,9 +47,10 @@ namespace gptkernels::cuda {
 
 // ---- combining one value per thread, once in a kernel ---------------------------------------------------------------
 
-// A Combine: combine(value, merge) gives every thread of the team the combination of all threads' values. On entry
-// `value` is the same in all lanes of a warp; merge(value) combines the values of a warp's lanes; V() is neutral.
-// Without a barrier in between, a second call would overwrite shared memory that threads may still be reading.
+// With a Combine, combine(value, merge) gives every thread of a team the combination of all threads' values. On entry
+// `value` is already combined over the team's lanes of a warp. merge(value) combines the values of a warp's lanes, and
+// V() is the neutral element. A second call without a barrier in between could overwrite shared memory that threads are
+// still reading.
 
 struct NoCombine {
   template <typename V, typename Merge>
@@ -73,7 +74,8 @@ constexpr int kMaxClusterBlocks = 16;
 
 #if GPTKERNELS_HOPPER
 // Each thread block writes its value to the shared memory of all thread blocks of the cluster, which must have started.
-// The constructor announces the start. Construct the object before the row's loads, which then hide the wait.
+// The constructor announces that this thread block has started. Construct the object before the row's loads, which then
+// hide the wait.
 template <typename V>
 class ClusterCombine {
  public:
@@ -142,10 +144,10 @@ struct Block {
   static __device__ void barrier() { __syncthreads(); }
 };
 
-// One named barrier per row. Few thread blocks with so many barriers fit on an SM, so this team is for kernels with one
-// thread block per SM.
+// Each row uses one named barrier. An SM has too few barriers for several such thread blocks, so this team is for
+// kernels with one thread block per SM.
 struct BlockPart {
-  // There are 16 named barriers, and __syncthreads uses barrier 0.
+  // A thread block has 16 named barriers, and __syncthreads uses barrier 0.
   static constexpr int kMaxRows = 15;
   static constexpr int kLanes = kWarp;
   static constexpr bool kOneWarp = false;
@@ -172,7 +174,7 @@ struct Cluster {
 
 // ---- sums, any number of times in a kernel --------------------------------------------------------------------------
 
-// Gives every thread of a Warp, Block or BlockPart the team's sums of kN values, with one barrier.
+// Gives every thread of a Warp, Block or BlockPart the team's sums of kN values, with at most one barrier.
 //
 // Consecutive calls must alternate between slots 0 and 1. One barrier per call is then enough: a thread that writes to
 // a slot has passed the barrier of the call with the other slot, before which all threads had finished reading this
@@ -189,7 +191,7 @@ __device__ void team_sums(A (&values)[kN], int slot) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) row[threadIdx.x / kWarp][n] = values[n];
     Team::barrier();
-    // This is faster than a second round of shuffles.
+    // Reading all warps' sums is faster than a second round of shuffles.
 #pragma unroll
     for (int n = 0; n < kN; ++n) values[n] = row[0][n];
 #pragma unroll 4

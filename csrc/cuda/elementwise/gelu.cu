@@ -1,5 +1,5 @@
-// A thread loads kItems packs, kThreads packs apart, before it uses the first. In the last thread block, and if an
-// array is not 16-byte aligned (kVec is 1), accesses are to single elements.
+// A thread loads kItems packs, kThreads packs apart, before it uses the first. An incomplete last thread block, and
+// every thread block if an array is not 16-byte aligned (kVec is 1), accesses single elements.
 #include "../../gelu.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/packed.cuh"
@@ -69,8 +69,9 @@ __global__ void __launch_bounds__(kThreads) gelu_backward_packed_kernel(const Ge
       [&](int64_t i) { store(p.dx + i, backward_of<Form>(load<1>(p.x + i), load<1>(p.dout + i))); });
 }
 
-// Small thread blocks that start and end at different times keep reads and writes evenly mixed, so one pack is fastest.
-// The exact GELU in 16 bits uses two, because the eight elements of a pack take many instructions (docs/notes/gelu.md).
+// Small thread blocks that start and end at different times keep reads and writes evenly mixed, so one pack per thread
+// is fastest. The exact GELU in 16 bits uses two packs, because the eight elements of a pack take many instructions
+// (docs/notes/gelu.md).
 template <typename Form, typename T, int kVec>
 constexpr int kForwardItems = 1;
 template <typename T, int kVec>

@@ -49,7 +49,7 @@ struct GeluTanh {
   }
 };
 
-// The normal distribution's Q(x) and density at x >= 0.
+// For x >= 0, the normal distribution's Q(x) = 1 - Phi(x) and its density.
 template <typename A>
 struct Tail {
   A mass, density;
@@ -63,9 +63,9 @@ __device__ float horner(float t, float first, Rest... rest) {
     return first;
 }
 
-// Q(x) = e^(-x^2/2) t P(t), where t = 1 / (1 + x / 4). Lawson's reweighted least squares fit P for the smallest largest
-// relative error up to x = 14.5: 3e-6 for 16-bit results (x >= 0), and 2e-8 for float32 (x >= 1). Beyond 14.5, Q is
-// less than the smallest float32.
+// Q(x) = e^(-x^2/2) t P(t), where t = 1 / (1 + x / 4). P was fitted by Lawson's reweighted least squares to minimise
+// the largest relative error up to x = 14.5: 3e-6 for 16-bit results (x >= 0), and 2e-8 for float32 (x >= 1). Beyond
+// 14.5, Q is less than the smallest float32.
 template <typename T>
 struct TailFit {
   static __device__ float polynomial(float t) {
@@ -84,9 +84,9 @@ struct TailFit<T> {
 
 constexpr double kDensityAtZero = 0.3989422804014327;  // 1 / sqrt(2 pi)
 
-// About 30 instructions, few enough for float32 to run at memory bandwidth. The approximate exponential and reciprocal
-// have relative errors of up to 2^-22, accurate enough for x >= 1: in the result 1 - Q, Q is less than 1/6, so its
-// error hardly matters, and in the result Q torch's error is larger.
+// Takes about 30 instructions, few enough for float32 to run at memory bandwidth. The approximate exponential and
+// reciprocal have relative errors of up to 2^-22, accurate enough for x >= 1: where the result is 1 - Q, Q is less than
+// 1/6, so its error hardly matters; where the result is Q, torch's error is larger.
 template <typename T>
 __device__ Tail<float> tail(float x) {
   const float square = x * x;
@@ -95,8 +95,8 @@ __device__ Tail<float> tail(float x) {
   if constexpr (!kSixteenBits<T>) e -= 0.5f * e * fmaf(x, x, -square);
   const float t = reciprocal_approximately(1.0f + 0.25f * x);
   float mass = e * t * TailFit<T>::polynomial(t);
-  // For x < 1, 1/2 - x R(x^2) is more accurate: fewer roundings, and the subtraction does not cancel. R is fitted like
-  // TailFit's polynomial, with a largest error of 3e-8.
+  // For x < 1, 1/2 - x R(x^2) is more accurate: it has fewer roundings, and the subtraction does not cancel. R is
+  // fitted like TailFit's polynomial, with a largest error of 3e-8.
   if constexpr (!kSixteenBits<T>)
     if (x < 1.0f)
       mass = 0.5f -

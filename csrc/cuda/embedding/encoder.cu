@@ -57,7 +57,7 @@ Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream) {
 template <typename T, typename Token>
 int64_t encoder_backward_workspace(int64_t batch, int64_t length, int64_t vocabulary, int64_t width) {
   if (batch * length == 0) return 0;
-  // The pointers' alignment is not known yet. Single elements have more slabs than packs, so their size is enough for
+  // The pointers' alignment is not known yet. Without packs there are more slabs, so that case's size is enough for
   // both.
   return carve<T>(nullptr, batch, length, vocabulary, width, slabs<1, kLanes<1>>(width)).bytes;
 }

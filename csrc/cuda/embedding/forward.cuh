@@ -1,5 +1,4 @@
-// out[b, t] = wte[tokens[b, t]] + wpe[t]. wpe, and each row of wte that occurs, comes from memory once, and afterwards
-// from the L2 cache.
+// out[b, t] = wte[tokens[b, t]] + wpe[t].
 //
 // A warp computes 512 bytes of each of two rows. Persistent grids, and more rows per warp (which could share a row of
 // wpe), read and write in bursts and were up to 10 % slower.
@@ -20,7 +19,7 @@ constexpr int kForwardWarps = kForwardThreads / kWarp;
 constexpr int kForwardRows = 2;  // rows per warp
 constexpr int kForwardBlockRows = kForwardWarps * kForwardRows;
 
-// The last index of the grid (slabs, sequences, thread blocks of a sequence) is the fastest.
+// Thread blocks are numbered slab by slab, and within a slab sequence by sequence.
 struct ForwardBlocks {
   unsigned per_sequence;
   unsigned per_slab;  // per_sequence * sequences
@@ -37,7 +36,7 @@ __global__ void __launch_bounds__(kForwardThreads)
   if (position >= p.length) return;
   const int64_t row = sequence * p.length + position;
   const SlabColumns<kVec, kWarp> at(slab, p.width);
-  // Beyond the sequence, a warp computes its first row twice.
+  // If a warp's second row is beyond the sequence, the warp computes its first row twice.
   int64_t offsets[kForwardRows];
   Token tokens[kForwardRows];
 #pragma unroll

@@ -7,9 +7,9 @@
 //
 // There are about sqrt(V) bins, and about sqrt(V) values of the high bits (digits). The low bits select the bin,
 // because frequent tokens have small numbers in most vocabularies, and are thus spread over the bins. The only atomics
-// are integer counts, so the order depends on the tokens alone. Latency determines the time of both kernels, so each
-// kernel of the backward starts while the previous one still runs (launch.cuh), and only after
-// wait_for_previous_kernel() writes what that kernel reads, or reads what it writes.
+// count, so the order depends on the tokens alone. Latency determines the time of both kernels, so each kernel of the
+// backward starts while the previous one still runs (launch.cuh). It calls wait_for_previous_kernel() before it writes
+// what the previous kernel reads, or reads what that kernel writes.
 //
 // The result is the array `items`. A token's slot is its index in the vocabulary sorted by low bits, then by high bits
 // (token_of). For each slot in turn, `items` has one head and then the slot's run: the token's positions, in ascending
@@ -20,9 +20,9 @@
 //   position                  an entry of a short run
 //   position | kLongRunMark   an entry of a long run
 //
-// In each window of kWindow items, long_runs[2 * w + 1] is the long run whose first entry is in window w, and
-// long_runs[2 * w] the long run with entries in window w and in earlier windows. Example, where `--` is kNoHead and `*`
-// is kLongRunMark:
+// A window is kWindow items. long_runs[2 * w + 1] is the long run whose first entry is in window w, and long_runs[2 *
+// w] the long run with entries in window w and in earlier windows. Example, where `--` is kNoHead and `*` is
+// kLongRunMark:
 //
 //   items     ~a 5 9 | ~b | ~c 0 2 7 | -- 1*3*4*6*8* ... * | ~e | -- ...     d and f have long runs
 //
@@ -87,7 +87,7 @@ struct EncoderWorkspace {
   int partial_rows;
   int slabs;
   int width;
-  int64_t zeros;  // ints of long_runs and arrived to set to 0
+  int64_t zeros;  // number of ints of long_runs and arrived to set to 0
   int64_t bytes;
 
   __device__ int token_of(int slot) const { return slot / digits + (slot % digits << shift); }

@@ -1,6 +1,6 @@
 // The encoder's grids process all rows of one slab of columns before the next slab. Data that is read more than once
-// (the row of a frequent token; dout, which is part of two sums) then comes from memory only once. About half of an
-// H200's L2, some 30 MB, is available for data that all SMs read: 256 bytes of each of 64K rows.
+// (the row of a frequent token; dout, which is part of two sums) is then read from memory only once. About half of an
+// H200's L2, some 30 MB, is available for data that all SMs read. This is enough for 256 bytes of each of 64K rows.
 #pragma once
 
 #include <cstdint>

@@ -1,7 +1,8 @@
 // The second half of the encoder's backward, after order.cuh has sorted the positions by token. dout is read from
-// memory once. Rows of dwte that no token refers to become 0, or with kAccumulate, which adds to dwte, stay unchanged.
+// memory once. Rows of dwte that no token refers to become 0. With kAccumulate the sums are added to dwte, and these
+// rows stay unchanged.
 //
-// The work consists of units of similar size, one per warp or half-warp:
+// The work is divided into tasks of similar size, one per warp or half-warp:
 //
 //   sum_over_batch   one position's rows of dout, or kBatchPiece of them         dwpe
 //   sum_short_runs   the tokens whose heads are in kUnit items                   dwte
@@ -12,7 +13,7 @@
 // depends on the tokens alone, not on which warp is the last.
 //
 // A slab is 256 bytes of a row, 16 lanes with 16 bytes each. Wider slabs do not stay in the L2 until dout is read
-// again, narrower slabs waste part of each memory transaction, and 8 bytes per lane would need twice the instructions.
+// again, and narrower slabs waste part of each memory transaction.
 #pragma once
 
 #include <cstdint>
@@ -36,11 +37,10 @@ constexpr int kGroup = 64;
 template <int kVec>
 constexpr int kLoadsInFlight = kVec <= 4 ? 8 : 4;
 
-// A warp works on one row per group of kLanes lanes at a time.
 template <int kVec>
 constexpr int kLanes = kVec == 1 ? kWarp : kWarp / 2;
 
-// 32-bit row indices and sizes make an address one instruction.
+// With 32-bit row indices and sizes, an address takes one instruction.
 template <typename T>
 struct Column {
   T* top;
@@ -114,10 +114,10 @@ __device__ inline bool last_to_arrive(int* arrived, int count) {
   return before == count - 1;
 }
 
-// Adds the parts of a sum. Part i owns row row_at(i) of the partials and its counter; no other part, of any sum, has
-// this row. On entry `sum` is part `part`. Returns true in the last warp to arrive, with the total in `sum`. The last
-// warp of each group of kGroup parts adds the group's parts; the last of these warps adds the groups' sums. With 131
-// parts:
+// Adds the parts of a sum. Part i owns row row_at(i) of the partials, and this row's counter. No other part of any sum
+// has this row. On entry `sum` is part `part`. Returns true in the last warp to arrive, with the total in `sum`. The
+// last warp of each group of kGroup parts adds the group's parts; the last of these warps adds the groups' sums. With
+// 131 parts:
 //
 //   part                               0  1  2 ... 63 | 64  65 ... 127 | 128 129 130
 //   counter of the group's parts       0              | 64             | 128            counts to 64, 64, 3
@@ -171,8 +171,8 @@ __device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const Encoder
   write_sum<false, kVec>(column_of(p.dwpe, at, w).row(t), sum);
 }
 
-// The rows of dwte whose heads are in a unit, one unit per group of lanes; a row is written at the next head. The
-// entries of the unit's last head may extend up to a window beyond the unit.
+// Each group of lanes computes the rows of dwte whose heads are in its unit. It writes a row when it reaches the next
+// head. The entries of the unit's last head may extend up to a window beyond the unit.
 template <typename T, typename Token, int kVec, bool kAccumulate>
 __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
                                const SlabColumns<kVec, kLanes<kVec>>& at, int unit) {
@@ -209,7 +209,7 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
   const auto dout = column_of(p.dout, at, w);
   const int all_end = __reduce_max_sync(kAllLanes, first == kReach ? 0 : end);
   // For float32, an iteration whose items are all entries of one row adds them in pairs: a running sum of 64 terms has
-  // several times the rounding error of torch's sum. In 16 bits, the final rounding's error is much larger.
+  // several times the rounding error of torch's sum.
   constexpr bool kPairwise = std::is_same_v<T, float>;
   unsigned row = kNoRow;
   bool any = false;
@@ -250,7 +250,7 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
         for (int j = 0; j < kLoadsInFlight<kVec>; ++j) any |= unsigned(item[j]) < unsigned(kLongRunMark);
       continue;
     }
-    // After a branch, the compiler would insert a warp reconvergence point.
+    // Selects instead of branches: after a branch, the compiler would insert a warp reconvergence point.
 #pragma unroll
     for (int j = 0; j < kLoadsInFlight<kVec>; ++j) {
       const bool head = item[j] < 0;
@@ -266,8 +266,8 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
   __syncwarp();
 }
 
-// At most two long runs have entries in a window: one that began earlier, and one that begins in the window. Their sums
-// are rows 2 * window and 2 * window + 1 of the partials.
+// At most two long runs have entries in a window: one that began earlier, and one that begins in the window. Their
+// partial sums are rows 2 * window and 2 * window + 1 of the partials.
 template <typename T, typename Token, int kVec, bool kAccumulate>
 __device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
                               const SlabColumns<kVec, kLanes<kVec>>& at, int window) {

@@ -6,7 +6,6 @@
 
 namespace gptkernels::cuda {
 
-// The host does not read the tokens, so the device checks them before they are used as indices.
 template <typename Token>
 __device__ bool in_vocabulary(Token token, int64_t vocabulary, const char* op, int64_t position) {
   if (token >= 0 && token < vocabulary) return true;

@@ -4,10 +4,8 @@
 //   dx = rstd * (g - avg(g) - n * avg(g * n)) + dsum
 //   dweight = sum over rows of dout * n,   dbias = sum over rows of dout,   dx_bias = sum over rows of dx
 //
-// dsum, if present, is the gradient that reaches the sum x + residual by other paths. With dropout of x, or if X is
-// narrower than T, the first line gives dresidual, and dx = dropout(dresidual), rounded to X.
-//
-// The kernels read x, dout and, if present, dsum, and write dx and, if present, dresidual.
+// With dropout of x, or if X is narrower than T, the first line gives dresidual, and dx = dropout(dresidual), rounded
+// to X.
 //
 // layernorm_backward_ring_kernel computes rows that fit into registers and shared memory, with one thread block per SM:
 //
@@ -87,13 +85,14 @@ __global__ void __launch_bounds__(kSimpleThreads)
   }
 }
 
-// dweight, dbias and optionally dx_bias. Ring kernels that write dresidual are compiled for 3 sums only.
+// The number of sums over the rows: dweight, dbias and optionally dx_bias. Ring kernels that write dresidual are
+// compiled for 3 sums only.
 template <typename T, typename X>
 __host__ __device__ int column_sums(const LayernormBackward<T, X>& p) {
   return p.dx_bias || p.dresidual || !std::is_same_v<T, X> ? 3 : 2;
 }
 
-// dx before its rounding to an X narrower than T. dx and dresidual must have been written already.
+// dx before it is rounded to X.
 template <typename T, typename X>
 __device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p,
                                         const OptionalDropout<accumulate_t<T>>& dropout, int64_t element) {
@@ -106,9 +105,9 @@ __device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p,
   }
 }
 
-// Writes the partial sums (gridDim.y, column_sums, C), from a finished dx, with one column of every gridDim.y-th row
-// per thread. The loads of kSums independent sums are in flight together. Every kRun rows, these sums are added to the
-// totals: in one long sum of similar numbers the rounding errors would add up.
+// Writes the partial sums (gridDim.y, column_sums, C). dx must be complete. A thread adds one column of every
+// gridDim.y-th row to kSums independent sums, whose loads are in flight together. After kRun rows these sums are added
+// to the totals, because in one long sum of similar numbers the rounding errors would add up.
 template <typename T, typename X>
 __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> p,
                                                   const OptionalDropout<accumulate_t<T>> dropout) {
@@ -139,10 +138,10 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> 
 
 // ---- rows of whole packs that fit into registers and shared memory ----
 
-// A thread keeps its columns' part of dweight, dbias and dx_bias in registers. These sums fill the register file, so
-// the next rows wait in shared memory (RowRing).
+// A thread keeps its columns' sums for dweight, dbias and dx_bias in registers. They fill the register file, so the
+// next rows wait in shared memory (RowRing).
 
-// The sums of the thread block's teams become one row of the workspace. They pass through shared memory, where they
+// Adds the sums of the thread block's teams and writes them as one row of the workspace. In shared memory the sums
 // overwrite the ring, as an array (blockDim.y, kArrays, kItems, kVec / 4, blockDim.x) of float4, in which neighbouring
 // threads use neighbouring banks.
 template <typename R, int kArrays>
@@ -179,7 +178,7 @@ __device__ void write_block_sums(const auto& p, void* shared, const float (&thre
   }
 }
 
-// kArrays is column_sums(). Only DenseDropout and OptionalDropout (for an X narrower than T) write dresidual.
+// kArrays is column_sums(). With NoDropout, dresidual is not written.
 template <typename R, int kArrays, typename X, typename Dropout>
 __global__ void __launch_bounds__(backward_max_threads<typename R::T, kArrays>(R::kItems))
     layernorm_backward_ring_kernel(const LayernormBackward<typename R::T, X> p, int stages, const Dropout dropout) {
@@ -213,8 +212,7 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kArrays>(R
     x.load(x_row, width);
     dout.load(dout_row, width);
     weight.stay_packed();
-    // Computes n, and multiplies g, which is dout on entry, by the weight. The compiler keeps the first pass's results
-    // for the second unless stay_packed() prevents that.
+    // Computes n, and multiplies g by the weight; on entry g is dout.
     const auto weigh = [&](int i, float (&n)[kVec], float (&g)[kVec]) {
       float w[kVec];
       widen(n, x.packs[i]);
@@ -265,8 +263,8 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kArrays>(R
     else
       write_dx(std::false_type());
   }
-  // Teams without a row in the last iteration pass its barrier only for compute-sanitizer's racecheck, which compares
-  // threads by the number of barriers that they have passed.
+  // Teams without a row in the last iteration pass the iteration's barrier here. Only compute-sanitizer's racecheck
+  // needs this: it compares threads by the number of barriers that they have passed.
   if constexpr (std::is_same_v<typename R::Team, BlockPart>)
     if (p.dx && row - threadIdx.y < p.rows) R::Team::barrier();
   if (p.workspace) write_block_sums<R>(p, shared, thread_sums);

@@ -1,5 +1,5 @@
 // out = (x - mean) * rstd * weight + bias over the rows of an (N, C) matrix. With a residual, x is replaced by sum =
-// dropout(x + x_bias) + residual, rounded to T, which is also written.
+// dropout(x + x_bias) + residual, rounded to T, and the sum is written, too.
 //
 // layernorm_forward_registers_kernel computes rows that fit into registers, with one team (a warp or a thread block)
 // per row:
@@ -29,7 +29,7 @@ namespace gptkernels::cuda {
 
 // ---- used by both kernels ----
 
-// Absent weights are ones, absent biases zeros.
+// A null weight means ones, and a null bias zeros.
 template <bool kBoth, int kVec, typename T, typename X>
 __device__ void load_affine(accumulate_t<T> (&weight)[kVec], accumulate_t<T> (&bias)[kVec],
                             const LayernormForward<T, X>& p, auto column) {
@@ -87,8 +87,8 @@ __global__ void __launch_bounds__(kSimpleThreads)
 
 // ---- rows of whole packs that fit into registers ----
 
-// Stores 4 bytes of a 32-byte sector, whose other bytes other rows write within microseconds. With evict-last, the L2
-// cache collects the whole sector before writing it to memory (docs/layernorm.md has the saving).
+// Stores 4 bytes of a 32-byte sector. Other rows' stores write the other bytes within microseconds. With evict-last,
+// the L2 cache collects the whole sector before writing it to memory.
 __device__ inline void store_statistic(float* p, float value) {
   uint64_t policy;
   asm("createpolicy.fractional.L2::evict_last.b64 %0;" : "=l"(policy));
@@ -100,7 +100,8 @@ template <typename R>
 __device__ Moments<float> row_moments(R& row, int width, float inverse, double eps) {
   // A float32 sum of 16-bit numbers of similar magnitude is exact, because their significands are at least 13 bits
   // shorter; if magnitudes differ, its rounding errors are small compared with the largest numbers. The sum of x - mean
-  // is therefore sum - C * mean. Summing x - mean would round, and a row of equal numbers would not be normalised to 0.
+  // is therefore computed as sum - C * mean. Summing x - mean would round, and a row of equal numbers would not be
+  // normalised to 0.
   constexpr bool kExactSum = sizeof(typename R::T) == 2;
   float sum[1] = {};
   row.each(width, [&](int, const float (&x)[R::kVec]) {
@@ -109,7 +110,7 @@ __device__ Moments<float> row_moments(R& row, int width, float inverse, double e
   team_sums<typename R::Team>(sum, 0);
   if constexpr (kMayStayPacked<R>) row.stay_packed();
   const float mean = sum[0] * inverse;
-  float about_mean[kExactSum ? 1 : 2] = {};  // of (x - mean)^2 and, for float32, of x - mean
+  float about_mean[kExactSum ? 1 : 2] = {};  // sums of (x - mean)^2 and, for float32, of x - mean
   row.each(width, [&](int, const float (&x)[R::kVec]) {
     for (int k = 0; k < R::kVec; ++k) {
       const float centred = x[k] - mean;
@@ -154,8 +155,9 @@ __device__ void normalize(float (&x)[kVec], const Moments<float>& m, float offse
   for (int k = 0; k < kVec; ++k) x[k] = fmaf(fmaf(x[k] - m.mean, m.rstd, offset), weight[k], bias[k]);
 }
 
-// No loop over rows: small thread blocks that start and end at different times keep reads and writes evenly mixed.
-// Weight and bias are loaded pack by pack, mostly from L1; in registers, they would leave space for fewer rows per SM.
+// The kernel has no loop over rows: small thread blocks that start and end at different times keep reads and writes
+// evenly mixed. Weight and bias are loaded pack by pack, mostly from L1; in registers, they would leave space for fewer
+// rows per SM.
 template <typename R, bool kResidual, typename X, typename Dropout>
 __global__ void __launch_bounds__(forward_max_threads<typename R::T>(R::kItems))
     layernorm_forward_registers_kernel(const LayernormForward<typename R::T, X> p, float inverse,

@@ -5,9 +5,8 @@
 //   backward   layernorm_backward_ring_kernel               layernorm_backward_simple_kernel, *_columns_kernel
 //              then, for dweight, dbias and dx_bias, partial_sums_kernel
 //
-// T is the dtype of the residual stream, and X the dtype of x, out and their gradients. If X is T, the fast kernels
-// have instances without and with dropout (NoDropout, DenseDropout); otherwise one instance is for both
-// (OptionalDropout).
+// If X is T, the fast kernels have instances without and with dropout (NoDropout, DenseDropout). If X is narrower, one
+// instance (OptionalDropout) is for both cases.
 #include <algorithm>
 #include <limits>
 #include <type_traits>
@@ -25,7 +24,7 @@ namespace {
 
 // ---- forward ----
 
-// At one warp per row, all rows are resident on the SMs at once.
+// With one warp per row, all rows would be resident on the SMs at once.
 bool few_rows(int64_t rows) {
   return rows < 64 * int64_t(multiprocessors());
 }
@@ -37,8 +36,8 @@ unsigned forward_block_rows(int64_t rows, int threads, int64_t row_bytes) {
   return few_rows(rows) ? 4 : static_cast<unsigned>(std::clamp<int64_t>(3072 / row_bytes, 1, 4));
 }
 
-// Returns false if the rows do not fit into registers. A residual does not change how a row is divided among threads,
-// so layernorm(x + residual) has the same bits with and without fusion.
+// Returns false if the rows do not fit into registers or are too many. A residual does not change how a row is divided
+// among threads, so layernorm(x + residual) has the same bits with and without fusion.
 template <bool kResidual, typename T, typename X, typename Dropout>
 bool launch_forward_registers(const LayernormForward<T, X>& p, const Dropout& dropout, Stream stream) {
   // For many rows of 768 float32, two warps per row finish sooner than one.
@@ -80,9 +79,9 @@ void launch_forward(const LayernormForward<T, X>& p, const DropoutArguments& dro
 // Returns the number of rows of partial sums, one per thread block, or 0, without a launch, if the rows do not fit.
 template <int kArrays, typename T, typename X, typename Dropout>
 int64_t launch_backward_ring(const LayernormBackward<T, X>& p, const Dropout& dropout, Stream stream) {
-  // In 16 bits, one warp per row has at most 5 packs per thread in two cases. With dsum, a third array is loaded, and
-  // several warps per row, though they wait at barriers, let an SM hold more warps and thus more loads in flight. With
-  // three sums over the rows, 6 packs would exceed the registers.
+  // In 16 bits, one warp per row has at most 5 packs per thread in two cases. With dsum, a third array is loaded;
+  // several warps per row then let an SM hold more warps, and thus more loads in flight, which outweighs their
+  // barriers. With three sums over the rows, 6 packs would exceed the registers.
   constexpr int kFewWarpItems = sizeof(T) == 2 ? 5 : kMaxWarpItems;
   constexpr int kWarpItems = kArrays == 3 ? kFewWarpItems : kMaxWarpItems;
   const auto max_threads = backward_max_threads<T, kArrays>;
@@ -149,8 +148,8 @@ Status layernorm_forward(const LayernormForward<T, X>& p, const DropoutArguments
   return cudaGetLastError();
 }
 
-// Rows of 3 * C partial sums: one per thread block of the ring kernel, at most one per SM, or those of
-// layernorm_backward_columns_kernel.
+// The workspace has rows of 3 * C partial sums: at most one per SM for the ring kernel, which writes one per thread
+// block, or the rows of layernorm_backward_columns_kernel.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
   const int64_t partials = std::max(std::clamp<int64_t>(rows, 1, multiprocessors()), simple_partials(rows));

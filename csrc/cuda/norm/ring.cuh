@@ -1,4 +1,4 @@
-// A ring buffer in shared memory for kernels whose thread blocks loop over rows. At 4.2 TB/s and 1 us of latency, each
+// A ring buffer in shared memory, for kernels whose thread blocks loop over rows. At 4.2 TB/s and 1 us of latency, each
 // of an H200's 132 SMs needs 32 KB of loads in flight, for which registers have no space beside the current row. Every
 // thread copies its packs of the next rows to shared memory by cp.async, and reads only what it has copied itself, so
 // the ring needs no barrier. With 4 stages, while row r is in use:
@@ -29,13 +29,13 @@ struct RingShape {
   int64_t shared_bytes;
 };
 
-// One thread block per SM, with as many teams as threads and shared memory allow, and as many stages as fit and
-// kBytesInFlight needs. `row_bytes` is a row of x, dout and dsum together. After the last row, the same memory holds
-// `sums_bytes` per team.
+// One thread block per SM, with as many teams as the rows, the threads and the shared memory allow. The ring has enough
+// stages for kBytesInFlight, unless the shared memory, kMaxStages or the rows of a team allow fewer. `row_bytes` is the
+// size of a row of x, dout and dsum together. After the last row, the same memory holds `sums_bytes` per team.
 inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int64_t sums_bytes, int threads, int max_threads,
                             int64_t max_shared_bytes) {
   constexpr int kMaxStages = 4;
-  constexpr int64_t kBytesInFlight = 40 << 10;  // beside the current rows; more would delay the first row
+  constexpr int64_t kBytesInFlight = 40 << 10;  // in addition to the current rows; more would delay the first row
   const int64_t fitting = max_shared_bytes / std::max(2 * row_bytes, sums_bytes);
   const int64_t most = threads == kWarp ? max_threads / kWarp : std::min(max_threads / threads, BlockPart::kMaxRows);
   const int64_t height = std::min({fitting, most, ceil_div(rows, multiprocessors())});
@@ -74,8 +74,8 @@ class RowRing {
 
   static __device__ int64_t step() { return int64_t(gridDim.x) * blockDim.y; }
 
-  // The team's next row of x, from which dout() and dsum() find the other arrays' rows. The call overwrites the
-  // previous row.
+  // Returns the team's next row of x, from whose address dout() and dsum() compute those of the other arrays' rows. The
+  // call overwrites the previous row.
   __device__ const T* next() {
     copy();
     if (stages_ == 4)
@@ -122,8 +122,8 @@ class RowRing {
     from += row_step_;
   }
 
-  const T* x_;    // the next row to copy
-  const T* end_;  // the end of the last row
+  const T* x_;
+  const T* end_;
   const X* dout_;
   const T* dsum_;
   int64_t row_step_;

@@ -11,11 +11,11 @@
 
 namespace gptkernels::cuda {
 
-constexpr int kMinItems = 3;  // for several warps per row; fewer are never cheaper
+constexpr int kMinItems = 3;  // packs per thread, if several warps share a row; fewer are never cheaper
 constexpr int kMaxItems = 4;
 constexpr int kMaxWarpItems = 7;
 
-// With more elements per thread, the float32 values of 16-bit packs would need too many registers between two passes.
+// With more than 40 elements per thread, the float32 values of 16-bit packs take too many registers between two passes.
 template <typename R>
 constexpr bool kMayStayPacked = R::kItems * R::kVec > 40;
 
@@ -74,7 +74,6 @@ struct RowInstance {
 
 // For rows of one warp; the first instance that supports a row is used. Those with items == unguarded are for GPT-2's
 // widths 768, 1024 and 1280 in 16 bits, and 768 in float32, and the last 16-bit instance is for 1600.
-// docs/notes/layernorm.md has the cost and the benefit of further instances.
 template <typename T>
 constexpr auto kWarpInstances = std::to_array<RowInstance>({{1, 0}, {2, 1}, {4, 2}, {6, 6}, {7, 4}});
 template <typename T>
@@ -108,7 +107,6 @@ void with_warp_row(const RowShape& shape, const Fn& fn) {
   with_instance<T, Warp, kWarpInstances<T>, kMaxWarpItems>(shape, fn);
 }
 
-// R's team is Warp if one warp processes the row, else Team.
 template <typename T, typename Team, int kMaxWarpItems, typename Fn>
 void with_row(const RowShape& shape, const Fn& fn) {
   if (shape.threads == kWarp)

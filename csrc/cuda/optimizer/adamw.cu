@@ -40,8 +40,8 @@ struct Exact {
 };
 
 // Errors of up to 2 ulp of float32, for parameters that are then rounded to 16 bits. The exact operations have
-// branches, which serialise a thread's elements, and would limit a kernel that moves only 14 bytes per parameter. Every
-// square root here is 0, infinite or between 1e-23 and 1e20, where the approximate operations are valid.
+// branches, which serialise a thread's elements, and would slow down a kernel that moves only 14 bytes per parameter.
+// Every square root here is 0, infinite or between 1e-23 and 1e20, where the approximate operations are valid.
 struct Approximate : Exact {
   static __device__ float quotient(float a, float b) { return __fdividef(a, b); }
   static __device__ float square_root(float x) {
@@ -53,7 +53,7 @@ struct Approximate : Exact {
 
 struct ToNearest {};
 
-// Applies to bfloat16 arrays only.
+// Rounds values of bfloat16 arrays stochastically, and those of other arrays to nearest.
 struct Stochastically {
   uint64_t seed;
   uint32_t step;
@@ -92,7 +92,7 @@ struct AdamwTensor {
         exp_avg(static_cast<State*>(pointers[kExpAvg]) + begin),
         exp_avg_sq(static_cast<State*>(pointers[kExpAvgSq]) + begin) {}
 
-  // A pack of the array with the widest dtype has 16 bytes.
+  // Elements of a pack. A pack of the widest dtype has 16 bytes.
   static constexpr int pack = 16 / std::max({sizeof(T), sizeof(Weight), sizeof(Gradient), sizeof(State)});
   static constexpr int chunk = kThreads * kPacks * pack;
 

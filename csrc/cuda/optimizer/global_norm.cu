@@ -16,8 +16,8 @@ constexpr int kThreads = 512;
 constexpr int kChunk = 16384;
 constexpr int kPacksInFlight = 4;  // 128 KB per SM with 2048 threads
 
-// float64 costs no time on SMs that convert 16 values and add 64 per clock (H100, H200), because an SM reads only 8
-// bfloat16 per clock.
+// float64 takes no additional time on H100 and H200: an SM converts 16 values to float64 and adds 64 per clock, but
+// reads only 8 bfloat16 per clock.
 template <int N, typename T>
 __device__ double squares(const Packed<T, N>& pack) {
   double sum = 0;

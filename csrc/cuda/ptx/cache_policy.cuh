@@ -1,4 +1,4 @@
-// L2 eviction priorities: *_once accesses are evict-first, kept_* accesses evict-last.
+// L2 eviction priorities: *_once accesses are evict-first, and kept_* accesses are evict-last.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace gptkernels::cuda {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
 
-// As createpolicy.fractional returns them for a fraction of 1.
+// The policies that createpolicy.fractional returns for a fraction of 1.
 constexpr uint64_t kEvictFirst = 0x12F0000000000000;
 constexpr uint64_t kEvictLast = 0x14F0000000000000;
 
@@ -31,8 +31,8 @@ __device__ inline void tma_store_once(const CUtensorMap& map, uint32_t shared, i
       : "memory");
 }
 
-// 16-byte aligned accesses that bypass L1, so a thread's store, addition and load of an element take effect in program
-// order.
+// Accesses to 16 aligned bytes. They bypass L1, so a thread's store, addition and load of an element take effect in
+// program order.
 __device__ inline void kept_store(float* at, const float* x) {
   asm volatile("st.relaxed.gpu.global.L2::cache_hint.v4.f32 [%0], {%1, %2, %3, %4}, %5;" ::"l"(at), "f"(x[0]),
                "f"(x[1]), "f"(x[2]), "f"(x[3]), "l"(kEvictLast)

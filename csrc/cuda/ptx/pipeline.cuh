@@ -8,7 +8,7 @@ namespace gptkernels::cuda {
 
 constexpr int kWarpgroup = 128;  // threads
 
-constexpr int kStubThreads = 32;  // of the empty stub for architectures other than sm_90a
+constexpr int kStubThreads = 32;  // of the empty kernels for architectures other than sm_90a
 
 template <auto kKernel>
 bool built_for_wgmma() {
@@ -83,7 +83,6 @@ struct RingPosition {
   }
 };
 
-// Lanes 8 * i to 8 * i + 7 pass the addresses of matrix i's rows of 16 bytes.
 __device__ inline void store_matrices(uint32_t shared, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(shared), "r"(a), "r"(b), "r"(c),
                "r"(d)

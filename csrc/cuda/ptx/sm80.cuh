@@ -36,7 +36,6 @@ __device__ inline void copy_async_commit() {
 #endif
 }
 
-// Waits until at most this thread's latest kPending groups are in flight.
 template <int kPending>
 __device__ void copy_async_wait() {
 #if __CUDA_ARCH__ >= 800
@@ -50,7 +49,6 @@ __device__ inline void copy_async_wait() {
 #endif
 }
 
-// Lanes 8 * i to 8 * i + 7 pass the addresses of matrix i's rows of 16 bytes.
 __device__ inline void load_matrices(uint32_t (&a)[4], uint32_t shared) {
 #if __CUDA_ARCH__ >= 800
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -90,9 +88,9 @@ __device__ inline uint32_t round_to_tf32(float x) {
   return rounded;
 }
 
-// Splits x into two TF32 operands, whose sum hi + lo differs from x by at most 2^-23 |x|; the tensor cores ignore the
-// last bits of lo. For NaN, hi and lo are NaN; for an infinite x, hi is x and lo is NaN. hi is rounded to nearest by a
-// float32 addition, because integer arithmetic could turn a NaN into 0.
+// Splits x into two TF32 operands. hi + lo, as the tensor cores read them (without the last bits of lo), differs from x
+// by at most 2^-23 |x|. For NaN, hi and lo are NaN; for an infinite x, hi is x and lo is NaN. hi is rounded to nearest
+// by a float32 addition, because integer arithmetic could turn a NaN into 0.
 __device__ inline void split_tf32(uint32_t x, uint32_t& hi, uint32_t& lo) {
   const float value = __uint_as_float(x), power_of_2 = __uint_as_float(x & 0xFF800000u);
   hi = __float_as_uint(fmaf(power_of_2, 0x1p-11f, value)) & 0xFFFFE000u;

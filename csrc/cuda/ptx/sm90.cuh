@@ -23,7 +23,6 @@ __device__ inline void mbarrier_init(uint64_t* barrier) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Makes initialised barriers visible to asynchronous copies and to the cluster.
 __device__ inline void mbarrier_init_fence() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -36,7 +35,6 @@ __device__ inline void mbarrier_expect(uint64_t* barrier, unsigned bytes) {
   mbarrier_expect(shared_address(barrier), bytes);
 }
 
-// The phases' parities are 0, 1, 0, ...
 __device__ inline void mbarrier_wait(uint64_t* barrier, unsigned parity) {
   random_delay();
   asm volatile(
@@ -50,7 +48,7 @@ __device__ inline void mbarrier_wait(uint64_t* barrier, unsigned parity) {
       : "memory");
 }
 
-// Addresses and size are multiples of 16 bytes; the barrier counts the bytes as they arrive.
+// Addresses and size are multiples of 16 bytes. The barrier counts the bytes as they arrive.
 __device__ inline void bulk_load(uint32_t shared, const void* global, unsigned bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared),
                "l"(global), "r"(bytes), "r"(barrier)
@@ -69,7 +67,7 @@ __device__ inline unsigned cluster_blocks() {
   return blocks;
 }
 
-// Independent work may be done between the two halves of a barrier over the cluster.
+// The two halves of a barrier over the cluster. A thread may do independent work between them.
 __device__ inline void cluster_arrive() {
   random_delay();
   asm volatile("barrier.cluster.arrive.release;" ::: "memory");

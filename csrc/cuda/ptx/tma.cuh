@@ -1,6 +1,6 @@
 // With TMA (Tensor Memory Accelerator), one thread starts the copy of a box of a tensor between global and shared
-// memory, where the hardware swizzles the box. Elements beyond the tensor's end are loaded as 0 and not stored. The
-// tensors here are (B, heads, T, HS), or matrices.
+// memory. The hardware swizzles the box in shared memory. Elements beyond the tensor's end are loaded as 0 and not
+// stored.
 #pragma once
 
 #include <cuda.h>
@@ -117,7 +117,7 @@ __device__ inline void tma_load(uint32_t shared, const CUtensorMap& map, int col
 }
 
 // Loads the box into every thread block of the cluster whose bit is set in `blocks`, at the same shared memory address.
-// The mbarrier at the same address in each of them counts its bytes.
+// In each of these thread blocks, the mbarrier at the same address counts the bytes.
 __device__ inline void tma_load_multicast(uint32_t shared, const CUtensorMap& map, int column, int row,
                                           uint32_t barrier, uint16_t blocks) {
   asm volatile(
@@ -137,7 +137,6 @@ __device__ inline void tma_store_commit() {
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 
-// Afterwards the shared memory of this thread's stores, except the latest kPending groups, may be overwritten.
 template <int kPending = 0>
 __device__ void tma_store_wait_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");

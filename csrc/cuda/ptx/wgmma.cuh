@@ -16,9 +16,9 @@ namespace gptkernels::cuda {
 
 // ---- matrices in shared memory --------------------------------------------------------------------------------------
 //
-// A tile is stored in panels of 64 columns of 16 bits. A panel has rows of 128 bytes, in groups of 8 rows (1024 bytes,
-// to which the panel is aligned), swizzled as by TMA's CU_TENSOR_MAP_SWIZZLE_128B: 16-byte chunk c of row r is stored
-// at chunk c ^ (r % 8).
+// A tile is stored in panels of 64 columns of 16 bits, so a panel's rows have 128 bytes. A panel is aligned to 1024
+// bytes, 8 rows. It is swizzled as by TMA's CU_TENSOR_MAP_SWIZZLE_128B: 16-byte chunk c of row r is stored at chunk c ^
+// (r % 8).
 
 constexpr int kPanelColumns = 64;
 constexpr int kPanelRowBytes = 128;
@@ -103,7 +103,6 @@ __device__ inline uint32_t panel_offset(int row, int chunk) {
   "%23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, "  \
   "%44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
 
-// D (64 x N) += A * B, or D = A * B if `accumulate` is 0, with A in shared memory (SS) or in registers (RS).
 #define GPTKERNELS_WGMMA_SS_64(TYPE, d, a, b, accumulate, transpose_b)                        \
   asm volatile(                                                                               \
       "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                            \
@@ -188,9 +187,8 @@ __device__ void wgmma(float (&d)[n], const uint32_t* a, uint64_t b, int accumula
       : "l"(a), "l"(b), "r"(accumulate)                                                                             \
       : "memory")
 
-// Like wgmma(), over 32 values of k in 8 bits. A is e4m3 if kE4M3, else e5m2; B is e4m3. The tensor cores' sums have 14
-// bits of significand. Descriptors are those of 16-bit panels whose rows are m or n; the next 32 values of k are at +
-// kStepK.
+// Like wgmma(), for 32 values of k in 8 bits. A is e4m3 if kE4M3, else e5m2; B is e4m3. The sums have 14 bits of
+// significand. Descriptors are those of 16-bit panels whose rows are m or n; the next 32 values of k are at + kStepK.
 template <bool kE4M3, int n>
 __device__ void wgmma_fp8(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
   static_assert(n == 32 || n == 64);
@@ -243,8 +241,7 @@ __device__ void accumulators_to_a(uint32_t (&a)[n / 2], const float (&d)[n]) {
   for (int i = 0; i < n / 2; ++i) a[i] = pack_pair<T>(d[2 * i], d[2 * i + 1]);
 }
 
-// Warpgroups that need fewer registers release them to the others. Each warpgroup calls one of these functions once, at
-// the start of its branch of the kernel.
+// Each warpgroup calls one of these functions once, at the start of its branch of the kernel.
 template <int kRegisters>
 __device__ void alloc_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

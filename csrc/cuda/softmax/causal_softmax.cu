@@ -1,5 +1,5 @@
-// Whole rows are written, but no pack above the diagonal is read: half of each input on average. In the diagonal's
-// pack, the elements above the diagonal are replaced before they are used.
+// The fast kernels write whole rows, but do not read the packs above the diagonal, about half of each input. In the
+// pack that contains the diagonal, the elements above it are replaced before they are used.
 #include "../../causal_softmax.h"
 #include "softmax.cuh"
 

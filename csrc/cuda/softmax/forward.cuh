@@ -47,7 +47,8 @@ class Quotient {
  public:
   __device__ explicit Quotient(float total) : total_(total), reciprocal_(1 / total) {}
 
-  // The reciprocal is rounded once more than a division; for float32, a Newton step corrects this rounding error.
+  // e * (1 / total) is rounded twice, e / total once. For float32, a Newton step corrects the additional rounding
+  // error.
   __device__ float operator()(float e) const {
     const float q = e * reciprocal_;
     return sizeof(T) == 2 ? q : fmaf(fmaf(-q, total_, e), reciprocal_, q);
@@ -79,8 +80,8 @@ struct SoftmaxForwardRow {
 
   template <typename Team, int kItems, bool kHasHeadTail, bool kOverflow>
   static __device__ void run(const Arguments& p, uint4* slots, int) {
-    // Without room in registers, the last pass computes the exponentials again from x, whose 16-bit packs take half as
-    // many registers.
+    // If false, the exponentials do not fit into registers. The last pass computes them again from x, whose 16-bit
+    // packs take half as many registers.
     constexpr bool kKept = sizeof(T) == 4 || kItems <= 2;
     typename Team::template Combine<MaxSum<T>> combine;
     const int columns = unmasked_columns<kCausal>(static_cast<unsigned>(Team::row()), static_cast<unsigned>(p.width));

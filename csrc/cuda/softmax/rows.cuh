@@ -25,7 +25,7 @@ struct SoftmaxBackwardRows {
   accumulate_t<T> scale;
 };
 
-// Under the causal mask, the columns up to the diagonal of the row's square matrix.
+// Under the causal mask, the number of columns up to the diagonal of the row's square matrix.
 template <bool kCausal, typename Index>
 __device__ Index unmasked_columns(Index row, Index width) {
   return kCausal ? row % width + 1 : width;

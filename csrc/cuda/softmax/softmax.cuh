@@ -4,11 +4,11 @@
 //
 //   float64
 //   arrays with different offsets from a multiple of 16 bytes
-//   rows that are too many or too wide for the fast kernels
+//   more rows or wider rows than the fast kernels support
 //   in the forward, scales below 1e-30: the fast kernels need a positive scale, and compute x - max(x), which may
 //     overflow where scale * (x - max(x)) does not
 //
-// A thread writes only columns that it has read itself, so the output may overwrite an input.
+// A thread writes only columns that no other thread reads, so the output may overwrite an input.
 #pragma once
 
 #include "backward.cuh"
