@@ -43,6 +43,8 @@ def test_the_docstring_is_the_schema():
 @pytest.mark.parametrize(("operator", "choices", "dtype"), EDGES)
 def test_matches_float64_at_edge_sizes(operator, choices, dtype, device):
     case = Case(operator, next(iter(operator.variants)))
+    if device.type == "cpu" and choices.get("x.rows", 0) > 48 and choices.get("width", 0) > 96:
+        choices = {**choices, "x.rows": 48}  # More rows give each SM of a GPU several. A CPU has one kernel.
     checks.hold_to_the_rule(case.call(ORDINARY, dtype, device, **choices))
 
 
@@ -140,14 +142,16 @@ def test_deterministic(case, dtype, device):
 def test_opcheck(case, dtype, device):
     """opcheck finds no fault in float64 and bfloat16. (``gptkernels check`` calls it in float32.)
 
-    In float64 only the first variant of each operator is tested, because what the operators register differs from
-    float32 only in the dtypes of sums and statistics.
+    What the operators register differs from float32 only in the dtypes of outputs, sums and statistics, which opcheck
+    compares with those of the fake kernels. Therefore only the first variant of each operator is tested in float64, and
+    only its call in bfloat16 is traced, which takes most of the time.
     """
     if dtype not in case.operator.dtypes:
         pytest.skip("the op does not support the dtype")
-    if dtype == torch.float64 and case.variant != next(iter(case.operator.variants)):
+    is_first = case.variant == next(iter(case.operator.variants))
+    if dtype == torch.float64 and not is_first:
         pytest.skip("only the first variant")
-    checks.opcheck(case, device, dtype)
+    checks.opcheck(case, device, dtype, traced=is_first and dtype == torch.bfloat16)
 
 
 @all_cases
