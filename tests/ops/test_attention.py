@@ -692,7 +692,8 @@ def test_additive_masks_of_large_deviation(rows, size, deviation, dtype, device)
     """
     one_kernel_on_a_cpu(device, size > 64 or dtype == torch.float16 or deviation < 30)
     mask = randn(rows, rows, dtype=dtype, device=device, scale=deviation)
-    check(*tensors(2, 4, 2, rows, rows, size, dtype, device), few_keys=True, mask=mask)
+    heads = (1, 2, 1) if device.type == "cpu" else (2, 4, 2)
+    check(*tensors(*heads, rows, rows, size, dtype, device), few_keys=True, mask=mask)
 
 
 @low_dtypes
@@ -974,6 +975,8 @@ def test_queries_with_one_dominant_key(sizes, factor, dtype, device):
     division by the sum.
     """
     b, heads, tokens, size = sizes
+    if device.type == "cpu":
+        b = min(b, 5)  # the CPU takes seconds for many sequences, which have the same kernel
     inputs = tensors(b, heads, heads, tokens, tokens, size, dtype, device)
     for t in inputs[:3]:
         t[:, :, tokens * 3 // 4 :] *= factor
