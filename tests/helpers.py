@@ -57,13 +57,18 @@ def gradients(function, inputs, dout):
 
     If the function returns several outputs, ``dout`` has a gradient for each of them, or None for an unused output.
     """
+    return out_and_gradients(function, inputs, dout)[1]
+
+
+def out_and_gradients(function, inputs, dout):
+    """Return ``function(*inputs)``, and what ``gradients`` returns."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
     out = function(*leaves)
     pairs = list(zip(out, dout, strict=True)) if isinstance(out, tuple) else [(out, dout)]
     used = [(o, d) for o, d in pairs if d is not None]
     wanted, unused = [t for t in leaves if t is not None], len(used) < len(pairs)
     found = iter(torch.autograd.grad([o for o, _ in used], wanted, [d for _, d in used], allow_unused=unused))
-    return [None if t is None else next(found) for t in leaves]
+    return out, [None if t is None else next(found) for t in leaves]
 
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------
@@ -161,10 +166,10 @@ def assert_as_exact_with_gradients(ours, torchs, exact, args, dout, names):
     def compute(args, dout):
         """Return (ours, torch's, the formula's tensor) by name, of the result, "out", and of each gradient."""
         doubles = [double(t) for t in args]
-        results = ours(*args), torchs(*args), exact(*doubles)
-        found = gradients(ours, args, dout), gradients(torchs, args, dout), gradients(exact, doubles, double(dout))
+        of_torch, of_formula = out_and_gradients(torchs, args, dout), out_and_gradients(exact, doubles, double(dout))
+        found = gradients(ours, args, dout), of_torch[1], of_formula[1]
         named = {name: each for name, *each in zip(names, *found, strict=True) if each[0] is not None}
-        return {"out": results, **named}
+        return {"out": (ours(*args), of_torch[0].detach(), of_formula[0].detach()), **named}
 
     first = compute(args, dout)
     broken = [name for name, each in first.items() if not satisfies_the_rule(*each, name)]
