@@ -52,13 +52,17 @@ def double(t):
 
 
 def gradients(function, inputs, dout):
+    return out_and_gradients(function, inputs, dout)[1]
+
+
+def out_and_gradients(function, inputs, dout):
     leaves = [None if t is None else t.detach().requires_grad_() for t in inputs]
     out = function(*leaves)
     pairs = list(zip(out, dout, strict=True)) if isinstance(out, tuple) else [(out, dout)]
     used = [(o, d) for o, d in pairs if d is not None]
     wanted, unused = [t for t in leaves if t is not None], len(used) < len(pairs)
     found = iter(torch.autograd.grad([o for o, _ in used], wanted, [d for _, d in used], allow_unused=unused))
-    return [None if t is None else next(found) for t in leaves]
+    return out, [None if t is None else next(found) for t in leaves]
 
 
 # ---- comparisons -----------------------------------------------------------------------------------------------------
@@ -71,12 +75,13 @@ def assert_equal(found, expected, equal_nan=False):
 
 
 def assert_same_bits(function, times=3, vary_threads=True):
-    """With ``vary_threads``, every second call uses one CPU thread."""
+    """With ``vary_threads``, every second call uses another number of CPU threads."""
     first = _copies(function())
     threads = torch.get_num_threads()
+    other = 1 if threads > 1 else 3
     try:
         for i in range(times):
-            torch.set_num_threads(1 if vary_threads and i % 2 == 0 else threads)
+            torch.set_num_threads(other if vary_threads and i % 2 == 0 else threads)
             for a, b in zip(first, _copies(function()), strict=True):
                 assert torch.equal(a.view(torch.uint8) if a.dim() else a, b.view(torch.uint8) if b.dim() else b)
     finally:
@@ -132,10 +137,10 @@ def assert_as_exact_with_gradients(ours, torchs, exact, args, dout, names):
 
     def compute(args, dout):
         doubles = [double(t) for t in args]
-        results = ours(*args), torchs(*args), exact(*doubles)
-        found = gradients(ours, args, dout), gradients(torchs, args, dout), gradients(exact, doubles, double(dout))
+        of_torch, of_formula = out_and_gradients(torchs, args, dout), out_and_gradients(exact, doubles, double(dout))
+        found = gradients(ours, args, dout), of_torch[1], of_formula[1]
         named = {name: each for name, *each in zip(names, *found, strict=True) if each[0] is not None}
-        return {"out": results, **named}
+        return {"out": (ours(*args), of_torch[0].detach(), of_formula[0].detach()), **named}
 
     first = compute(args, dout)
     broken = [name for name, each in first.items() if not satisfies_the_rule(*each, name)]

@@ -43,8 +43,9 @@ def make(dtype, device, **changes):
 def references(model):
     found = []
     for dtype in (model.lm_head.weight.dtype, torch.float64):
-        reference = ReferenceGPT2(model.config).to(model.lm_head.weight.device, dtype)
-        reference.load_state_dict({name: t.to(dtype) for name, t in model.state_dict().items()})
+        with torch.device("meta"):  # draws no weights
+            reference = ReferenceGPT2(model.config)
+        reference.load_state_dict({name: t.to(dtype) for name, t in model.state_dict().items()}, assign=True)
         found.append(reference)
     return found
 
@@ -73,7 +74,7 @@ def logits_of_all(model, tokens):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_float64(shape, batch, dtype, device):
-    if device.type == "cpu" and shape == "wide" and batch == 1:
+    if device.type == "cpu" and shape in ("124M", "wide") and batch == 1:
         pytest.skip("slow on a CPU, where all shapes have the same kernel")
     model = make(dtype, device, **SHAPES[shape])
     tokens = torch.randint(65, (batch, min(model.config.block_size, 12)), device=device)
@@ -181,7 +182,7 @@ def test_graphs_change_no_token(options, dtype, device):
     In some calls there are more tokens than the model has positions. Then no graph is used for the last tokens, for
     which the window of tokens slides.
     """
-    model = make(dtype, device, **SHAPES["256"])
+    model = make(dtype, device, **SHAPES["256" if device.type == "cuda" else "20"])
     for batch, prompt, count in ((1, 1, 40), (1, 4, 30), (2, 30, 20), (8, 3, 5), (1, 38, 6)):
         tokens = torch.randint(65, (batch, prompt), device=device)
         generate_like_eager(model, tokens, count, **options)

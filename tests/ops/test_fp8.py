@@ -322,7 +322,7 @@ def test_matmul_and_gelu_in_one_kernel(rows, inner, hidden, dtype, device, monke
     """The bits of ``composed_mlp``: the operands are small whole numbers times a power of two, whose sums are exact in
     any order. The histories are empty in the first call, and values saturate in the third.
     """
-    if device.type == "cpu" and rows > 2000:
+    if device.type == "cpu" and rows > 1040:
         pytest.skip("takes seconds on a CPU")
     monkeypatch.setenv("GPTKERNELS_MATMUL", "own")
 

@@ -12,6 +12,7 @@ state in between. A TMA copy is a separate process, because it may happen at any
 import itertools
 import re
 from collections import defaultdict
+from operator import itemgetter
 from pathlib import Path
 
 CUDA = Path(__file__).parents[2] / "csrc" / "cuda"
@@ -289,9 +290,16 @@ class Model:
         return list(self.processes)[process]
 
     def explore(self):
-        """Visit all states in order of their distance from the start, and return the number of states."""
+        """Visit all states in order of their distance from the start, and return the number of states.
+
+        Whether a process can make a step depends only on the positions of the processes with the same barriers and
+        buffers. Therefore ``perform`` is called once for each choice of these positions.
+        """
         self.compile()
-        programs = [[*steps, None] for steps in self.programs]
+        programs = [
+            [*((step, itemgetter(process, *{i for op in step for i, _ in op[4]}), {}) for step in steps), None]
+            for process, steps in enumerate(self.programs)
+        ]
         level, states = {(0,) * len(programs)}, 0
         while level:
             states += len(level)
@@ -299,17 +307,21 @@ class Model:
             for state in level:
                 moved = ended = 0
                 for process, at in enumerate(state):
-                    step = programs[process][at]
-                    if step is None:
+                    if programs[process][at] is None:
                         ended += 1
-                    elif self.perform(state, process, step):
+                        continue
+                    step, positions, known = programs[process][at]
+                    key = positions(state)
+                    if key not in known:
+                        known[key] = self.perform(state, process, step)
+                    if known[key]:
                         moved += 1
                         following.add((*state[:process], at + 1, *state[process + 1 :]))
                 if not moved and ended < len(state):
                     waits = [
-                        f"{self.at(process)} for {step[0][1]}, phase {step[0][2]}"
-                        for process, step in enumerate(map(list.__getitem__, programs, state))
-                        if step is not None and not str(step[0][1][0]).endswith("issued")
+                        f"{self.at(process)} for {steps[at][0][1]}, phase {steps[at][0][2]}"
+                        for process, (steps, at) in enumerate(zip(self.programs, state, strict=True))
+                        if at < len(steps) and not str(steps[at][0][1][0]).endswith("issued")
                     ]
                     raise Deadlock("waiting: " + "; ".join(waits))
             level = following

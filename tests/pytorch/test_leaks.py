@@ -27,15 +27,6 @@ class Mallinfo2(ctypes.Structure):
     _fields_ = [(name, ctypes.c_size_t) for name in FIELDS]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def frozen_garbage():
-    """Exclude existing objects from garbage collection, which would otherwise take a second each time."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
-
-
 def leaked_bytes(call):
     try:
         mallinfo2 = ctypes.CDLL(None).mallinfo2

@@ -312,6 +312,8 @@ def test_compiled_training(family, device):
 @COMPILED
 def test_compiled_frozen_parameters(family, autocast, device):
     """If some parameters are frozen, the compiled model has the gradients of eager mode, and no others."""
+    if device.type == "cpu" and autocast != (family == "nanoGPT"):
+        pytest.skip("one family with autocast and one without")
     torch._dynamo.reset()
     model, call = make_model_and_call(family, device)
     gptkernels.swap(model).train()

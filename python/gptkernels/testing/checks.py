@@ -22,8 +22,9 @@ WITHOUT_DERIVATIVE = (
     ops.layer_backward.default,
 )
 # Torch cannot multiply float8 tensors; WITHOUT_PRODUCTS are the tests of opcheck that do not multiply.
-ALL_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-WITHOUT_PRODUCTS = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+TRACING = "test_aot_dispatch_dynamic"
+ALL_TESTS = ("test_schema", "test_autograd_registration", "test_faketensor", TRACING)
+WITHOUT_PRODUCTS = ALL_TESTS[1:]
 NEAR = 2.0**-13  # the largest relative change of elements in the odd trials of other_numbers
 TRIALS = (1, 10, 40)
 
@@ -148,13 +149,13 @@ def differences(case: Case, check: Callable[..., bool], device: torch.device) ->
     check(call.function(), tuple(t.detach().requires_grad_() for t in call.differentiable().values()))
 
 
-def opcheck(case: Case, device: torch.device, dtype: torch.dtype | None = None) -> None:
+def opcheck(case: Case, device: torch.device, dtype: torch.dtype | None = None, traced: bool = True) -> None:
     for op, args, kwargs in case.call(SMALL, dtype or case.opcheck_dtype(), device, 1).invocations():
         written = any(a.alias_info is not None and a.alias_info.is_write for a in op._schema.arguments)
         tensors = [t for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
         eight_bits = any(t.is_floating_point() and t.element_size() == 1 for t in tensors)
         differentiable = not written and not eight_bits and op not in WITHOUT_DERIVATIVE
-        tests = WITHOUT_PRODUCTS if eight_bits else ALL_TESTS
+        tests = [t for t in (WITHOUT_PRODUCTS if eight_bits else ALL_TESTS) if traced or t != TRACING]
         leaves = tuple(
             a.detach().requires_grad_(differentiable and a.is_floating_point()) if isinstance(a, Tensor) else a
             for a in args
