@@ -16,7 +16,7 @@ struct EncoderForward {
   const T* wpe;         // (P, C), P >= T, or null
   int64_t batch;        // B
   int64_t length;       // T
-  int64_t vocabulary;   // V; tokens must be below V
+  int64_t vocabulary;   // V; tokens must be in [0, V)
   int64_t width;        // C
 };
 

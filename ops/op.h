@@ -243,7 +243,7 @@ inline Tensor allocate_if(bool wanted, const Shape& shape, const Tensor& like) {
 }
 
 // The caller may release scratch memory when its kernels are queued: the allocator reuses it only for kernels that are
-// queued later.
+// queued later on the same stream.
 inline Tensor workspace(int64_t bytes, const Tensor& like) {
   return allocate({bytes}, ScalarType::Byte, like);
 }

@@ -1,4 +1,7 @@
-"""``python -m benchmarks.train_step`` times and profiles training steps, and writes the figures into docs/step.md."""
+"""``python -m benchmarks.train_step`` times training steps, or profiles one (``--profile``).
+
+With ``--pages`` it writes the tables into docs/step.md.
+"""
 
 import argparse
 import itertools

@@ -1,4 +1,4 @@
-"""The variants of a training step: our and torch's model with equal weights, eager, compiled and with CUDA graphs."""
+"""Variants of a training step, with equal weights: our model eager or as a CUDA graph, torch's eager or compiled."""
 
 import contextlib
 import dataclasses

@@ -146,13 +146,14 @@ template <typename T, typename Token>
 Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
   if (Status status = check_tokens(p, p.dwpe != nullptr); !status.ok()) return status;
   const Sorted sorted = sort_positions(p);
-  // Frequent tokens are neighbours in most vocabularies, so equal ranges of tokens would be unbalanced. The threads
-  // divide the sorted positions instead, and the thread with a token's first position sums the token's row.
   if (!p.accumulate)
     parallel_for(stream, p.vocabulary, p.width, [&](int64_t begin, int64_t end) {
       for (int64_t v = begin; v < end; ++v)
         if (sorted.starts[v] == sorted.starts[v + 1]) std::fill_n(p.dwte + v * p.width, p.width, T(0));
     });
+  // Frequent tokens are neighbours in most vocabularies, so threads with equal ranges of tokens would have unequal
+  // work. The threads divide the sorted positions instead, and the thread with a token's first position sums the
+  // token's row.
   parallel_for(stream, p.batch * p.length, p.width, [&](int64_t begin, int64_t end) {
     vectorised([&] {
       for (int64_t i = begin; i < end; ++i) {

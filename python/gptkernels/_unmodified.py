@@ -15,7 +15,8 @@ def is_unmodified(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
     """Return whether a call of ``module`` would run ``kind.forward`` and nothing else.
 
     If not, the caller must call the module: it is an adapter, a subclass or a wrapper (parametrisations and FSDP2
-    replace a module's class), has hooks (pruning adds one) or its own forward, or is compiled separately.
+    replace a module's class), has hooks (pruning adds one) or its own forward, is compiled separately, or has an
+    attribute that was set after the swap (``CHANGED``). A global module hook makes the result False for all modules.
     """
     return are_unmodified((module, kind))
 

@@ -1,4 +1,7 @@
-"""Tests of our float32 matmuls on the CPU. By default, the operators choose between our matmul and BLAS by size."""
+"""Tests of our float32 matmuls on the CPU, which the fixture ``own`` forces.
+
+By default the operators use BLAS, except for some sizes on AMD processors with AVX-512 (csrc/cpu/matmul.cpp).
+"""
 
 import pytest
 import torch

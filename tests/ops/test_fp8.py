@@ -104,7 +104,7 @@ def test_quantized_special_values(dtype, fp8, device):
 
 @both_formats
 def test_scale_is_that_of_the_last_16_calls(fp8, device):
-    """The largest amax of the last 16 calls gives the scale; in the first call, its own amax does."""
+    """The largest amax of the 16 calls before a call gives its scale. The first call's own amax gives its scale."""
     torch.manual_seed(0)
     history = new_history(device)
     sizes = [3.0, 0.5, 1000.0, *(torch.rand(40) * 10).tolist(), 1e-3, 1e6, 7.0]

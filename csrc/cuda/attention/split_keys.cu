@@ -1,7 +1,7 @@
 // Attention's forward for few queries, as in decoding. A head's keys are split among thread blocks, so that all SMs
-// read keys; a second kernel combines the parts in a fixed order. A tile has 16 rows, which are queries of all query
-// heads that share a key head, so that these heads read the keys once. Each warp computes 16 of a stage's keys for all
-// rows.
+// read keys; a second kernel combines the parts in a fixed order. A tile has up to 16 rows. They are queries of all
+// query heads that share a key head, so that the keys are read once per tile, not once per query head. Each warp
+// processes 16 keys of a stage, for all rows of the tile.
 #include "cuda/attention/mma/tiles.cuh"
 #include "variants.h"
 

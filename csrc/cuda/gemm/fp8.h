@@ -6,10 +6,10 @@
 
 namespace gptkernels::cuda {
 
-// out (rows, columns) = alpha * scale_a * scale_b * a (rows, inner) @ b (columns, inner)^T + bias. out is dense. inner,
-// columns, a_ld and b_ld are multiples of kFp8Alignment. a and b begin at multiples of 16 bytes. With
-// fast_accumulation, tensor cores accumulate whole sums with 14 bits of significand. Otherwise they sum 128 terms at a
-// time, and these sums are added in float32.
+// out (rows, columns) = alpha * scale_a * scale_b * a (rows, inner) @ b (columns, inner)^T + bias, or + out with
+// `accumulate`. out is dense. inner, columns, a_ld and b_ld are multiples of kFp8Alignment. a and b begin at multiples
+// of 16 bytes. With fast_accumulation, tensor cores accumulate whole sums with 14 bits of significand. Otherwise they
+// sum 128 terms at a time, and these sums are added in float32.
 template <typename T>
 struct Fp8Matmul {
   T* out;

@@ -176,8 +176,8 @@ struct ClassifierForwardRow {
   }
 };
 
-// launch_rows() is used only if logits and dlogits are 16-byte aligned, so that the bits of a row's results do not
-// depend on the address of dlogits.
+// launch_rows() supports logits and dlogits with the same misalignment, but is used only if both are 16-byte aligned.
+// dlogits is either logits itself or a new, aligned tensor, and both must give the same bits.
 template <typename T, typename Out>
 void launch_forward(const FusedClassifierForward<T, Out>& p, Stream stream) {
   const bool aligned = can_vectorize<T>(p.width, p.logits, p.dlogits);

@@ -113,8 +113,8 @@ class ByteTokenizer(Tokenizer):
 class CharTokenizer(Tokenizer):
     """A tokenizer for which every character is a token; only characters of its vocabulary can be encoded.
 
-    ``vocabulary`` has the UTF-8 encoding of one character for every token other than `eot`. A ValueError says that a
-    token is not one character, or occurs twice.
+    ``vocabulary`` has the UTF-8 encoding of one character for every token other than `eot`. A ValueError is raised if a
+    token is not one character, or is in the vocabulary twice.
     """
 
     def __init__(self, vocabulary: Sequence[bytes], eot: int | None = None) -> None:
@@ -154,7 +154,8 @@ class LLMCTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         """Encode a text.
 
-        A ValueError says that tiktoken is missing, a token occurs twice, or a byte of the text has no token.
+        A ValueError is raised if tiktoken is missing, the vocabulary has the same token twice, or a byte of the text
+        has no token.
         """
         tokens = self._encoding.encode_ordinary(_replace_surrogates(text))
         if self._missing and tokens and max(tokens) >= self.vocab_size:

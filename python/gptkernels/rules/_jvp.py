@@ -1,8 +1,8 @@
 """Forward-mode AD by rules, which compute the tangents of an op's outputs from the tangents of its arguments.
 
-A rule takes all arguments by position (without tangents), their tangents, and the outputs. It returns the outputs'
-tangents, None for an output without derivative. Rules are written in differentiable ops, so that forward mode composes
-with reverse mode and with itself.
+A rule is called with three sequences: the primal values of the op's arguments, the tangents of the arguments (None for
+an argument without one), and the outputs. It returns the outputs' tangents, None for an output without derivative.
+Rules are written in differentiable ops, so that forward mode composes with reverse mode and with itself.
 """
 
 from collections.abc import Callable, Sequence

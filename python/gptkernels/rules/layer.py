@@ -51,7 +51,11 @@ def _fake(*, stream, values, qkv_weight, fc_weight, mlp_proj_weight, num_heads, 
 
 
 def fake_gradients(dout, residual_1, qkv, pre_gelu, weights, output_mask, apart, adds_past):
-    """``apart`` is True if the gradient of the values differs from the gradient of the stream."""
+    """Make the fake gradients of ``layer_backward``.
+
+    ``apart`` is True if the gradient of the argument ``values`` (the pending addition to the residual stream) differs
+    from that of ``stream``.
+    """
     need_stream, need_values, *needs = output_mask
 
     def sums(like, t):

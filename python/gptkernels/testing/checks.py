@@ -89,11 +89,12 @@ def hold_to_the_rule(call: Call, view: str = "contiguous", unused: Sequence[int]
 
 
 def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any], linear: bool = False) -> Tensor | None:
-    """Return an argument with other numbers, but the same zeros, equal elements, infinities, magnitudes and strides.
+    """Return an argument with other numbers of similar magnitudes.
 
-    In even trials rows and columns are permuted, and all elements multiplied by a random factor between 7/8 and 1. In
-    odd trials elements change by at most 2^-13 or four epsilons, equal elements by the same factor, so that cancelling
-    sums still cancel; if the results are ``linear`` in the argument, all elements are multiplied as well.
+    Zeros and infinities remain, equal elements remain equal, and strides are kept unless the tensor is expanded. In
+    even trials every dimension is permuted, and all elements are multiplied by one random factor between 7/8 and 1. In
+    odd trials each element changes by a relative amount of at most 2^-13 or four epsilons, whichever is larger. If the
+    results are ``linear`` in the argument, all elements are then also multiplied by such a factor.
     """
     if t is None or not t.is_floating_point():
         return t

@@ -211,7 +211,7 @@ class Errors:
         return max(self.torchs) or self.rounding
 
     def worst_norm(self) -> float:
-        """A quarter of a rounding counts if all of torch's errors are 0."""
+        """Return the largest of torch's root mean square errors, or a quarter of a rounding if all of them are 0."""
         return max(self.norms) or self.rounding / 4
 
     def share(self) -> float:

@@ -1,20 +1,20 @@
 // Attention's backward for sm_90a, head sizes up to 64 (larger ones: backward_128.cu). One kernel computes dq, another
 // dk and dv; each sums in registers in a fixed order. ' is the transpose, S = q k', P are the probabilities, g is the
-// gradient of out, and scale_log2 = scale log2(e). For each query, D = sum(g * out) - dlogsumexp and bias = -logsumexp
-// log2(e).
+// gradient of out, and scale_log2 = scale log2(e). For each query, delta = sum(g * out) - dlogsumexp and
+// bias = -logsumexp log2(e).
 //
-//   dS = P (g v' - D)    dq = scale dS k    dk = scale dS' q    dv = P' g
+//   dS = P (g v' - delta)    dq = scale dS k    dk = scale dS' q    dv = P' g
 //
 // Both kernels compute S and g v', which makes 7 matmuls. A single kernel needs 5, but must add up the dq of many
 // thread blocks, or process a whole head per thread block (backward_one_pass.cu). P and dS are operands in registers.
 //
 //   kernel for dq, for each tile of 128 queries:                kernel for dk and dv, for each tile of 128 keys:
-//     D = sum(g * out) - dlogsumexp; store it                     for each block j of 64 queries that see the tile:
+//     delta = sum(g * out) - dlogsumexp; store it                 for each block j of 64 queries that see the tile:
 //     for each block j of 64 keys, the last one first:              start dP' = v g(j)'
 //       start dP = g v(j)'                                          start S'(j+1) = k q(j+1)'
 //       start S(j+1) = q k(j+1)'                                    P' = exp2(S'(j) * scale_log2 + bias); wait for dP'
 //       P = exp2(S(j) * scale_log2 + bias); wait for dP             start dv += P' g(j)
-//       dS = P (dP - D); start dq += dS k(j)                        dS' = P' (dP' - D); start dk += dS' q(j)
+//       dS = P (dP - delta); start dq += dS k(j)                    dS' = P' (dP' - delta); start dk += dS' q(j)
 //       wait for S(j+1); release block j-1                          wait for S'(j+1); release block j-1
 //     store scale dq                                              store dv and scale dk
 //

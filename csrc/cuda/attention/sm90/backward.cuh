@@ -37,9 +37,9 @@ struct Sm90Backward {
   CUtensorMap dquery, dkey, dvalue;
   const float* logsumexp;
   const float* dlogsumexp;
-  // The kernel for dq computes D and the bias of each query, and the kernel for dk and dv reads them.
+  // The kernel for dq computes delta and the bias of each query, and the kernel for dk and dv reads them.
   float* row_bias;   // -logsumexp * log2(e), or shifted_bias()
-  float* row_delta;  // D; with dropout, (1 - p) D
+  float* row_delta;  // delta; with dropout, (1 - p) delta
   int64_t pitch;     // elements per head
   Sm90Problem<T> problem;
   TileOrder order;

@@ -13,9 +13,9 @@
 //   for dq, for each block j of keys of all tiles:      for dk and dv, for each block j of queries:
 //     start dP = g v(j)'                                  P' = exp2(S' * scale_log2 + bias); wait for dk
 //     P = exp2(S(j) * scale_log2 + bias)                  start dv += P' g(j); release block j-1
-//     start S(j+1) = q k(j+1)'                            dS' = P' (dP' - D); wait for dv
+//     start S(j+1) = q k(j+1)'                            dS' = P' (dP' - delta); wait for dv
 //     wait for dP; release values j, keys j-1             start S' = k q(j+1)', dP' = v g(j+1)'
-//     dS = P (dP - D); start dq += dS k(j)                start dk += dS' q(j)
+//     dS = P (dP - delta); start dq += dS k(j)            start dk += dS' q(j)
 //     at a tile's end: store dq                           at a tile's end: wait for dk; store dk and dv
 //     wait for S(j+1)                                     wait for S' and dP'
 #include "backward_loader.cuh"

@@ -3,7 +3,7 @@
 // without attn_mask, dropout or shared key heads, and needs enough heads to keep the SMs busy. For each tile of 128
 // keys, a thread block processes the blocks of 64 queries that see the tile. Its warpgroups:
 //
-//   - one loads tiles, and two of its warps compute D and the bias, up to one head ahead
+//   - one loads tiles, and two of its warps compute delta and the bias, up to one head ahead
 //   - two have 64 keys each: they sum dk and dv in registers, and pass dS^T in shared memory to the last warpgroup
 //   - one computes the tile's part of the block's dq, and adds it to the sums of earlier tiles
 //
@@ -149,7 +149,8 @@ __device__ inline int half_of(int tile, int warpgroup) {
   return (tile + warpgroup) % 2;
 }
 
-// Returns p.blocks for 64 keys beyond the last key.
+// Returns the first block of queries that sees any of the 64 keys from `key` on. It is p.blocks (none) if all of these
+// keys are beyond the last one.
 template <bool kCausal, typename T>
 __device__ int own_first_block(const HeadBackward<T>& p, int key) {
   return key < p.problem.keys ? first_block<kCausal>(p, key) : p.blocks;
@@ -211,7 +212,7 @@ __device__ inline void store_shared(uint32_t shared, float x) {
   asm volatile("st.shared.f32 [%0], %1;" ::"r"(shared), "f"(x) : "memory");
 }
 
-// Computes -logsumexp * log2(e) and D, at most one head ahead of the warpgroups that use them.
+// Computes -logsumexp * log2(e) and delta, at most one head ahead of the warpgroups that use them.
 template <typename T>
 __device__ void compute_statistics(const HeadBackward<T>& p, const Shared& shared, int helper) {
   const int lane = threadIdx.x % 32;
@@ -427,9 +428,10 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
       for (int i = 0; i < 32; ++i) dkey[i] = dvalue[i] = 0;
       const int own_first = own_first_block<kCausal>(p, first_key);
       BlockWalk walk(own_first, p.blocks, tile);
-      // Only the other warpgroup computes the first `others` blocks, but this one must release their stages, too. It
-      // does so while it holds no other block: otherwise the loader could wait for one of these stages while this
-      // warpgroup waits for a later block.
+      // Only the other warpgroup computes the `others` lowest blocks, but this one must release their stages, too. Even
+      // tiles load these blocks first, odd tiles last, so pass_over() is called before or after the loop over the other
+      // blocks. Then this warpgroup holds no other block. If it did, the loader could wait for one of these stages
+      // while this warpgroup waits for a later block.
       const int others = own_first - first_block<kCausal>(p, tile * kRows);
       const auto pass_over = [&] {
         for (int i = 0; i < others; ++i) {

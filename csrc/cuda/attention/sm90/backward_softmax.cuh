@@ -102,9 +102,9 @@ __device__ inline void probabilities_of_columns(float (&scores)[32], float scale
 
 // ---- dropout --------------------------------------------------------------------------------------------------------
 //
-// Let M be 0 for dropped elements and otherwise 1 / (1 - p), where p is the dropout probability: dS = P (M g v' - D).
-// The kernels compute (1 - p) dS from (1 - p) D, and last_factor() divides dq, dk and dv by 1 - p. The sign bit marks a
-// dropped element of P until dS is computed.
+// Let M be 0 for dropped elements and otherwise 1 / (1 - p), where p is the dropout probability. Then
+// dS = P (M g v' - delta). The kernels compute (1 - p) dS from (1 - p) delta, and last_factor() divides dq, dk and dv
+// by 1 - p. The sign bit marks a dropped element of P until dS is computed.
 
 struct MarkDropped {
   float (&weights)[32];
@@ -166,7 +166,7 @@ __device__ void add_products(float (&delta)[2], const uint32_t* out, const uint3
   }
 }
 
-// The bias and D of a thread's two queries. With dropout, D is multiplied by 1 - p. If a query has a shift
+// The bias and delta of a thread's two queries. With dropout, delta is multiplied by 1 - p. If a query has a shift
 // (block_mask.cuh), its bias is shifted_bias(). load() is called long before finish() needs the values.
 template <typename T, typename Mask>
 struct RowStatistics {

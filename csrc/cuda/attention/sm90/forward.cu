@@ -236,8 +236,8 @@ struct Warpgroup {
   }
 
   __device__ void start_out(float (&out)[kOut], uint32_t (&weights)[kScores / 2], int slot, bool accumulate) const {
-    // Bits 16 to 31 of a descriptor are the distance between panels in units of 16 bytes; panel_descriptor() sets them
-    // to 1.
+    // Bits 16 to 29 of a descriptor are the distance between panels in units of 16 bytes. In keys_lower it is 1, the
+    // default of panel_descriptor().
     constexpr uint32_t kPanel = Tile::kPanels > 1 ? (Tile::kKeyPanel >> 4) - 1 : 0;
     const uint32_t v = keys_lower + slot * kStageStep + (Tile::kKeyBytes >> 4) + (kPanel << 16);
     pin_registers(weights);

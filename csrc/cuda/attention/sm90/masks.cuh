@@ -13,7 +13,7 @@ namespace gptkernels::cuda {
 struct Sm90Mask {
   MaskBlocks blocks;
   float inverse_scale;
-  bool pairs;  // whether one load of 4 bytes reads the values of two keys
+  bool pairs;  // whether one load of 4 bytes can read the additive mask for two neighbouring keys
 
   template <typename T>
   static Sm90Mask of(const AttentionMask<T>& mask, const AttentionSizes& s, double scale, bool backward, void* memory) {
