@@ -51,6 +51,7 @@ def sm_90a(on_cuda):
 @pytest.fixture(autouse=True, scope="module")
 def _frozen_garbage():
     """Exclude the objects that exist before a file's tests from garbage collections, which take a second otherwise."""
+    gc.unfreeze()
     gc.collect()
     gc.freeze()
 

@@ -149,7 +149,7 @@ def find_compiler():
 
 
 def compile_and_run(folder, *arguments):
-    subprocess.run([find_compiler(), "-std=c++20", "-O0", *arguments, "-o", folder / "program"], check=True)
+    subprocess.run([find_compiler(), "-std=c++20", "-O1", *arguments, "-o", folder / "program"], check=True)
     return subprocess.run([folder / "program"], capture_output=True, text=True, check=False).stdout
 
 

@@ -84,5 +84,9 @@ def test_the_ledger_compares_times_with_and_without_a_variant():
 def test_the_ledgers_comparisons_name_its_rows():
     families = ledger.read((ROOT / "benchmarks" / "ledger.txt").read_text())
     listed = {(v.family, v.name, row) for variants in families.values() for v in variants for row in v.rows}
-    rows = json.loads(ledger.WITHOUT.read_text())["rows"]
-    assert {(row["family"], row["variant"], row["row"]) for row in rows} <= listed
+    run = json.loads(ledger.WITHOUT.read_text())
+    compared = {(row["family"], row["variant"], row["row"]) for row in run["rows"]}
+    kept = ledger.measured(path for path in ledger.RESULTS.glob("*.json") if path != ledger.WITHOUT)
+    assert compared <= listed
+    assert {row for *_, row in listed - compared} <= kept.keys()
+    assert run["machine"]["gpu"]["name"] == ledger.GPU

@@ -823,6 +823,19 @@ def test_logsumexp_is_differentiable(dtype, device):
     assert (alone[2] == 0).all()
 
 
+@pytest.mark.parametrize("shape", [(1, 2, 5, 7), (2, 1, 5, 7), (2, 3, 1, 70), (3, 2, 70, 1)], ids=str)
+@two_dtypes
+def test_strides_of_dimensions_of_size_1_have_no_effect(shape, dtype, device):
+    b, heads, rows, columns = shape
+    given = tensors(b, heads, heads, rows, columns, 64, dtype, device)
+
+    def odd(t):
+        strides = [7 if size == 1 else stride for size, stride in zip(t.shape, t.stride(), strict=True)]
+        return t.as_strided(t.shape, strides)
+
+    assert_equal(all_results(*map(odd, given)), all_results(*given))
+
+
 @two_dtypes
 def test_layouts_of_results(dtype, device):
     """out has the memory layout (B, T, NH, HS), so that a model reshapes it to (B, T, C) without a copy.

@@ -16,8 +16,8 @@ ops = torch.ops.gptkernels
 # Numbers of terms, most of them a multiple of 64 plus fewer terms than the parts into which cuBLASLt may split a sum.
 SHORT, LONG = [9, 65, 519, 1027], [2057, 4097, 8200, 16385, 24645, 57123, 65537, 131071]
 FLOAT8 = [16, 80, 528], [2064, 16400, 20 * 128 * 3 + 16, 33 * 128 * 7 + 16, 48 * 128 * 5 + 32, 131088]
-# (rows, columns) of a result with few tiles. Some are large enough for cuBLASLt's algorithms to be timed, and one has
-# an odd number of rows.
+# (rows, columns) of a result with few tiles. Some are large enough for the algorithms of float8 matmuls to be timed.
+# One has an odd number of rows.
 SIZES = [(104, 1600), (3072, 64), (64, 64), (17, 40)]
 all_sizes = pytest.mark.parametrize(("rows", "columns"), SIZES)
 

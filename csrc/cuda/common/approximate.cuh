@@ -3,6 +3,8 @@
 // final rounding's.
 #pragma once
 
+#include <type_traits>
+
 #include "cuda/device.h"
 
 namespace gptkernels::cuda {
@@ -14,8 +16,9 @@ constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
 // Attention computes exp2(x * factor - origin) by an FMA, where origin = maximum * factor is rounded to float32. If
-// |origin| is larger than this constant, that rounding may change the result by more than a quarter of T's rounding
-// error (TF32's if T is float), and the maximum must be subtracted before the multiplication.
+// |origin| is larger than this constant, that rounding may move a result of 1 by more than a third of the way to where
+// it would be rounded to another number of T (of TF32 if T is float). The maximum is then subtracted before the
+// multiplication.
 template <typename T>
 constexpr float kFarFromZero = std::is_same_v<T, bfloat16> ? 0x1p14f : 0x1p11f;
 

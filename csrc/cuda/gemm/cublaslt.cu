@@ -4,8 +4,6 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
-#include <optional>
-#include <vector>
 
 #include "../../gelu.h"
 #include "algorithm_cache.h"
@@ -213,7 +211,7 @@ ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
           .batches = p.batches};
 }
 
-constexpr int kCandidates = 8;
+constexpr int kCandidates = 8;  // the first of these that adds all terms is used
 
 std::mutex plans_mutex;
 std::map<ProductKey, MatmulPlan> plans;

@@ -166,6 +166,8 @@ def _gradients(trial: Trial, wanted: list[Tensor], module: Any) -> list[Tensor]:
     generator = torch.Generator().manual_seed(2)
     # Directions as an argument of grad() would make torch import SymPy, which takes as long as the trials.
     parts = [(t * torch.randn(t.shape, generator=generator, dtype=t.dtype)).sum() for t in outputs]
+    if not parts:
+        return [torch.zeros_like(t) for t in wanted]
     return list(torch.autograd.grad(torch.stack(parts).sum(), wanted, materialize_grads=True))
 
 
