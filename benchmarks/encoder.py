@@ -16,7 +16,7 @@ def uniform(shape):
 
 
 def zipf(shape):
-    """By Zipf's law, the k-th most frequent token has a probability proportional to 1/k."""
+    """Zipf's law: the probability of the k-th most frequent token is proportional to 1/k."""
     weights = 1 / torch.arange(1, VOCABULARY + 1, dtype=torch.float64)
     return torch.multinomial(weights, shape[0] * shape[1], replacement=True).view(shape)
 

@@ -80,6 +80,10 @@ def measured(paths) -> dict[str, float]:
     return found
 
 
+def kept_times() -> dict[str, float]:
+    return measured(path for path in sorted(RESULTS.glob("*.json")) if path != WITHOUT)
+
+
 def lines_of(files) -> int:
     """Count to the nearest ten, so that the page does not change with every line."""
     return round(sum(len(path.read_text().splitlines()) for path in files), -1)
@@ -105,7 +109,7 @@ def _time(seconds):
 
 
 def page() -> str:
-    kept, parts = measured(path for path in sorted(RESULTS.glob("*.json")) if path != WITHOUT), [INTRODUCTION]
+    kept, parts = kept_times(), [INTRODUCTION]
     rows = json.loads(WITHOUT.read_text())["rows"]
     compared = {(row["family"], row["variant"], row["row"]): (row["with"], row["without"]) for row in rows}
     for family, variants in read((ROOT / "benchmarks" / "ledger.txt").read_text()).items():

@@ -11,7 +11,7 @@ namespace gptkernels::GPTKERNELS_DEVICE {
 // The maximum of e4m3 is 448, that of e5m2 57344.
 enum class Fp8Format { kE4M3, kE5M2 };
 
-// What is quantised: x, GELU(x) rounded to T, or x * GELU'(u) rounded to T.
+// The operator quantises x, GELU(x) rounded to T, or x * GELU'(u) rounded to T.
 enum class Fp8Source { kValues, kGelu, kGeluGradient };
 
 // An amax history holds the largest finite magnitude of each of the last kFp8Calls calls, the newest last. Two working

@@ -1,7 +1,7 @@
 // Layer normalisation over the last dimension: out = (x - mean) * rstd * weight + bias, rstd = 1/sqrt(var + eps).
 //
-// With a residual, the op normalises sum = dropout(x + x_bias) + residual, rounded to T, and writes the sum. x_bias is
-// the bias of the linear layer that computed x.
+// If there is a residual, the op normalises sum = dropout(x + x_bias) + residual, rounded to T, and writes the sum.
+// x_bias is the bias of the linear layer that computed x.
 //
 // T is the dtype of the residual stream and of the parameters; X is the dtype of x, out and their gradients. X is T, or
 // a 16-bit type if T is float32.

@@ -20,8 +20,8 @@ struct Sample {
   int64_t sequence_length;
   double temperature;  // above 0; ignored without noise
   int64_t top_k;       // keeps every x that is at least the top_k-th largest x
-  // Of the x that top_k keeps, keeps the fewest largest that have at least the fraction top_p of the total probability,
-  // and every x equal to the smallest of these.
+  // top_p selects from the x that top_k keeps: the fewest largest that have at least the fraction top_p of the total
+  // probability, and every x equal to the smallest of these.
   double top_p;
 };
 

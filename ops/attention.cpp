@@ -208,7 +208,7 @@ DropoutArguments dropout_of(const Options& options) {
   return {options.dropout_p, pointer<int64_t>(options.seed), pointer<int64_t>(options.offset)};
 }
 
-// As the kernels require.
+// The kernels require contiguous bounds.
 Options with_dense_bounds(Options options) {
   options.key_begin = dense(options.key_begin);
   options.key_end = dense(options.key_end);

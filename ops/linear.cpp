@@ -32,7 +32,7 @@ Tensor linear_op(const Tensor& x, const Tensor& weight, const OptionalTensor& bi
   return out;
 }
 
-// With a mask of two entries, dbias is undefined.
+// If the mask has two entries, dbias is undefined.
 std::tuple<Tensor, Tensor, Tensor> linear_backward_op(const Tensor& dout, const Tensor& x, const Tensor& weight,
                                                       const std::vector<bool>& output_mask) {
   constexpr const char* op = "linear_backward";

@@ -15,7 +15,7 @@ __device__ inline float warp_sum(float value) {
   return value;
 }
 
-// With evict_last, the L2 cache prefers to evict other lines.
+// The L2 cache prefers to evict other lines than those marked evict_last.
 template <bool kEvictLast>
 __device__ void store_statistic(float* p, float value) {
   if constexpr (kEvictLast) {

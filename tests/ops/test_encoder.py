@@ -127,7 +127,7 @@ def test_dominant_tokens(dtype, dominant, order, device):
         check_counts([*counts, 0, 1, 3], order, width, dtype, device)
 
 
-# Of 4 tokens, the CUDA backward's sort by the low bit makes the order 0, 2, 1, 3.
+# The CUDA backward sorts by the low bit first, which puts 4 tokens in the order 0, 2, 1, 3.
 TWO_RUNS = [[4100, 0, 200, 0], *([n, other, other, n] for n in AROUND_A_GROUP for other in (65, 200, 4096 + 64))]
 
 

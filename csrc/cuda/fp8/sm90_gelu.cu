@@ -127,7 +127,7 @@ struct Shared {
 
 // ---- warpgroup 0 ----------------------------------------------------------------------------------------------------
 
-// By one thread.
+// One thread calls this function.
 template <int kColumns, typename T>
 __device__ void load_operands(const GeluProduct<T>& p, const Shared& shared, int strip, int part) {
   mbarrier_expect(shared.b_full(), p.steps * (kColumns * kStepBytes));
@@ -492,7 +492,7 @@ CUtensorMap block_map(const void* data, int64_t columns, const int64_t (&sizes)[
   return map;
 }
 
-// Of every 16 rows of a, the even rows are loaded first, so that rows g and g + 8 of a warp's accumulators are rows 2g
+// The even rows of every 16 rows of a are loaded first, so that rows g and g + 8 of a warp's accumulators are rows 2g
 // and 2g + 1 of a.
 CUtensorMap rows_map(const void* data, int64_t rows, int64_t columns) {
   return block_map<3>(data, columns, {8, 2, rows / 16}, {2, 1, 16}, {8, 2, kRows / 16});

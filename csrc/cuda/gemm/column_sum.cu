@@ -49,7 +49,8 @@ __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const 
   }
 }
 
-// As many thread blocks per strip as are resident at once, but so few that each thread adds about kAhead rows or more.
+// A strip has as many thread blocks as are resident at once, but so few that each thread adds about kAhead rows or
+// more.
 template <typename T, int kVec>
 dim3 partial_grid(int64_t rows, int64_t width) {
   constexpr int64_t kMaxRuns = 1024;

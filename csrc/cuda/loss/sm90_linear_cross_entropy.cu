@@ -153,7 +153,7 @@ struct ExpEpilogue {
       const int row = at.row + pair * kWarpRows, column = at.column + 8 * lane;
       const int rows = min(p.rows - row, kWarpRows);  // 0 or negative beyond the matrix
       const bool stored = column < p.columns && p.store;
-      // Of row `lane`.
+      // Each lane loads the shift and the target of one row.
       const float shift = lane < rows ? p.state.shifts[row + lane] : INFINITY;
       const int target = lane < rows ? p.state.targets[row + lane] : kNone;
       bfloat16* out = p.out + static_cast<int64_t>(row) * p.columns + column;
