@@ -22,8 +22,8 @@ __device__ inline float logsumexp_of(float maximum, float sum, bool has_bias) {
   return has_bias && maximum <= 0.5f * kFarBias ? 2 * maximum : fmaf(maximum, kLn2, logf(sum));
 }
 
-// The logsumexp of a query whose biases are all far lacks log(number of keys); logsumexp_correction() corrects for
-// this.
+// The logsumexp of a query whose biases are all far lacks the log of the number of keys with the largest bias;
+// logsumexp_correction() corrects for this.
 __device__ inline float in_units_of_log2(float logsumexp, bool has_bias) {
   return has_bias && logsumexp <= kFarBias ? 0.5f * logsumexp : logsumexp * kLog2E;
 }

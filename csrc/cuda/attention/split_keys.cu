@@ -30,14 +30,14 @@ struct SplitShape {
 
 struct SplitPlan {
   int splits;
-  float* sums;         // (B, NH, Tq, splits, HS): relative to the maximum
-  float2* statistics;  // (B, NH, Tq, splits): maximum in units of log2, sum of exponentials
+  float* sums;         // (B, NH, Tq, splits, HS): sum of exp2(score - maximum) * value
+  float2* statistics;  // (B, NH, Tq, splits): maximum score in units of log2, sum of exp2(score - maximum)
 };
 
 // Row i of the rows that share a key head is query i % Tq of query head first_head + i / Tq.
 struct SplitTile {
   int queries;  // Tq
-  int rows;     // that share the key head
+  int rows;     // the number of rows that share the key head
   int split;
   int row;
   int64_t batch;
@@ -85,7 +85,8 @@ __device__ void round_queries(uint8_t* shared) {
     }
 }
 
-// Writes the sums relative to the maximum of all warps, and each warp's maximum and sum of exponentials.
+// Writes each warp's part of the results to `sums`, relative to the largest maximum of all warps, and each warp's own
+// maximum and sum of exponentials to `statistics`.
 template <typename Shape, int kOut>
 __device__ void share_sums(float* sums, float2 (&statistics)[Shape::kWarps][kSplitRows], const float (&out)[1][kOut][4],
                            const float (&maximum)[1][2], const float (&sum)[1][2], int warp, int lane) {
@@ -94,7 +95,7 @@ __device__ void share_sums(float* sums, float2 (&statistics)[Shape::kWarps][kSpl
     const float total = warp_reduce<Sum, 4>(sum[0][r]);
     if (lane % 4 == 0) statistics[warp][8 * r + lane / 4] = {maximum[0][r], total};
   }
-  __syncthreads();  // no warp reads the stages, where the sums are written, any more
+  __syncthreads();  // no warp reads the stages any more; `sums` overwrites them
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     float largest = -INFINITY;
@@ -109,7 +110,7 @@ __device__ void share_sums(float* sums, float2 (&statistics)[Shape::kWarps][kSpl
   __syncthreads();
 }
 
-// Stores the results, or with several splits the sums for the combine kernel.
+// Adds the warps' parts. Stores the results, or, if there are several splits, the sums for the combine kernel.
 template <typename Shape, typename T>
 __device__ void store_tile(const AttentionForward<T>& p, const SplitPlan& plan, const SplitTile& tile,
                            const float* sums, const float2 (&statistics)[Shape::kWarps][kSplitRows], int head_size) {
@@ -227,7 +228,7 @@ __global__ void __launch_bounds__(SplitShape<T, HS>::kThreads)
         if (inside[e / 2] && j < keys) add_mask_element(score, p.mask, mask_row[e / 2] + j * p.mask.key);
       });
     if (start < bounds.begin || start + 16 > narrow_end) keep_columns(scores, low, high, start);
-    add_exponentials<T, true>(scores, maximum, sum, rescale, 1);  // in units of log2 already
+    add_exponentials<T, true>(scores, maximum, sum, rescale, 1);  // factor 1: scores are in units of log2
     if (__any_sync(~0u, rescale[0][0] != 1 || rescale[0][1] != 1))
       for_elements(out, [&](float& x, int, int, int e) { x *= rescale[0][e / 2]; });
     add_product<T, HS, kExact>(out, scores, key_tile + Shape::kStageBytes, 0);
@@ -314,9 +315,9 @@ int64_t split_tiles(const AttentionSizes& s) {
   return s.batches * s.key_heads * ceil_div(s.heads / s.key_heads * s.queries, kSplitRows);
 }
 
-// The splits give each SM two thread blocks, or 12 if there are 4 or more tiles per SM: not all thread blocks are then
-// resident at once, and fewer, longer ones would leave SMs idle at the end. There are fewer splits if they would have
-// less than 128 keys on average.
+// There are enough splits for two thread blocks per SM, or for 12 if there are 4 or more tiles per SM, but at most
+// kMaxSplits and at most one per 128 keys. With 12, not all thread blocks are resident at once, and fewer, longer ones
+// would leave SMs idle at the end.
 template <typename T>
 int splits_of(const AttentionForward<T>& p) {
   constexpr int kFewestKeys = 128;

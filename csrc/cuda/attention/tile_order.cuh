@@ -10,8 +10,8 @@
 
 namespace gptkernels::cuda {
 
-// Heads are grouped into sections whose keys and values (for dk and dv: queries and dout) shall stay in the L2 cache.
-// In a section the longest tiles come first, so that short tiles fill the SMs at the end.
+// Heads are grouped into sections whose keys and values (for dk and dv: queries and dout) are meant to stay in the L2
+// cache. In a section the longest tiles come first, so that short tiles fill the SMs at the end.
 struct HeadTiles {
   int tiles;    // per head
   int heads;    // of all batches
@@ -39,9 +39,10 @@ struct HeadTiles {
 #endif
 };
 
-// A persistent thread block takes the next tile when it has a free buffer.
+// Persistent thread blocks take tiles in this order. A thread block takes its next tile when it has started all or
+// nearly all loads of its current tile.
 struct TileOrder : HeadTiles {
-  // The number of tiles taken, without the first of each thread block. It is 0 before the launch. If null, see after().
+  // Counts the calls of take(), from 0 at the launch. Null: after() assigns the tiles without a counter.
   int* next;
 
   static TileOrder of(int64_t tiles, int64_t heads, int64_t head_bytes, bool longest_last, void* next) {

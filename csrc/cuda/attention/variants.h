@@ -39,7 +39,7 @@ Status attention_forward_mma(const AttentionForward<T>& p, Stream stream);
 template <typename T>
 Status attention_backward_mma(const AttentionBackward<T>& p, Stream stream);
 
-// split_keys.cu: the calls that mma/ supports, but with at most 16 queries and without dropout.
+// split_keys.cu: of the calls that mma/ supports, those with at most 16 queries and without dropout.
 template <typename T>
 bool attention_forward_split_supports(const AttentionForward<T>& p);
 template <typename T>

@@ -8,7 +8,7 @@ namespace gptkernels::cuda {
 
 constexpr int kWarpgroup = 128;  // threads
 
-constexpr int kStubThreads = 32;  // of the empty kernels for architectures other than sm_90a
+constexpr int kStubThreads = 32;  // launch bound of the empty kernels for architectures other than sm_90a
 
 template <auto kKernel>
 bool built_for_wgmma() {
@@ -42,8 +42,8 @@ __device__ inline void barrier_arrive_if(bool one, uint32_t barrier) {
       : "memory");
 }
 
-// The barrier may be in any thread block of the cluster. A release at cluster scope is not needed, and would wait for
-// all of the thread's stores: with a release, matmuls took 1.5 times as long.
+// The barrier may be in any thread block of the cluster. A release at cluster scope is not needed. It would wait for
+// all of the thread's stores: with it, matmuls took 1.5 times as long.
 __device__ inline void barrier_arrive_in_block(bool one, uint32_t barrier) {
   random_delay();
   asm volatile(

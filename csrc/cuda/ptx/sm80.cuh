@@ -1,9 +1,9 @@
 // mma.sync of one warp, and the copies of its operands to shared memory and registers (cp.async, ldmatrix). Shared
 // memory addresses are 32-bit addresses of the shared window.
 //
-// One mma takes 32 bytes of each row along k: 16 elements of 16 bits, or 8 float32 as TF32. The lanes divide a
-// fragment's bytes in the same way for 16-bit types and float32. In an accumulator tile (16 x 8), lane 4 * g + t holds
-// rows g and g + 8, columns 2 * t and 2 * t + 1.
+// Along k, one mma multiplies 32 bytes: 16 elements of 16 bits, or 8 float32 as TF32. A lane holds the same bytes of
+// the operands A and B for 16-bit types as for float32. In an accumulator tile (16 x 8), lane 4 * g + t holds rows g
+// and g + 8, columns 2 * t and 2 * t + 1.
 #pragma once
 
 #include <cstdint>
@@ -89,8 +89,8 @@ __device__ inline uint32_t round_to_tf32(float x) {
 }
 
 // Splits x into two TF32 operands. hi + lo, as the tensor cores read them (without the last bits of lo), differs from x
-// by at most 2^-23 |x|. For NaN, hi and lo are NaN; for an infinite x, hi is x and lo is NaN. hi is rounded to nearest
-// by a float32 addition, because integer arithmetic could turn a NaN into 0.
+// by at most 2^-23 |x|. If x is NaN, hi and lo are NaN; if x is infinite, hi is x and lo is NaN. hi is rounded to
+// nearest by a float32 addition, because integer arithmetic could turn a NaN into 0.
 __device__ inline void split_tf32(uint32_t x, uint32_t& hi, uint32_t& lo) {
   const float value = __uint_as_float(x), power_of_2 = __uint_as_float(x & 0xFF800000u);
   hi = __float_as_uint(fmaf(power_of_2, 0x1p-11f, value)) & 0xFFFFE000u;

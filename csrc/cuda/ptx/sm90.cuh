@@ -89,8 +89,8 @@ __device__ inline uint32_t in_block(const void* shared, unsigned rank) {
   return address;
 }
 
-// Starts a store to the same variable of thread block `rank`, where the barrier at the same address counts the bytes as
-// they arrive. The cluster must have at least two thread blocks.
+// Starts a store to the counterpart of `*shared` in thread block `rank`. The counterpart of `*barrier` in that thread
+// block counts the bytes as they arrive. The cluster must have at least two thread blocks.
 template <typename V>
 __device__ void store_in_block(V* shared, const V& value, uint64_t* barrier, unsigned rank) {
   static_assert(sizeof(V) == 4 || sizeof(V) == 8 || sizeof(V) == 16);

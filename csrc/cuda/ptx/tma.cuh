@@ -26,8 +26,8 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encode;
 }
 
-// The address must be a multiple of 16 bytes, and so must the stride of every dimension whose size is more than 1.
-// Strides are in elements.
+// The address must be a multiple of 16 bytes. The stride of every dimension whose size is more than 1 must be positive,
+// a multiple of 16 bytes, and less than 2^40 bytes. Strides are in elements.
 template <typename T>
 bool tma_supports(const void* data, int64_t row_stride, int64_t tokens, int64_t head_stride, int64_t heads,
                   int64_t batch_stride, int64_t batches) {

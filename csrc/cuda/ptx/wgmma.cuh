@@ -44,8 +44,8 @@ __device__ void wgmma_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
 }
 
-// The compiler does not know that a wgmma accesses its registers asynchronously, and must not move accesses to them
-// past this point.
+// Keeps the compiler from moving accesses to `registers` past this point. The compiler does not know that a wgmma
+// accesses its registers asynchronously.
 template <typename R, int N>
 __device__ void pin_registers(R (&registers)[N]) {
 #pragma unroll
@@ -187,8 +187,9 @@ __device__ void wgmma(float (&d)[n], const uint32_t* a, uint64_t b, int accumula
       : "l"(a), "l"(b), "r"(accumulate)                                                                             \
       : "memory")
 
-// Like wgmma(), for 32 values of k in 8 bits. A is e4m3 if kE4M3, else e5m2; B is e4m3. The sums have 14 bits of
-// significand. Descriptors are those of 16-bit panels whose rows are m or n; the next 32 values of k are at + kStepK.
+// Like wgmma(), but over 32 values of k, with elements of 8 bits. A is e4m3 if kE4M3, else e5m2; B is e4m3. The tensor
+// cores' sums have 14 bits of significand. Descriptors are those of 16-bit panels whose rows are m or n; the next 32
+// values of k are at + kStepK.
 template <bool kE4M3, int n>
 __device__ void wgmma_fp8(float (&d)[n], uint64_t a, uint64_t b, int accumulate) {
   static_assert(n == 32 || n == 64);

@@ -250,7 +250,7 @@ __device__ void probabilities_of_columns(float (&scores)[kM][kN][4], float facto
   });
 }
 
-// A negative sign marks an element of P that dropout drops.
+// A negative weight marks an element of P that dropout drops.
 template <bool kGeneral, int kM, int kN>
 __device__ void gradients_of_columns(float (&gradients)[kM][kN][4], float (&weights)[kM][kN][4], const float* delta,
                                      float keep_scale) {
@@ -382,7 +382,7 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
     if (!kExact || head_size > 0) add_product<T, HS, kExact>(dkey, gradients, query_tile, warp_column);
   }
 
-  __syncthreads();  // store_rows() overwrites keys and values, which two warps read with kParts = 2
+  __syncthreads();  // store_rows() overwrites keys and values; if kParts is 2, two warps read the same rows
   float key_scale[kM][2], value_scale[kM][2];
   for_rows<kM>([&](int m, int r) {
     key_scale[m][r] = static_cast<float>(gradient_scale(p));

@@ -9,7 +9,8 @@
 //     P = exp2(S * factor - maximum * factor); sum += P;  O += P v(j), where dropout is applied to P
 //   store O / sum and the logsumexp
 //
-// Each of the four warps computes 16 or 32 of the queries, and skips the key tiles that these queries do not see.
+// Each of the four warps computes 16 or 32 of the queries, and skips the key tiles that the causal mask hides from all
+// of them.
 #include "cuda/attention/variants.h"
 #include "tiles.cuh"
 

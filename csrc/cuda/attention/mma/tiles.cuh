@@ -189,9 +189,10 @@ struct RowOperand {
 // Float32 matmuls by TF32 MMAs, about as exact as float32 FMAs. An operand x is split into two TF32 numbers, x = hi +
 // lo, and a product is hi * hi + hi * lo + lo * hi. The omitted lo * lo is at most 2^-22 of the product.
 //
-// Tensor cores truncate their sums towards 0, so the errors of long sums would add up. Therefore MMAs sum hi * hi only
-// over one step for scores (from which the backward subtracts the logsumexp), and over kExactSteps steps for results.
-// These sums are added in float32, which rounds to nearest. hi * lo and lo * hi have a separate accumulator.
+// Tensor cores truncate their sums towards 0, so the errors of long sums would add up. Therefore MMAs sum hi * hi over
+// only one step in multiply_transposed_exactly(), because the backward subtracts the logsumexp from the scores, and
+// over kExactSteps steps in add_product_exactly(). These sums are added in float32, which rounds to nearest. hi * lo
+// and lo * hi have a separate accumulator.
 constexpr int kExactSteps = 4;
 
 struct SplitOperand {
@@ -448,9 +449,9 @@ __device__ void scale_scores(float (&scores)[kM][kN][4], float factor) {
   for_elements(scores, [&](float& score, int, int, int) { score *= factor; });
 }
 
-// The factor with which add_exponentials() converts scores to exponents of 2. It is 1 if the kernel has called
-// scale_scores() before: if a mask is added to scores, or if the scale is not positive, so that the largest dot product
-// need not have the largest score.
+// The factor that converts scores to exponents of 2. It is 1 if the kernel calls scale_scores() first: if there is a
+// bool or additive mask, or if the scale is not positive, because the largest dot product then need not have the
+// largest score.
 template <bool kGeneral, typename T>
 __device__ float score_factor(const AttentionMask<T>& mask, double scale) {
   const bool scaled = kGeneral && (scale <= 0 || mask.allowed || mask.bias);
@@ -611,8 +612,8 @@ bool is_plain(const Params& p) {
          !p.mask.bias;
 }
 
-// Calls that are not plain (is_plain()) need kGeneral. Kernels without kGeneral are compiled only for 64 and 128
-// channels, the usual head sizes.
+// Calls that are not plain (is_plain()) need kGeneral. Kernels without kGeneral are compiled only for an HS of 64 or
+// 128, the usual head sizes.
 template <typename T, bool kExact, typename Fn>
 Status for_mma_shape(int64_t head_size, bool plain, const Fn& fn) {
   if (head_size <= 32) return fn.template operator()<32, true, kExact>();

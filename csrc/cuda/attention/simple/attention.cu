@@ -32,8 +32,8 @@ __device__ bool sees(const AttentionMask<T>& mask, const AttentionSizes& sizes, 
   return bias != -static_cast<A>(INFINITY);
 }
 
-// The keys that a query tile may see according to the causal mask and the key bounds. Other keys may be NaN, and are
-// not read.
+// The keys that a query tile may see according to the causal mask and the key bounds. Other keys may be NaN; the
+// kernels for query tiles do not read them.
 struct KeyRange {
   int64_t begin = 0;
   int64_t end;
@@ -49,7 +49,8 @@ struct KeyRange {
 
 // ---- tiles ----------------------------------------------------------------------------------------------------------
 
-// Rows of shared memory are padded by 16 bytes, so that neighbouring rows begin in different banks.
+// kChunkPitch and kWeightPitch pad rows in shared memory by 16 bytes, so that neighbouring rows begin in different
+// banks.
 template <typename A>
 struct TileShape {
   static constexpr int kVector = 16 / sizeof(A);
@@ -85,8 +86,8 @@ __device__ Rows<T> rows_of(const HeadsView<const T>& t, int64_t b, int64_t h, in
 }
 
 // tile = x y^T, where x and y are (64, HS). Each chunk of columns is summed separately, because a single sum over 256
-// columns would have several times the rounding error. The tile goes to shared memory, because in registers the
-// compiler would repeat the code of masks and dropout for each of a thread's 16 elements.
+// columns would have several times the rounding error. The tile is stored in shared memory: if it were in registers,
+// the compiler would repeat the code of masks and dropout for each of a thread's 16 elements.
 template <typename S, typename T>
 __device__ void multiply_rows(accumulate_t<T>* tile, const Rows<T>& x, const Rows<T>& y, int head_size,
                               accumulate_t<T>* shared) {
@@ -136,8 +137,8 @@ __device__ void multiply_rows(accumulate_t<T>* tile, const Rows<T>& x, const Row
       tile[(4 * ty + i) * TileShape<A>::kWeightPitch + tx + 16 * j] = static_cast<A>(sums[i][j]);
 }
 
-// sums (64, HS) += weights (64, 64) x. Each iteration sums its rows separately, so that rounding errors grow with the
-// number of iterations, not of rows.
+// sums += weights x, where sums are (64, HS) and weights (64, 64). Each iteration sums its rows separately, so that
+// rounding errors grow with the number of iterations, not of rows.
 template <typename T, int kColumns>
 __device__ void add_weighted_rows(accumulate_t<T> (&sums)[4][kColumns], const accumulate_t<T>* weights,
                                   const Rows<T>& x, int head_size, accumulate_t<T>* shared) {
@@ -275,8 +276,8 @@ __global__ void attention_backward_delta_kernel(const __grid_constant__ Attentio
   }
 }
 
-// Turns `weight` from the dot product of q and k into the probability P times dropout's factor, and `gradient` from the
-// dot product of dout and v into dS. Returns P before dropout.
+// Replaces `weight`, the dot product of q and k, by the probability P times dropout's factor, and `gradient`, the dot
+// product of dout and v, by dS. Returns P.
 template <typename T>
 __device__ accumulate_t<T> weight_and_gradient(const AttentionBackward<T>& p, const DropoutDraw& dropout,
                                                const accumulate_t<T>* delta, const accumulate_t<T>* correction,

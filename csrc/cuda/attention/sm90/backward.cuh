@@ -28,7 +28,7 @@ struct alignas(16) BackwardTile {
   int row;   // -1 after the last tile
   int head;  // query head (for dk and dv: key head), counted over all batches
   int first;
-  int blocks;  // per query head; with a block mask, of all query heads that share the keys
+  int blocks;  // number of blocks per query head, or, with a block mask, for all query heads that share the keys
 };
 
 template <typename T>
@@ -54,7 +54,7 @@ struct Sm90Backward {
 template <typename T>
 Status attention_backward_sm90_128(const AttentionBackward<T>& p, Stream stream);
 
-// backward_one_pass.cu, for many heads with few queries. The call must satisfy attention_backward_sm90_supports().
+// backward_one_pass.cu, for many heads of up to 1024 queries. The call must satisfy attention_backward_sm90_supports().
 template <typename T>
 bool attention_backward_sm90_head_supports(const AttentionBackward<T>& p);
 template <typename T>
@@ -62,7 +62,7 @@ int64_t attention_backward_sm90_head_workspace(const AttentionBackward<T>& p);
 template <typename T>
 Status attention_backward_sm90_head(const AttentionBackward<T>& p, Stream stream);
 
-// `scale_log2` is the factor of the scores, `scale` the factor of the gradients.
+// `scale_log2` is the factor of the scores, `scale` the factor of dq and dk.
 template <typename T>
 Sm90Problem<T> backward_problem(const AttentionBackward<T>& p) {
   Sm90Problem<T> problem = sm90_problem(p.sizes, p.scale, p.mask, p.dropout);

@@ -4,11 +4,11 @@
 // - The kernel for dq keeps only the queries and dS in registers. For dP = g v' it reads both operands from shared
 //   memory.
 // - The kernel for dk and dv reads keys and values from shared memory, and waits for S' and dP' before the next
-//   exponentials, during which dk and the other warpgroup's MMAs run.
+//   exponentials. During the exponentials only its MMAs for dk and the other warpgroup's MMAs run.
 //
 // dq is stored through the buffer of dout, dk through that of keys, and dv through that of values. There is no pause
 // between tiles: a tile's last iteration starts the MMAs of the next tile's first block (block j+1 below), while a
-// loading thread stores the results. Therefore each tile must have at least one block.
+// thread of the loading warpgroup stores the results. Therefore each tile must have at least one block.
 //
 //   for dq, for each block j of keys of all tiles:      for dk and dv, for each block j of queries:
 //     start dP = g v(j)'                                  P' = exp2(S' * scale_log2 + bias); wait for dk
@@ -16,7 +16,7 @@
 //     start S(j+1) = q k(j+1)'                            dS' = P' (dP' - delta); wait for dv
 //     wait for dP; release values j, keys j-1             start S' = k q(j+1)', dP' = v g(j+1)'
 //     dS = P (dP - delta); start dq += dS k(j)            start dk += dS' q(j)
-//     at a tile's end: store dq                           at a tile's end: wait for dk; store dk and dv
+//     at a tile's end: wait for dq; store dq              at a tile's end: wait for dk; store dk and dv
 //     wait for S(j+1)                                     wait for S' and dP'
 #include "backward_loader.cuh"
 #include "backward_softmax.cuh"
@@ -26,14 +26,16 @@ namespace {
 
 struct DqueryShared : BackwardShape<128> {
   // A warpgroup that waits for keys holds the keys of two blocks, and may have skipped one block at the start of a
-  // tile, so fewer than 4 buffers of keys could deadlock. It holds the values of at most one block.
+  // tile, so fewer than 4 buffers of keys could deadlock. It also holds the values of one block and of the skipped
+  // block, so fewer than 2 buffers of values could deadlock.
   static constexpr int kKeys = 4;
   static constexpr int kValues = 2;
   static constexpr int kDouts = 2;  // dq is stored through dout
 
   Buffer<kRowBytes> query, out, dout[kDouts];
   Buffer<kBlockBytes> key[kKeys], value[kValues];
-  // tile_full: query, out and dout are loaded. tile_empty: query and out have been read. dout_empty: dq is stored.
+  // tile_full: query, out and dout are loaded. tile_empty: query and out have been read. dout_empty: the TMA store of
+  // dq has read the buffer.
   Barrier tile_full, tile_empty, dout_empty[kDouts], dquery_full[kDouts];
   Barrier key_full[kKeys], key_empty[kKeys], value_full[kValues], value_empty[kValues];
   Barrier tile_taken, tile_wanted;  // between the loading threads
@@ -58,8 +60,8 @@ struct DqueryShared : BackwardShape<128> {
 #endif
 };
 
-// A warpgroup that waits for a block holds the previous block and may have skipped one, so fewer than 3 stages could
-// deadlock.
+// A warpgroup that waits for a block holds the block that it computed last, and may have skipped a block between the
+// two, so fewer than 3 stages could deadlock.
 constexpr int kStages = 3, kTiles = 2;
 using DkeyShared = RingShared<128, 2, kTiles, kStages>;
 constexpr int kThreads = DkeyShared::kThreads;
@@ -171,12 +173,12 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
   unsigned phase = 0;
   int row, head, block;
   int passed = 0;        // skipped blocks whose values are still to be released
-  int freed = -1;        // slot of the keys that the running dq reads
+  int freed = -1;        // slot of the keys that the running MMAs for dq read
   OwnBlock<1> own = {};  // mask of the latest scores
   bool accumulate = false;
   const auto thread_row = [&](int tile_row) { return tile_row + warp_row + lane / 4; };
 
-  // Loads the next tile's queries to registers, and skips the blocks that only the other warpgroup's queries see.
+  // Loads the next tile's queries into registers, and skips the blocks that only the other warpgroup's queries see.
   // Returns false after the last tile.
   const auto begin_tile = [&] {
     barrier_wait(shared.tile_full, phase);
@@ -196,7 +198,8 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
     return true;
   };
 
-  // Also releases the buffers of query and out, and the values of the blocks that begin_tile() skipped.
+  // Computes delta and bias, and releases the buffers of query and out, and the values of the blocks that begin_tile()
+  // skipped.
   const auto finish_statistics = [&] {
     delta[0] = delta[1] = 0;
 #pragma unroll
@@ -310,12 +313,12 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
   RingPosition<kStages> ring;
   RingPosition<kTiles> at;
   // Bit 6 of `row` is the warpgroup's half of the tile. The warpgroups exchange halves after every tile, because under
-  // the causal mask one more block of queries sees one half than the other half.
+  // the causal mask one half is seen by one block of queries more than the other half.
   int row = warpgroup * 64;
   int block, end, member = 0;
   OwnBlock<1> own = {};  // mask of the latest scores
   bool accumulate = false;
-  int freed = -1;                                                 // slot of the block that the running dk reads
+  int freed = -1;                                                 // slot of the block that the running MMAs for dk read
   const auto half = [&] { return (row & 64) * kPanelRowBytes; };  // offset in a panel
 
   // Skips the blocks at a head's start whose queries see none of the warpgroup's keys.

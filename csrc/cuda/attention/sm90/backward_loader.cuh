@@ -1,4 +1,4 @@
-// The shared memory of the backward kernels for sm_90a, and the functions that load it.
+// A layout of shared memory, and loading functions, that several of the backward kernels for sm_90a use.
 #pragma once
 
 #include "backward_mask.cuh"
@@ -84,7 +84,8 @@ __device__ int key_blocks(const Sm90Backward<T>& p, int head, int row) {
 }
 
 // Loads tiles of keys and values, and the blocks of queries (with dout, bias and delta) that see them. At least
-// kLeastBlocks (0 or 1) blocks are loaded per query head; with a block mask, for all query heads that share the keys.
+// kLeastBlocks (0 or 1) blocks are loaded for each query head, or, with a block mask, for all query heads together that
+// share the keys.
 template <int kLeastBlocks, typename Mask, typename T, typename Shared>
 __device__ void load_key_tiles(const Sm90Backward<T>& p, Shared& shared) {
   constexpr int kBlock = Shared::kBlock, kPanels = Shared::kPanels;

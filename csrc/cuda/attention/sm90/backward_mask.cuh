@@ -51,14 +51,14 @@ __device__ OwnBlock<1> own_block(const MaskBlocks& blocks, const MaskedBlock& bl
 //   warpgroup would wait for the loader. Therefore j - h < kStages must hold, where j - h = (blocks skipped between
 //   h and i) + 1 + (blocks skipped between i and j) + 1.
 //
-// A warpgroup therefore skips at most kStages - 3 blocks between h and j, and computes the next one even if all its
+// A warpgroup therefore skips at most kStages - 3 blocks between h and j, and computes the next block even if all its
 // scores are hidden. (Without a block mask at most one block is skipped, because one half of a tile sees at most one
 // block more than the other half.)
 template <int kStages, bool kRowsAreKeys>
 struct SeenByWarpgroup {
   static constexpr int kMostPassed = kStages - 3;
   OwnBlock<1> own;
-  int left;        // including the current one
+  int left;        // blocks left, including the current one
   int passed = 0;  // blocks skipped before the current one
 
   template <typename Shared>
@@ -68,7 +68,7 @@ struct SeenByWarpgroup {
       barrier_wait(shared.block_full[ring.slot], ring.phase);
       own = own_block<kRowsAreKeys>(blocks, shared.masked[ring.slot], row);
       if (!own.hidden() || passed_before + passed == kMostPassed) return;
-      __syncwarp();  // all lanes have read the record, which the loader may overwrite after lane 0's arrival
+      __syncwarp();  // all lanes have read the MaskedBlock, which the loader may overwrite after lane 0's arrival
       barrier_arrive_if(threadIdx.x % 32 == 0, shared.block_empty[ring.slot]);
       ring.advance();
     }

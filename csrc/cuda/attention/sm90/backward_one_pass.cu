@@ -1,14 +1,15 @@
-// Attention's backward for sm_90a with one thread block per head. The kernel computes scores once, so it needs five
-// matmuls instead of the seven of backward.cu, whose notation applies. It supports up to 1024 queries and 64 channels,
-// without attn_mask, dropout or shared key heads, and needs enough heads to keep the SMs busy. For each tile of 128
-// keys, a thread block processes the blocks of 64 queries that see the tile. Its warpgroups:
+// Attention's backward for sm_90a, in which a thread block processes a whole head. The kernel computes scores once, so
+// it needs five matmuls instead of the seven of backward.cu, whose notation it uses. It supports up to 1024 queries and
+// 64 channels, without attn_mask, dropout, shared key heads or a negative query_offset, and needs enough heads to keep
+// the SMs busy. For each tile of 128 keys, a thread block processes the blocks of 64 queries that see the tile. Its
+// warpgroups:
 //
 //   - one loads tiles, and two of its warps compute delta and the bias, up to one head ahead
 //   - two have 64 keys each: they sum dk and dv in registers, and pass dS^T in shared memory to the last warpgroup
-//   - one computes the tile's part of the block's dq, and adds it to the sums of earlier tiles
+//   - the last one computes the tile's part of the block's dq, and adds it to the sums of earlier tiles
 //
-// The sums of dq are in a global buffer of the thread block, which stays in the L2 cache. Each element is accessed by
-// one thread only, so terms are added in the order of the tiles without semaphores, and results are bitwise
+// The sums of dq are in the thread block's buffer in global memory, which stays in the L2 cache. Each element is
+// accessed by one thread only, so terms are added in the order of the tiles without semaphores, and results are bitwise
 // reproducible.
 #include <utility>
 
@@ -378,7 +379,8 @@ __device__ inline void load_statistics(float (&x)[16], uint32_t shared) {
                  : "memory");
 }
 
-// Also hides keys beyond the last key, because they must not contribute to dq.
+// Hides causally masked scores, and the scores of keys beyond the last key, because these keys must not contribute to
+// dq.
 template <bool kCausal, typename T>
 __device__ void hide_scores(float (&scores)[32], const HeadBackward<T>& p, int own_key, int first_query) {
 #pragma unroll
@@ -396,7 +398,7 @@ __device__ void hide_scores(float (&scores)[32], const HeadBackward<T>& p, int o
   }
 }
 
-// S^T = k q^T, dP^T = v g^T, dv += P^T g, dk += dS^T q: rows are keys, columns are queries.
+// S^T = k q^T, dP^T = v g^T, dv += P^T g, dk += dS^T q. Rows are keys; the columns of S^T and dP^T are queries.
 template <typename T, bool kCausal>
 __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shared, int warpgroup) {
   const int lane = threadIdx.x % 32;
@@ -510,7 +512,7 @@ __device__ void sum_dkey_and_dvalue(const HeadBackward<T>& p, const Shared& shar
       }
       if (tile % 2 == 1) pass_over();
 
-      // dv is staged in the warp's own 16 rows of the values, which no other warp reads.
+      // dv is staged in the warp's 16 rows of the values, which no other warp reads.
       release();
       if (lane == 0) tma_store_wait_read();
       __syncwarp();

@@ -64,7 +64,7 @@ __device__ void multiply(float (&d)[32], uint64_t rows, uint32_t b) {
   wgmma_commit();
 }
 
-// Starts d += a b, or d = a b unless `accumulate`, where a is (64 x 64) and b (64 x 2n).
+// Starts d += a b if `accumulate`, otherwise d = a b, where a is (64 x 64) and b is (64 x 2n).
 template <typename T, int n>
 __device__ void multiply_add(float (&d)[n], uint32_t (&a)[16], uint32_t b, bool accumulate) {
   const uint64_t block = n == 32 ? panel_descriptor(b) : panel_descriptor(b, kBlockPanel);

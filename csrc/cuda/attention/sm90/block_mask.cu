@@ -48,7 +48,7 @@ struct Largest {
 };
 
 // Each warp processes one row. A value above kLowValue rules out a shift and ends the search, so the warp first reads
-// the value of the key at the query's own position, which causal masks allow.
+// the value of the key at the query's own position: a causal attn_mask does not hide this key.
 template <typename T>
 __global__ void __launch_bounds__(32 * kWarps) attention_mask_rows_kernel(const __grid_constant__ MaskElements<T> mask,
                                                                           const __grid_constant__ MaskBlocks blocks) {

@@ -2,10 +2,12 @@
 // mask, classify each block of 64 queries and 64 keys, and write bits: 1 if the query sees the key. The attention
 // kernels read these arrays, and those values of an additive mask that change scores.
 //
-// An additive mask may hide keys by values such as torch.finfo(dtype).min (Hugging Face's models), -3.4e38 for bfloat16
-// and -65504 for float16. In bfloat16 the bits of such keys are 0. In float16 only -inf makes a bit 0, and -65504 is
-// added to the score. If all values of a row (a query) are at or below kLowValue, but not all are -inf, for example
-// because all the keys before the query are padding, the largest value is the row's shift:
+// An additive mask may hide keys by torch.finfo(dtype).min, as in Hugging Face's models: -3.4e38 in bfloat16, -65504 in
+// float16. In bfloat16 the bits of such keys are 0, unless the row has a shift. In float16 only -inf makes a bit 0, and
+// -65504 is added to the score.
+//
+// A row (a query) has a shift if all its values are at or below kLowValue, but not all are -inf, for example because
+// all keys before the query are padding. The shift is the largest value:
 //
 //   - In bfloat16, adding a score to such a value rounds the score away, so the probabilities are uniform over the keys
 //     whose value is the shift. The bits of these keys are 1, and their scores are replaced by 0.
@@ -50,8 +52,8 @@ struct SeenBlocks {
   int words;  // of 8 classes
 
 #ifdef __CUDACC__
-  // Reads the classes of 8 blocks, one byte each. Bit 0 of each group of kUnits bytes of the result is 1 if any of the
-  // group's blocks is not hidden.
+  // Reads 8 classes, one byte each, of both rows of blocks. In the result, bit 0 of each group of kUnits bytes is 1 if
+  // any of the group's blocks in either row is not hidden.
   template <int kUnits>
   __device__ uint64_t seen(int i) const {
     uint64_t x = reinterpret_cast<const uint64_t*>(first)[i] | reinterpret_cast<const uint64_t*>(second)[i];

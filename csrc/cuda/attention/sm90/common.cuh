@@ -1,4 +1,4 @@
-// Arguments, dropout, and conditions of support of the attention kernels for sm_90a.
+// Arguments and dropout of the attention kernels for sm_90a, and the conditions under which they support a call.
 #pragma once
 
 #include <cmath>
@@ -117,11 +117,12 @@ __device__ void for_kept_transposed(const DropoutDraw& dropout, uint32_t head, i
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {  // for query + 8 * half; upper bits are for key + 8
+      for (int half = 0; half < 2; ++half) {  // of 16 queries
         const uint32_t (&word)[4] = words[i].word;
         const uint32_t own = __byte_perm(word[2 * half], word[2 * half + 1], own_halves);
         const uint32_t got = __shfl_xor_sync(~0u, __byte_perm(word[2 * half], word[2 * half + 1], other_halves), 4);
-        const uint32_t first = odd ? got : own, second = odd ? own : got;  // of neighbouring queries
+        // For two neighbouring queries. The lower halves are for the thread's first key, the upper halves for key + 8.
+        const uint32_t first = odd ? got : own, second = odd ? own : got;
         const int at = 8 * (j + i) + 4 * half;
         apply(at, dropout.keeps_lower(first), dropout.keeps_lower(second));
         apply(at + 2, dropout.keeps_upper(first), dropout.keeps_upper(second));
@@ -143,7 +144,7 @@ bool has_bounds(const AttentionMask<T>& mask) {
   return mask.key_begin || mask.key_end;
 }
 
-// Checks neither the mask nor the largest head size.
+// The callers also check the largest head size, and, by supports_mask(), the mask.
 template <typename T, auto kKernel, typename Params>
 bool sm90_supports(const Params& p) {
   constexpr int64_t kLargest = int64_t{1} << 30;

@@ -623,8 +623,8 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
   return cudaGetLastError();
 }
 
-// Four warpgroups compute 256 queries per tile, two warpgroups 128. Two are faster if there are many keys and too few
-// tiles of 256 queries for all SMs (docs/notes/attention.md).
+// Four warpgroups compute tiles of 256 queries, two warpgroups tiles of 128. Two are faster if there are at least kLong
+// keys and at most one tile of 256 queries per SM (without the causal mask, per two SMs): docs/notes/attention.md.
 bool enough_tiles(const AttentionSizes& s, bool causal) {
   constexpr int64_t kLong = 1024;
   const int64_t tiles = ceil_div(s.queries, FourWarpgroups::kRows) * s.batches * s.heads;

@@ -24,7 +24,7 @@ struct PlainMask {
     return kCausal ? min(problem.keys, i + problem.query_offset + 1) : problem.keys;
   }
 
-  // At least 1, even if the `count` queries from `first` on see no key.
+  // The number of key tiles that the `count` queries from `first` on see, but at least 1.
   template <int kKeys, typename T>
   __device__ static int key_tiles(const Sm90Problem<T>& problem, int first, int count) {
     return max((end(problem, first + count - 1) + kKeys - 1) / kKeys, 1);
@@ -46,7 +46,7 @@ struct PlainMask {
 
   template <int kKeys>
   struct Scores {
-    int whole;  // key tiles that all of the warpgroup's queries see completely
+    int whole;  // number of key tiles that all of the warpgroup's queries see completely
 
     template <typename T>
     __device__ void start(const Sm90Problem<T>& problem, const Queries& queries) {
@@ -76,7 +76,7 @@ struct PlainMask {
 #endif
 };
 
-// The bits of block_mask.cuh include the causal mask and the number of keys.
+// The bits of block_mask.cuh include the causal mask and are 0 beyond the last key.
 template <bool kAdditive>
 struct BlockMask {
   static constexpr bool kBlocks = true, kAdds = kAdditive, kLongestLast = true;

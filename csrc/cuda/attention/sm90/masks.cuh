@@ -1,6 +1,6 @@
-// How the attention kernels for sm_90a apply a mask that block_mask.cu has classified. The loader skips hidden blocks
-// and writes a MaskedBlock per stage to shared memory. The computing warpgroups read the bits of their rows, and the
-// values to add, from global memory.
+// How the attention kernels for sm_90a apply a mask that block_mask.cu has classified. The loader skips blocks that are
+// hidden from all rows of a tile, and writes a MaskedBlock for each stage to shared memory. The computing warpgroups
+// read the bits of their rows, and the values to add, from global memory.
 #pragma once
 
 #include <climits>
@@ -97,8 +97,9 @@ __device__ void hide(float (&scores)[n], const uint32_t (&bits)[2]) {
     }
 }
 
-// -(logsumexp - shift) * log2(e). In bfloat16, logsumexp - shift is the log of the number of keys whose value is the
-// shift. It is not computed from the stored logsumexp, because adding the much larger shift has rounded it away.
+// For a row with a shift: -(logsumexp - shift) * log2(e). In bfloat16, logsumexp - shift is the log of the number of
+// keys whose value is the shift. The stored logsumexp lacks this log, because adding the much larger shift has rounded
+// it away.
 template <typename T>
 __device__ float shifted_bias(float logsumexp, const MaskRow& row) {
   return std::is_same_v<T, bfloat16> ? -row.log2_count : -(logsumexp - row.shift) * kLog2E;
@@ -117,7 +118,7 @@ __device__ const T* mask_values(const AttentionMask<T>& mask, int batch, int hea
   return mask.bias + batch * mask.batch + head * mask.head;
 }
 
-// Keeps the compiler from loading later values here, for which there are not enough registers.
+// Keeps the compiler from loading all values before their first use, which would take too many registers.
 __device__ inline void in_parts(int i) {
   if (i % 4 == 3) asm volatile("" ::: "memory");
 }

@@ -7,12 +7,12 @@
 //     has the exponents of float32, so rounding p has a relative error of at most 2^-8 for any r_i. Sums of p v over a
 //     key tile are below 2^22 max|v|. For float16, whose largest number is 65504, kLargestSum is 2^12.
 //   - r_i need not be the maximum. The largest p is then not 1 but a rounded number, and if this p is nearly the whole
-//     sum, out has its rounding error (docs/notes/attention.md).
+//     sum, out has the rounding error of p (docs/notes/attention.md).
 //   - If a thread's sum is not below kLargestSum, or is NaN, the warp computes the scores of the key tile again, raises
 //     r_i to their maximum, and multiplies the earlier sums by exp(r_i - new r_i).
 //
-// Therefore only a row's first key tile needs a maximum, over some of its columns. In later key tiles, the sums are
-// compared with kLargestSum.
+// Therefore a row needs a maximum only in the first key tile in which it sees a key. In other key tiles it is enough to
+// compare the sums with kLargestSum.
 #pragma once
 
 #include "common.cuh"
@@ -40,7 +40,7 @@ struct Softmax {
   float factor;
   float reference[2] = {};      // -inf: no reference yet
   float sum[2] = {};            // over this thread's columns
-  bool needs_reference = true;  // a row of the warp has no reference, or one far from 0 (is_far)
+  bool needs_reference = true;  // whether a row of the warp has no reference, or one far from 0
 
   __device__ bool is_far(int r) const {
     return fabsf(reference[r]) * factor > kFarFromZero<T> && reference[r] != -INFINITY;
@@ -111,7 +111,8 @@ struct Softmax {
   }
 
   // Replaces a key tile's masked scores by exponentials. Returns whether the caller must multiply its earlier sums by
-  // `rescale`. begin() and end() are called around the exponentials; compute_again() rewrites the masked scores.
+  // `rescale`. begin() is called before the exponentials, and end() after them. compute_again() must write the masked
+  // scores to `scores` again.
   template <int kEvery, int n, typename Begin, typename End, typename Again>
   __device__ bool add(float (&scores)[n], float (&rescale)[2], const Begin& begin, const End& end,
                       const Again& compute_again) {
