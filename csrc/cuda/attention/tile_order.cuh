@@ -42,7 +42,7 @@ struct HeadTiles {
 // Persistent thread blocks take tiles in this order. A thread block takes its next tile when it has started all or
 // nearly all loads of its current tile.
 struct TileOrder : HeadTiles {
-  // Counts the calls of take(), from 0 at the launch. Null: after() assigns the tiles without a counter.
+  // Counts the calls of take(), from 0 at the launch. If it is null, after() assigns the tiles without a counter.
   int* next;
 
   static TileOrder of(int64_t tiles, int64_t heads, int64_t head_bytes, bool longest_last, void* next) {

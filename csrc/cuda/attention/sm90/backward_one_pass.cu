@@ -329,7 +329,7 @@ __device__ void sum_dquery(const HeadBackward<T>& p, const Shared& shared) {
         float* const sums = own_sums + block * kSums;
         int last = p.tiles - 1;
         if (kCausal) last = min(last, (block * kBlock + kBlock - 1 + p.problem.query_offset) / kRows);
-        // In the last tile that a block sees, the accumulators start from the sums of the earlier tiles.
+        // In the last tile that the block of queries sees, the accumulators start from the sums of the earlier tiles.
         const bool finish = tile == last && tile > 0;
         if (finish) {
 #pragma unroll
@@ -386,7 +386,7 @@ __device__ void hide_scores(float (&scores)[32], const HeadBackward<T>& p, int o
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     const int key = own_key + 8 * r;
-    // index in the block of the first query that sees the key
+    // The first query that sees the key, as an index in the block.
     int limit = kCausal ? key - p.problem.query_offset - first_query : 0;
     if (key >= p.problem.keys) limit = kBlock;
     limit -= 2 * (threadIdx.x % 4);

@@ -121,7 +121,8 @@ __device__ void for_kept_transposed(const DropoutDraw& dropout, uint32_t head, i
         const uint32_t (&word)[4] = words[i].word;
         const uint32_t own = __byte_perm(word[2 * half], word[2 * half + 1], own_halves);
         const uint32_t got = __shfl_xor_sync(~0u, __byte_perm(word[2 * half], word[2 * half + 1], other_halves), 4);
-        // For two neighbouring queries. The lower halves are for the thread's first key, the upper halves for key + 8.
+        // `first` and `second` are for neighbouring queries. Their lower halves are for the thread's first key, their
+        // upper halves for that key + 8.
         const uint32_t first = odd ? got : own, second = odd ? own : got;
         const int at = 8 * (j + i) + 4 * half;
         apply(at, dropout.keeps_lower(first), dropout.keeps_lower(second));

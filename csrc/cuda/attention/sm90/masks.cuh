@@ -105,8 +105,8 @@ __device__ float shifted_bias(float logsumexp, const MaskRow& row) {
   return std::is_same_v<T, bfloat16> ? -row.log2_count : -(logsumexp - row.shift) * kLog2E;
 }
 
-// Returns score + (value - shift) / scale. In a bfloat16 row with a shift, 0 replaces the score, because a value of
-// this magnitude (2^100 or more) would round the score away.
+// Returns score + (value - shift) / scale; the result is multiplied by the scale later. In a bfloat16 row with a shift,
+// 0 replaces the score, because a value of this magnitude (2^100 or more) would round the score away.
 template <typename T>
 __device__ float add_value(float score, float value, float shift, float inverse_scale) {
   const float kept = std::is_same_v<T, bfloat16> && shift != 0 ? 0 : 1;
@@ -123,7 +123,7 @@ __device__ inline void in_parts(int i) {
   if (i % 4 == 3) asm volatile("" ::: "memory");
 }
 
-// Adds values / scale, because the scores are multiplied by the scale later. Rows are queries.
+// Adds the mask's values to scores whose rows are queries.
 template <typename T, int n>
 __device__ void add_values(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask& masked, int batch,
                            int head, int query, int first_key) {
@@ -160,7 +160,7 @@ __device__ void add_values(float (&scores)[n], const Sm90Problem<T>& problem, co
   }
 }
 
-// Rows are keys.
+// Adds the mask's values to scores whose rows are keys.
 template <typename T, int n>
 __device__ void add_values_of_keys(float (&scores)[n], const Sm90Problem<T>& problem, const Sm90Mask& masked, int batch,
                                    int head, int key, int first_query) {
