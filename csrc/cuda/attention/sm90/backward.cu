@@ -1,7 +1,7 @@
 // Attention's backward for sm_90a and head sizes up to 64 (larger ones: backward_128.cu). One kernel computes dq,
 // another dk and dv; each sums in registers in a fixed order. ' is the transpose, S = q k', P are the probabilities, g
-// is the gradient of out, and scale_log2 = scale log2(e). For each query, delta = sum(g * out) - dlogsumexp and bias =
-// -logsumexp log2(e).
+// is the gradient of out, and scale_log2 = scale log2(e). For each query, delta = sum(g * out) - dlogsumexp and
+// bias = -logsumexp log2(e).
 //
 //   dS = P (g v' - delta)    dq = scale dS k    dk = scale dS' q    dv = P' g
 //

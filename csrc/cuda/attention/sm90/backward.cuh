@@ -28,7 +28,7 @@ struct alignas(16) BackwardTile {
   int row;   // -1 after the last tile
   int head;  // query head (for dk and dv: key head), counted over all batches
   int first;
-  int blocks;  // number of blocks per query head, or, with a block mask, for all query heads that share the keys
+  int blocks;  // number per query head; for dk and dv with a block mask, for all query heads that share the keys
 };
 
 template <typename T>
