@@ -54,7 +54,7 @@ struct RowValues {
 //   kOverflow      a thread may have more than kItems packs; the packs beyond kItems are in shared memory
 //
 // With kOverflow, thread 0 of the team is at the start of the 128-byte line that contains the first pack, so that no
-// two warps write to the same line. Threads in front of the first pack have no pack 0.
+// two warps of the team write packs to the same line. Threads in front of the first pack have no pack 0.
 template <typename T_, typename Team, int kItems_, bool kHasHeadTail, bool kMasked, bool kOverflow_>
 class RowColumns {
  public:

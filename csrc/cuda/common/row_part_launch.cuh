@@ -39,7 +39,7 @@ struct RowShapes {
   int resident = 2;
   // If false, rows that do not fit into a thread block's registers use a cluster.
   bool overflow_in_block = true;
-  // The number of thread blocks is doubled until each of them has at most about this many packs, or the number is the
+  // The cluster's size is doubled until a thread block has at most about this many packs, or until the size is the
   // largest possible.
   int cluster_packs = 2048;
   // The largest number of packs per thread of a cluster; exceeded only if a thread block cannot have enough threads.
@@ -101,9 +101,8 @@ inline BlockShape block_shape(int64_t packs, int arrays, int64_t max_threads) {
   return {packs, arrays, threads_for(packs, items)};
 }
 
-// Returns the number of a row's packs, counted from the start of its first 128-byte line, where RowColumns places
-// thread 0 with kOverflow. Unless all rows start at a line, this includes 7 packs in front of the row, the largest
-// possible number.
+// Returns an upper bound on the number of a row's packs, counted from the start of the 128-byte line that contains the
+// first pack (where RowColumns places thread 0 with kOverflow). Up to 7 packs of this line are in front of the row.
 template <typename T>
 int64_t packs_on_lines(int64_t width, const T* base) {
   const bool begin_there = width * sizeof(T) % 128 == 0 && reinterpret_cast<uintptr_t>(base) % 128 == 0;

@@ -8,7 +8,7 @@
 //   team           threads of a row       rows of a block     combines values through  used by
 //   -------------  ---------------------  ------------------  -----------------------  -----------------------------
 //   Lanes<k, n>    k: 8, 16 or 32 lanes   n / k               shuffles                 softmax, fused_classifier
-//   Warp           32                     blockDim.y          shuffles                 layernorm
+//   Warp           32                     blockDim.y          shuffles                 layernorm, fp8_layernorm
 //   Block          blockDim.x             1                   shared memory            layernorm forward, softmax,
 //                                                                                      fused_classifier
 //   BlockPart      blockDim.x             blockDim.y          shared memory            layernorm backward
@@ -28,14 +28,14 @@
 //   type       where the row is                       used by
 //   ---------  -------------------------------------  ------------------------------------------------------------
 //   RowPart    registers, the rest in shared memory   softmax, fused_classifier: any width and alignment, up to 4 MB
-//   Row        registers                              layernorm: whole packs, up to 16384 bfloat16
+//   Row        registers                              layernorm, fp8_layernorm: whole packs, up to 16384 bfloat16
 //   RowRing    a ring in shared memory, then a Row    layernorm backward: one block per SM loops over the rows
 //   (none)     read from memory again in each pass    the *_simple_kernels: any width, alignment, dtype
 //
-// RowPart (row_part.cuh) is for kernels limited by memory bandwidth: it holds 4 packs per thread in registers. Row
-// (row.cuh) is for layernorm's kernels, which are limited by instructions: it holds up to 7 packs per thread, and knows
-// at compile time which packs need no bounds check, which saves 3 to 7 % of the time (docs/layernorm.md). RowRing is in
-// ../norm/ring.cuh.
+// RowPart (row_part.cuh) is for kernels limited by memory bandwidth: it holds up to 4 packs per thread in registers.
+// Row (row.cuh) is for layernorm's kernels, which are limited by instructions: it holds up to 7 packs per thread, and
+// knows at compile time which packs need no bounds check. This saves 3 to 7 % of the time (docs/layernorm.md). RowRing
+// is in ../norm/ring.cuh.
 #pragma once
 
 #include <cstdint>
@@ -49,8 +49,8 @@ namespace gptkernels::cuda {
 
 // A team's Combine is called as combine(value, merge). On entry `value` is combined over the team's lanes of each warp;
 // afterwards every thread of the team has the combination of all values. merge(value) combines the values of a warp's
-// 32 lanes, and V() is the neutral element. A second call of a BlockCombine must follow a barrier, because threads may
-// still be reading the first call's values from shared memory.
+// 32 lanes, and V() is the neutral element. Before a second call of a BlockCombine, the thread block must pass a
+// barrier, because threads may still be reading the first call's values from shared memory.
 
 struct NoCombine {
   template <typename V, typename Merge>

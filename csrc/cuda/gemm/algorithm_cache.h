@@ -65,12 +65,13 @@ constexpr int kMaxAlgorithms = 24;
 int64_t terms_per_step(cudaDataType_t type);
 
 // Returns up to `most` of the heuristic's proposals, the best first, without algorithms that drop terms of a sum. If
-// all proposals drop terms, the result is the first one that cuBLASLt also supports without split-K, without split-K.
+// all proposals drop terms, returns only the first one that cuBLASLt also supports without split-K, and switches its
+// split-K off.
 std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKey& key, cublasLtHandle_t handle,
                                               int most);
 
-// Returns false if cuBLASLt does not support the algorithm for this problem, or if the algorithm drops terms, needs
-// more than its `workspace`, or has one of more than kLargestWorkspace.
+// Returns false if cuBLASLt does not support the algorithm for this problem, if the algorithm drops terms, or if its
+// `workspace` is smaller than cuBLASLt requires or larger than kLargestWorkspace.
 bool supports(const LtProblem& problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle);
 
 bool autotune_enabled();

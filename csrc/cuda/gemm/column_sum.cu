@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const 
   }
 }
 
-// All strips together have as many thread blocks as are resident at once, or fewer, so that each thread adds about
-// kAhead rows or more. A strip has at least one thread block, and at most kMaxRuns.
+// The strips share the thread blocks that can be resident at once. A strip has at least one thread block, at most
+// kMaxRuns, and so few that each thread adds about kAhead rows or more.
 template <typename T, int kVec>
 dim3 partial_grid(int64_t rows, int64_t width) {
   constexpr int64_t kMaxRuns = 1024;

@@ -131,9 +131,9 @@ bool on_tensor_cores(cublasComputeType_t compute) {
   return sizeof(T) == 2 || compute == CUBLAS_COMPUTE_32F_FAST_TF32;
 }
 
-// cuBLAS does not report which algorithm it uses, so this function assumes any. An algorithm that drops terms
-// (adds_all_terms() in algorithm_cache.cu) drops at least `rest` terms, or at least a whole step if `rest` is 0. It
-// drops fewer terms than there are splits, and the splits are not more than the whole steps.
+// cuBLAS does not report which algorithm it uses, so it may be any. An algorithm that drops terms (adds_all_terms() in
+// algorithm_cache.cu) drops at least `rest` terms, or at least a whole step if `rest` is 0. It drops fewer terms than
+// there are splits, and there are at most as many splits as whole steps.
 template <typename T>
 bool may_drop_terms(const Matmul<T>& p, cublasComputeType_t compute) {
   if (!on_tensor_cores<T>(compute) || gelu_matrix(p) || p.rows == 0 || p.columns == 0 || p.batches == 0) return false;

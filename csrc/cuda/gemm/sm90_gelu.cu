@@ -17,7 +17,7 @@ enum class Function { kGelu, kDgelu };
 template <typename T>
 struct MatmulArguments : TileProduct<T> {
   T* pre;              // (rows, columns): written for GELU, read for GELU's gradient
-  float* column_sums;  // (row tiles of 64, columns), or null
+  float* column_sums;  // (tiles of 64 rows, columns), or null
 };
 
 #if GPTKERNELS_WGMMA

@@ -8,9 +8,9 @@
 //   1, 2  MMA warps: each warpgroup computes 64 rows of the tile, in float32 registers
 //   3, 4  epilogue warps
 //
-// When the sums of a tile are complete, each MMA warp adds the bias to its 16 rows, rounds them to T, and passes them
-// in shared memory to its epilogue warp, where each lane has 8 columns. With kRowsAreK, b is stored as (inner,
-// columns), otherwise as (columns, inner).
+// Each MMA warp adds the bias to the complete sums of its 16 rows, rounds them to T, and passes them in shared memory
+// to its epilogue warp, where each lane has 8 columns. With kRowsAreK, b is stored as (inner, columns), otherwise as
+// (columns, inner).
 //
 //   struct Epilogue {
 //     using Arguments;                   derived from TileProduct<T>, with the epilogue's own arguments

@@ -22,9 +22,9 @@
 //     histogram[d] = sum of the weights of all keys that begin with the digits found so far, followed by d
 //     digit = largest d with sum(histogram[d..255]) >= requested;  requested -= sum(histogram[d+1..255])
 //
-// Keys are uint32_t in the order of x. Weights are integers, so their sums have the same bits in any order. Thread
-// blocks send maxima and candidates through distributed shared memory; mbarriers that count the bytes are faster than
-// cluster barriers.
+// Keys are uint32_t that have the order of x. Weights are integers, so their sums have the same bits in any order.
+// Thread blocks send maxima and candidates through distributed shared memory; mbarriers that count the bytes are faster
+// than cluster barriers.
 #include <cmath>
 
 #include "../../sample.h"
@@ -416,8 +416,8 @@ __device__ float kth_largest_maximum(int64_t k, Shared& shared) {
 
 template <typename T>
 __device__ float bound_of_top_k(const Sample<T>& p, Shared& shared) {
-  // Fewer groups are ranked faster but leave more candidates: for top_k = 40 and random positions, 64 groups leave 62,
-  // and 256 groups leave 44.
+  // Fewer groups are ranked faster but leave more candidates: for top_k = 40 and random positions, 64 groups leave 62
+  // on average, and 256 groups leave 43.
   constexpr int kFewGroups = 64, kMaxKForFewGroups = 48;
   if (block_count() < kBlocks) return kth_largest_maximum<kWarps>(p.top_k, shared);
   if (p.top_k <= kMaxKForFewGroups && p.vocabulary >= int64_t{block_count()} * kThreads)
@@ -426,7 +426,7 @@ __device__ float bound_of_top_k(const Sample<T>& p, Shared& shared) {
 }
 
 // Sends the x that may be among the top_k to the first thread block. Returns false if a thread block has more than
-// kRoom candidates, or if top_k exceeds the number of the row's warps.
+// kRoom candidates, or if top_k exceeds the number of warps that process the row.
 template <typename T>
 __device__ bool find_candidates(const Sample<T>& p, const Row<T>& row, Shared& shared) {
   constexpr int blocks = block_count();

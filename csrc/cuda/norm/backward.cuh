@@ -93,7 +93,7 @@ __host__ __device__ int column_sums(const LayernormBackward<T, X>& p) {
   return p.dx_bias || p.dresidual || !std::is_same_v<T, X> ? 3 : 2;
 }
 
-// dx, or, if X is narrower than T, dx before it is rounded to X.
+// Returns dx. If X is narrower than T, this is dx before it is rounded to X.
 template <typename T, typename X>
 __device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p,
                                         const OptionalDropout<accumulate_t<T>>& dropout, int64_t element) {

@@ -24,7 +24,8 @@ namespace {
 
 // ---- forward ----
 
-// True if the rows are fewer than 64 per SM, the number of warps that an SM can hold.
+// True if there are fewer than 64 rows per SM. An SM of an H200 can hold 64 warps, so with one warp per row all rows
+// would be resident at once.
 bool few_rows(int64_t rows) {
   return rows < 64 * int64_t(multiprocessors());
 }
@@ -82,8 +83,8 @@ void launch_forward(const LayernormForward<T, X>& p, const DropoutArguments& dro
 template <int kArrays, typename T, typename X, typename Dropout>
 int64_t launch_backward_ring(const LayernormBackward<T, X>& p, const Dropout& dropout, Stream stream) {
   // In 16 bits, one warp per row has at most 5 packs per thread in two cases. With dsum, a third array is loaded.
-  // Several warps per row then let an SM hold more warps, and thus more loads in flight, which outweighs the warps'
-  // barriers. With three sums over the rows, 6 packs per thread would exceed the registers.
+  // Several warps per row then let an SM hold more warps, and thus more loads in flight, which outweighs the cost of
+  // the barriers between a row's warps. With three sums over the rows, 6 packs per thread would exceed the registers.
   constexpr int kFewWarpItems = sizeof(T) == 2 ? 5 : kMaxWarpItems;
   constexpr int kWarpItems = kArrays == 3 ? kFewWarpItems : kMaxWarpItems;
   const auto max_threads = backward_max_threads<T, kArrays>;
