@@ -12,8 +12,8 @@
 
 namespace gptkernels::cuda {
 
-// Unlike store(), this also guarantees a single instruction for packs of 8 bytes, as 16-bit elements have if the row is
-// divided into packs of 4 float32.
+// Unlike store(), this also guarantees a single instruction for packs of 8 bytes. Such packs hold 4 elements of a
+// 16-bit array whose rows are divided like those of a float32 array.
 template <int N, typename T>
 __device__ void store_row_pack(T* p, const accumulate_t<T> (&values)[N]) {
   const Packed<T, N> pack = narrow<T>(values);

@@ -5,12 +5,13 @@
 //   if max x is not finite: return -1
 //   if there is no noise: return argmax x
 //   if top_k < V:
-//     bound = k-th largest of the maxima of groups of warps   not above the k-th largest x
-//     candidates = all x >= bound                             for random logits slightly more than top_k
-//     if no thread block has more than kRoom candidates, the first thread block does the rest:
-//       keep a candidate if fewer than top_k candidates are larger
-//       if top_p < 1: keep only candidates for which the larger ones have less than top_p of the kept probability
-//       return argmax of exp(x - max x) / noise over the kept candidates
+//     if top_k <= the number of warps of the row's thread blocks:
+//       bound = k-th largest of the maxima of groups of warps   not above the k-th largest x
+//       candidates = all x >= bound                             for random logits slightly more than top_k
+//       if no thread block has more than kRoom candidates, the first thread block does the rest:
+//         keep a candidate if fewer than top_k candidates are larger
+//         if top_p < 1: keep only candidates for which the larger ones have less than top_p of the kept probability
+//         return argmax of exp(x - max x) / noise over the kept candidates
 //     threshold = k-th largest x                              by radix search with weights 1
 //   if top_p < 1: threshold = smallest x that top_p keeps     by radix search with weights exp(x - max x)
 //   return argmax of exp(x - max x) / noise over x >= threshold

@@ -29,9 +29,10 @@ struct RingShape {
   int64_t shared_bytes;
 };
 
-// One thread block per SM, with as many teams as the rows, the threads and the shared memory allow. The ring has enough
-// stages for kBytesInFlight, unless the shared memory, kMaxStages or the rows of a team allow fewer. `row_bytes` is the
-// size of a row of x, dout and dsum together. After the last row, the same memory holds `sums_bytes` per team.
+// One thread block per SM, with as many teams as the rows, the threads, the named barriers and the shared memory allow.
+// The ring has enough stages for kBytesInFlight, unless the shared memory, kMaxStages or the rows of a team allow
+// fewer. `row_bytes` is the size of a row of x, dout and dsum together. After the last row, the same memory holds
+// `sums_bytes` per team.
 inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int64_t sums_bytes, int threads, int max_threads,
                             int64_t max_shared_bytes) {
   constexpr int kMaxStages = 4;
