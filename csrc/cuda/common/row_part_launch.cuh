@@ -5,7 +5,7 @@
 //   up to 4 packs per thread       registers of a thread block                         rows_by_block_kernel
 //   up to about 160 KB             registers and shared memory of a thread block       rows_by_block_kernel
 //   up to 4 MB (sm_90 and later;   registers and shared memory of a cluster of up to
-//   2.8 MB if arrays is 2)         16 thread blocks                                    rows_by_cluster_kernel
+//   2.8 MB for two arrays)         16 thread blocks                                    rows_by_cluster_kernel
 //
 // The computation on a row is an Op:
 //

@@ -24,15 +24,14 @@ namespace {
 
 // ---- forward ----
 
-// True if there are fewer than 64 rows per SM. An SM of an H200 can hold 64 warps, so with one warp per row all rows
-// would be resident at once.
+// True if there are fewer than 64 rows per SM. An SM of an H200 can hold 64 warps.
 bool few_rows(int64_t rows) {
   return rows < 64 * int64_t(multiprocessors());
 }
 
-// With one warp per row, a thread block has one to four rows, of at most 3 KB if there are several, because small
-// thread blocks mix reads and writes best. If the rows are few, a thread block has four of them, because more thread
-// blocks would cost more than the mixing saves.
+// With one warp per row, a thread block has as many rows as fit into 3 KB, at least one and at most four, because small
+// thread blocks mix reads and writes best. If the rows are few, it has four, because more thread blocks would cost more
+// than the mixing saves.
 unsigned forward_block_rows(int64_t rows, int threads, int64_t row_bytes) {
   if (threads > kWarp) return 1;
   return few_rows(rows) ? 4 : static_cast<unsigned>(std::clamp<int64_t>(3072 / row_bytes, 1, 4));
