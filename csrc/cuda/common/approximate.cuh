@@ -15,9 +15,9 @@ constexpr bool kSixteenBits = sizeof(T) == 2;
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
 
-// Attention computes exp2(x * factor - origin) by an FMA, where origin = maximum * factor is rounded to float32. If
-// |origin| is larger than this constant, that rounding may move a result of 1 by more than a third of the way to where
-// it would be rounded to another number of T (of TF32 if T is float). The maximum is then subtracted before the
+// Attention computes exp2(x * factor - origin) with one FMA, where origin is maximum * factor rounded to float32. If
+// |origin| is larger than this constant, this rounding may change a result of 1 by more than a third of the change that
+// would round it to another number of T (of TF32 if T is float). Attention then subtracts the maximum before the
 // multiplication.
 template <typename T>
 constexpr float kFarFromZero = std::is_same_v<T, bfloat16> ? 0x1p14f : 0x1p11f;

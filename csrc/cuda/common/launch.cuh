@@ -14,8 +14,8 @@ constexpr int64_t ceil_div(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-// Caches ask(device), which must not be 0, per device. Every lambda has its own type, so every call site has its own
-// cache.
+// Caches the result of ask(device), which must not be 0, for each device. Every lambda has its own type, so every call
+// site has its own cache.
 template <typename Ask>
 int once_a_device(const Ask& ask) {
   constexpr int kMaxDevices = 64;
@@ -84,7 +84,8 @@ void with_constant(int value, const Fn& fn) {
   fn(Constant<kMax>{});
 }
 
-// In bytes. The first call on a device raises the kernel's limit, which is 48 KB by default, to this number.
+// Returns a number of bytes. The first call on a device raises the kernel's limit, which is 48 KB by default, to this
+// number.
 template <auto kKernel>
 int64_t max_dynamic_shared_memory() {
   return once_a_device([](int device) {
@@ -123,8 +124,8 @@ inline cudaLaunchAttribute cluster_of(unsigned blocks) {
 
 // From sm_90 on, a kernel may start while the previous kernel of its stream still runs, which hides the 1 to 2 us
 // between two kernels. Graph capture supports this from CUDA 12.3 on. Such a kernel starts when every thread block of
-// the previous kernel has called let_next_kernel_start() or has ended, and calls wait_for_previous_kernel() before it
-// reads what the previous kernel wrote.
+// the previous kernel has called let_next_kernel_start() or has ended. It must call wait_for_previous_kernel() before
+// it reads what the previous kernel wrote.
 
 // Before sm_90 or CUDA 12.3, this is an ordinary launch.
 template <auto kKernel, typename... Arguments>

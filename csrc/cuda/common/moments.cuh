@@ -1,5 +1,6 @@
-// The rounded mean m of a row may be wrong by |m| * 2^-24. The kernels also compute `rest`, the average of x - m, and
-// subtract m and then rest from x, so a large offset in x costs no accuracy.
+// Mean and reciprocal standard deviation of a row. Rounding a mean m to float32 may change it by |m| * 2^-24. The
+// kernels therefore also compute `rest`, the average of x - m, and subtract first m and then rest from x, so that a
+// large offset in x costs no accuracy.
 #pragma once
 
 #include <limits>

@@ -1,6 +1,6 @@
-// One launch processes many tensors. They are divided into chunks, of equal size except each tensor's last. A thread
-// block processes one chunk, whose tensor it finds by a binary search. Pointers and sizes are kernel arguments, so
-// nothing is copied to the device before the launch, and a captured graph contains them.
+// One launch processes many tensors. They are divided into chunks of equal size; only the last chunk of a tensor may be
+// smaller. A thread block processes one chunk, whose tensor it finds by a binary search. The tensors' pointers and
+// sizes are kernel arguments, so no copy to the device precedes the launch, and a captured graph contains them.
 #pragma once
 
 #include <cstdint>
@@ -9,15 +9,15 @@
 
 namespace gptkernels::cuda {
 
-// CUDA allows 32764 bytes (from CUDA 12.1 and driver 530 on), but the host copies the arguments at every launch, and
-// copying more than 9 KB makes a launch measurably slower (docs/adamw.md).
+// CUDA allows 32764 bytes (from CUDA 12.1 and driver 530 on), but the host copies the arguments at every launch. 9 KB
+// do not make a launch slower, but 16 KB do (docs/notes/adamw.md).
 constexpr size_t kArgumentBytes = 9216;
 
 template <int kPointers, int kCapacity>
 struct TensorList {
   static constexpr int capacity = kCapacity;
   int32_t count;
-  int32_t first_chunk[kCapacity + 1];  // the number of chunks before each tensor; the last entry is the total
+  int32_t first_chunk[kCapacity + 1];  // the number of chunks before each tensor; entry `count` is the total
   int32_t last_chunk_size[kCapacity];
   void* pointers[kCapacity][kPointers];
 };

@@ -1,4 +1,5 @@
-// A Packed<T, N> is N neighbouring elements that one instruction loads or stores. A pack has N = kPack<T>, 16 bytes.
+// A Packed<T, N> holds N neighbouring elements, which a thread loads or stores at once. With N = kPack<T> these are 16
+// bytes.
 #pragma once
 
 #include <cstdint>

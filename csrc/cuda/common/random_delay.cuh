@@ -4,8 +4,8 @@
 
 namespace gptkernels::cuda {
 
-// Delays about one of 8 calls by up to 4 us. It has no branch, because ptxas does not run wgmma asynchronously across a
-// branch.
+// About one of 8 calls sleeps for a random time of up to a few microseconds. The function has no branch, because ptxas
+// does not run wgmma asynchronously across a branch.
 __device__ inline void random_delay() {
 #ifdef GPTKERNELS_RANDOM_DELAYS
   auto hash = static_cast<unsigned>(clock64());

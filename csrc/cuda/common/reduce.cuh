@@ -1,4 +1,4 @@
-// The order of additions depends on the launch shape only.
+// Sums and maxima over a warp or a thread block. The order of additions depends only on the launch shape.
 #pragma once
 
 #include <cstdint>

@@ -1,8 +1,8 @@
 // A row of a matrix in the registers of its team (drawing in teams.cuh).
 //
-// Packs stay in the array's dtype, in which 16-bit elements take half the registers of float32. The first kUnguarded
-// packs of every thread are within the row. Comparing every pack with the width in every pass would take about 10 %
-// more instructions.
+// Packs stay in the array's dtype, so that 16-bit elements take half the registers of float32. The first kUnguarded
+// packs of every thread must be within the row, and are not compared with the row's width. Comparing every pack in
+// every pass would take about 10 % more instructions.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,8 @@
 
 namespace gptkernels::cuda {
 
-// Like store(), but guarantees one instruction for 8 bytes, too (an X narrower than T).
+// Unlike store(), this also guarantees a single instruction for packs of 8 bytes. Such packs hold 4 elements of a
+// 16-bit array whose rows are divided like those of a float32 array.
 template <int N, typename T>
 __device__ void store_row_pack(T* p, const accumulate_t<T> (&values)[N]) {
   const Packed<T, N> pack = narrow<T>(values);

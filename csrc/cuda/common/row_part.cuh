@@ -1,9 +1,8 @@
 // The columns of a row that one thread of a team (teams.cuh) processes, for rows of any width and alignment.
 //
 // A pack is 16 bytes at a multiple of 16 bytes. Fewer than kVec elements are left before the first pack (the head) and
-// after the last pack (the tail). Threads 0..kVec-1 of the team process one element of the head each, and threads
-// kVec..2*kVec-1 one element of the tail each. For example, a row of 21 bfloat16 that starts 10 bytes after a multiple
-// of 16:
+// after the last pack (the tail). Element i of the head is processed by the team's thread i, and element i of the tail
+// by thread kVec + i. The drawing shows a row of 21 bfloat16 that starts 10 bytes after a multiple of 16:
 //
 //   address      0                16               32               48
 //                |. . . . . x x x |x x x x x x x x |x x x x x x x x |x x . . . . . . |
@@ -54,8 +53,8 @@ struct RowValues {
 //   kMasked        only the first `columns` columns of a row are read; all further columns are masked, and written as 0
 //   kOverflow      a thread may have more than kItems packs; the packs beyond kItems are in shared memory
 //
-// With kOverflow, threads are counted from the start of the 128-byte line that contains the first pack, so that each
-// warp writes whole lines. A thread whose position in this line is before the first pack has no pack in this line.
+// With kOverflow, thread 0 of the team is at the start of the 128-byte line that contains the first pack, so that no
+// two warps of the team write packs to the same line. Threads in front of the first pack have no pack 0.
 template <typename T_, typename Team, int kItems_, bool kHasHeadTail, bool kMasked, bool kOverflow_>
 class RowColumns {
  public:
@@ -158,7 +157,7 @@ class RowColumns {
   int columns_;  // unmasked columns
   int first_;    // column of this thread's pack 0; negative or beyond end_ if there is none
   int end_;
-  int edge_ = 0;  // width_ or more if the thread has no edge element
+  int edge_ = 0;  // with kHasHeadTail: the column of the edge element; width_ or more if the thread has none
 };
 
 // A thread's elements of one array, in the array's dtype. A thread accesses only shared memory that it has written

@@ -4,8 +4,8 @@
 //   up to 128 packs of 16 bytes    registers of 8, 16 or 32 lanes                      rows_by_lanes_kernel
 //   up to 4 packs per thread       registers of a thread block                         rows_by_block_kernel
 //   up to about 160 KB             registers and shared memory of a thread block       rows_by_block_kernel
-//   up to 4 MB (sm_90 and later)   registers and shared memory of a cluster of up to
-//                                  16 thread blocks                                    rows_by_cluster_kernel
+//   up to 4 MB (sm_90 and later;   registers and shared memory of a cluster of up to
+//   2.8 MB for two arrays)         16 thread blocks                                    rows_by_cluster_kernel
 //
 // The computation on a row is an Op:
 //
@@ -39,11 +39,12 @@ struct RowShapes {
   int resident = 2;
   // If false, rows that do not fit into a thread block's registers use a cluster.
   bool overflow_in_block = true;
-  // The largest number of packs per thread block; exceeded only if the largest cluster is too small.
+  // The cluster's size is doubled until a thread block has at most about this many packs, or until the size is the
+  // largest possible.
   int cluster_packs = 2048;
-  // The largest number of packs per thread; exceeded only if a thread block cannot have enough threads.
+  // The largest number of packs per thread of a cluster; exceeded only if a thread block cannot have enough threads.
   int cluster_items = 12;
-  bool wide_head_tail = false;  // if true, rows that a warp cannot hold have kHasHeadTail even if aligned
+  bool wide_head_tail = false;  // if true, aligned rows of more than 128 packs also use kernels with kHasHeadTail
 };
 
 // ---- kernels --------------------------------------------------------------------------------------------------------
@@ -100,8 +101,8 @@ inline BlockShape block_shape(int64_t packs, int arrays, int64_t max_threads) {
   return {packs, arrays, threads_for(packs, items)};
 }
 
-// RowColumns counts threads from the start of a 128-byte line if kOverflow is set. At most 7 packs of the line are in
-// front of the row.
+// Returns an upper bound on the number of a row's packs, counted from the start of the 128-byte line that contains the
+// first pack (where RowColumns places thread 0 with kOverflow). Up to 7 packs of this line are in front of the row.
 template <typename T>
 int64_t packs_on_lines(int64_t width, const T* base) {
   const bool begin_there = width * sizeof(T) % 128 == 0 && reinterpret_cast<uintptr_t>(base) % 128 == 0;
@@ -123,7 +124,7 @@ inline ClusterShape cluster_shape(const RowShapes& op, int64_t packs, int64_t ma
   return {blocks, {part, op.arrays, threads}};
 }
 
-// A power of 2. It is 1 if the device does not support clusters.
+// Returns the largest possible size of a cluster that is a power of 2, or 1 if clusters are not supported.
 template <auto kKernel, int kMaxThreads>
 int64_t max_cluster_blocks() {
   if (!built_for_hopper<kKernel>()) return 1;

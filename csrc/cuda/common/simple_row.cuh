@@ -1,5 +1,6 @@
-// The *_simple_kernels read a row from memory in each pass, by one thread block. They are the fallback for widths,
-// alignments and dtypes that an op's fast kernels do not support.
+// Loops of the simple kernels of softmax, fused_classifier and layernorm, in which a thread block reads a row from
+// memory in each pass. These kernels are the fallback for widths, alignments and dtypes that the op's fast kernels do
+// not support.
 #pragma once
 
 #include <algorithm>

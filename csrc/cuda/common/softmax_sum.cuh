@@ -55,7 +55,7 @@ struct SoftmaxSum {
 
 // ---- rows in registers and shared memory (row_part.cuh) -------------------------------------------------------------
 
-// exp(scale * x). For 16-bit types the factor is scale * log2(e), so the scale takes no instruction.
+// exp(scale * x). For 16-bit types the factor is scale * log2(e), so the scale takes no additional instruction.
 template <typename T>
 struct ScaledExp {
   float factor;
@@ -83,15 +83,15 @@ __device__ float largest_of(const Packed<T, N>& pack) {
   }
 }
 
-// `total` is the sum of exp(scale * (x - max)). `max` starts at the lowest finite number, and NaNs are treated, as in
-// SoftmaxSum.
+// `total` is the sum of exp(scale * (x - max)). As in SoftmaxSum, `max` starts at the lowest finite number, and NaNs do
+// not change `max`, but make the sum NaN.
 template <typename T>
 struct MaxSum {
   float max = std::numeric_limits<float>::lowest();
   sum_t<T> total = 0;
 
-  // On entry, `max` and `total` are those of the warp. Because `total` is relative to the warp's `max`, the warps of a
-  // team synchronise only once.
+  // On entry, `max` and `total` are combined over the team's lanes of each warp. Because `total` is relative to the
+  // warp's `max`, the warps of a team synchronise only once.
   template <typename Combine>
   __device__ MaxSum reduce_over_team(Combine& combine, const ScaledExp<T>& exponential) const {
     MaxSum all = *this;

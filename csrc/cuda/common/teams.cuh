@@ -8,7 +8,7 @@
 //   team           threads of a row       rows of a block     combines values through  used by
 //   -------------  ---------------------  ------------------  -----------------------  -----------------------------
 //   Lanes<k, n>    k: 8, 16 or 32 lanes   n / k               shuffles                 softmax, fused_classifier
-//   Warp           32                     blockDim.y          shuffles                 layernorm
+//   Warp           32                     blockDim.y          shuffles                 layernorm, fp8_layernorm
 //   Block          blockDim.x             1                   shared memory            layernorm forward, softmax,
 //                                                                                      fused_classifier
 //   BlockPart      blockDim.x             blockDim.y          shared memory            layernorm backward
@@ -28,14 +28,14 @@
 //   type       where the row is                       used by
 //   ---------  -------------------------------------  ------------------------------------------------------------
 //   RowPart    registers, the rest in shared memory   softmax, fused_classifier: any width and alignment, up to 4 MB
-//   Row        registers                              layernorm: whole packs, up to 16384 bfloat16
+//   Row        registers                              layernorm, fp8_layernorm: whole packs, up to 16384 bfloat16
 //   RowRing    a ring in shared memory, then a Row    layernorm backward: one block per SM loops over the rows
 //   (none)     read from memory again in each pass    the *_simple_kernels: any width, alignment, dtype
 //
-// RowPart (row_part.cuh) is for kernels limited by memory bandwidth: it holds 4 packs per thread in registers. Row
-// (row.cuh) is for layernorm's kernels, which are limited by instructions: it holds up to 7 packs per thread, and knows
-// at compile time which packs need no bounds check, which saves 3 to 7 % of the time (docs/layernorm.md). RowRing is in
-// ../norm/ring.cuh.
+// RowPart (row_part.cuh) is for kernels limited by memory bandwidth: it holds up to 4 packs per thread in registers.
+// Row (row.cuh) is for layernorm's kernels, which are limited by instructions: it holds up to 7 packs per thread, and
+// knows at compile time which packs need no bounds check. This saves 3 to 7 % of the time (docs/layernorm.md). RowRing
+// is in ../norm/ring.cuh.
 #pragma once
 
 #include <cstdint>
@@ -47,10 +47,10 @@ namespace gptkernels::cuda {
 
 // ---- combining one value per thread, once in a kernel ---------------------------------------------------------------
 
-// With a Combine, combine(value, merge) gives every thread of a team the combination of all threads' values. On entry
-// `value` is already combined over the team's lanes of a warp. merge(value) combines the values of a warp's lanes, and
-// V() is the neutral element. A second call without a barrier in between could overwrite shared memory that threads are
-// still reading.
+// A team's Combine is called as combine(value, merge). On entry `value` is combined over the team's lanes of each warp;
+// afterwards every thread of the team has the combination of all values. merge(value) combines the values of a warp's
+// 32 lanes, and V() is the neutral element. Before a second call of a BlockCombine, the thread block must pass a
+// barrier, because threads may still be reading the first call's values from shared memory.
 
 struct NoCombine {
   template <typename V, typename Merge>
@@ -73,9 +73,9 @@ struct BlockCombine {
 constexpr int kMaxClusterBlocks = 16;
 
 #if GPTKERNELS_HOPPER
-// Each thread block writes its value to the shared memory of all thread blocks of the cluster, which must have started.
-// The constructor announces that this thread block has started. Construct the object before the row's loads, which then
-// hide the wait.
+// Each thread block writes its value to the shared memory of all thread blocks of the cluster, so all of them must have
+// started. The constructor announces that this thread block has started, and the call waits for the others. Construct
+// the object before the row's loads, which then hide this wait.
 template <typename V>
 class ClusterCombine {
  public:
@@ -144,8 +144,7 @@ struct Block {
   static __device__ void barrier() { __syncthreads(); }
 };
 
-// Each row uses one named barrier. An SM has too few barriers for several such thread blocks, so this team is for
-// kernels with one thread block per SM.
+// Each row of the thread block has its own named barrier.
 struct BlockPart {
   // A thread block has 16 named barriers, and __syncthreads uses barrier 0.
   static constexpr int kMaxRows = 15;
@@ -177,8 +176,8 @@ struct Cluster {
 // Gives every thread of a Warp, Block or BlockPart the team's sums of kN values, with at most one barrier.
 //
 // Consecutive calls must alternate between slots 0 and 1. One barrier per call is then enough: a thread that writes to
-// a slot has passed the barrier of the call with the other slot, before which all threads had finished reading this
-// slot.
+// a slot has passed the barrier of the previous call, which used the other slot. Every thread had read this slot before
+// it arrived at that barrier.
 template <typename Team, typename A, int kN>
 __device__ void team_sums(A (&values)[kN], int slot) {
 #pragma unroll

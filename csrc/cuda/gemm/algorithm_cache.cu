@@ -121,7 +121,8 @@ Algorithms read(const fs::path& path, int device) {
   return found;
 }
 
-// The file is renamed when it is complete. Errors are ignored, and the next process autotunes again.
+// A temporary file is renamed when it is complete. Errors are ignored; without the file, the next process autotunes
+// again.
 void write(const fs::path& path, const Algorithms& algorithms) {
   std::error_code error;
   fs::create_directories(path.parent_path(), error);

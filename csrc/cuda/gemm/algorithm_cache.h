@@ -1,6 +1,7 @@
-// cuBLASLt's algorithms, and the cache of those that autotuning chose for float8 matmuls. The cache is a file in the
-// user's cache folder, so that later processes compute the same bits. The file's name contains the GPU, the driver and
-// cuBLASLt's version. Other matmuls use the heuristic's first algorithm. Host code.
+// The choice of cuBLASLt's algorithms. Large float8 matmuls use the algorithms that autotuning chose, other matmuls the
+// heuristic's first one that adds all terms. The autotuned algorithms are cached in a file in the user's cache folder,
+// so that later processes compute the same bits. The file's name contains the GPU and the versions of the driver and of
+// cuBLASLt. Host code.
 //
 // GPTKERNELS_MATMUL_CHOICES names another folder; if it is "off", nothing is timed and the heuristic chooses.
 #pragma once
@@ -60,15 +61,17 @@ struct LtProblem {
 
 constexpr int kMaxAlgorithms = 24;
 
-// The terms in 128 bytes, which cuBLASLt's kernels for Hopper read per step.
+// The number of a sum's terms in 128 bytes, which cuBLASLt's kernels for Hopper read per step.
 int64_t terms_per_step(cudaDataType_t type);
 
-// The heuristic's proposals, the best first, without algorithms that drop terms of a sum. If all proposals drop terms,
-// the first one that cuBLASLt supports without split-K is returned.
+// Returns up to `most` of the heuristic's proposals, the best first, without algorithms that drop terms of a sum. If
+// all proposals drop terms, returns only the first one that cuBLASLt also supports without split-K, and switches its
+// split-K off.
 std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKey& key, cublasLtHandle_t handle,
                                               int most);
 
-// Returns false for an algorithm that drops terms or needs more than kLargestWorkspace.
+// Returns false if cuBLASLt does not support the algorithm for this problem, if the algorithm drops terms, or if its
+// `workspace` is smaller than cuBLASLt requires or larger than kLargestWorkspace.
 bool supports(const LtProblem& problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle);
 
 bool autotune_enabled();

@@ -49,8 +49,8 @@ class Timer {
   std::vector<cudaEvent_t> events_;
 };
 
-// Compares the medians of times[round * count + algorithm]. Returns the first algorithm unless another one is 2 %
-// faster, because the heuristic's order is the same in every run, but times vary.
+// Compares the medians of times[round * count + algorithm]. Returns 0, the heuristic's first algorithm, unless the
+// fastest one is more than 2 % faster, because the heuristic's order is the same in every run, but times vary.
 inline size_t fastest(const std::vector<float>& times, size_t count, int rounds) {
   constexpr float kClearly = 0.98f;
   const auto median = [&](size_t index) {

@@ -1,4 +1,4 @@
-// The choice between our own matmul kernels and cuBLASLt.
+// The choice between our own matmul kernels and those of cuBLAS and cuBLASLt.
 #pragma once
 
 #include <cstdlib>

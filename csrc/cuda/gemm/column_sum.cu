@@ -9,8 +9,8 @@ namespace {
 constexpr int kRows = 16;  // threads that share a column
 constexpr int kAhead = 4;  // loads in flight per thread
 
-// Sums kAhead rows in float32, and adds these sums in float64, because a float64 addition per element would take longer
-// than the memory accesses (docs/notes/linear.md).
+// If T is float, a thread sums kAhead of its rows in float32, and adds these sums in float64, because a float64
+// addition per element would take longer than the memory accesses.
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const ColumnSum<T> p) {
   using A = sum_t<T>;
@@ -49,8 +49,8 @@ __global__ void __launch_bounds__(kWarp* kRows) column_sum_partial_kernel(const 
   }
 }
 
-// A strip has as many thread blocks as are resident at once, but so few that each thread adds about kAhead rows or
-// more.
+// The strips share the thread blocks that can be resident at once. A strip has at least one thread block, at most
+// kMaxRuns, and so few that each thread adds about kAhead rows or more.
 template <typename T, int kVec>
 dim3 partial_grid(int64_t rows, int64_t width) {
   constexpr int64_t kMaxRuns = 1024;
@@ -76,7 +76,7 @@ void launch(const ColumnSum<T>& p, Stream stream) {
 
 }  // namespace
 
-// Enough for any alignment of x, which is not known yet.
+// The size is sufficient for any alignment of x, because the caller does not pass x.
 template <typename T>
 int64_t column_sum_workspace(int64_t rows, int64_t width) {
   if (width == 0) return 0;

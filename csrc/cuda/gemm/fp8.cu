@@ -24,7 +24,8 @@ constexpr cudaDataType_t type_of(Fp8Format format) {
   return format == Fp8Format::kE4M3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2;
 }
 
-// cuBLASLt adds only bfloat16 biases to float32 results. Our bias is then float32, so a separate kernel adds it.
+// cuBLASLt adds only bfloat16 biases to float32 results. Our bias has the dtype of the result, so a separate kernel
+// adds a float32 bias.
 template <typename T>
 constexpr bool kFusesBias = sizeof(T) == 2;
 

@@ -32,19 +32,20 @@ struct Fp8Matmul {
 
 struct Fp8Plan {
   bool found;
-  bool needs_autotune;  // autotuning may be faster
+  bool needs_autotune;  // the caller should call fp8_matmul_autotune()
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes
 };
 
-// Asks cuBLASLt's heuristic once per shape and process.
+// The first call with a ProductKey (algorithm_cache.h) reads the cache or asks cuBLASLt's heuristic. Later calls return
+// the same plan, or that of fp8_matmul_autotune().
 template <typename T>
 Fp8Plan fp8_matmul_plan(const Fp8Matmul<T>& p, cublasHandle_t handle);
 
-// Times cuBLASLt's algorithms, because the heuristic's first one may be 30 % slower, and caches the fastest
-// (algorithm_cache.h), which fp8_matmul_plan() then returns. Synchronises with the stream. During graph capture returns
-// `plan`. Writes p.out, which must be scratch memory if the matmul accumulates. The workspace has kLargestWorkspace
-// bytes.
+// Times cuBLASLt's algorithms (autotune.h), because the heuristic's first one may be 30 % slower than the fastest.
+// Caches the chosen algorithm (algorithm_cache.h), which fp8_matmul_plan() then returns. During graph capture, returns
+// `plan` without timing. Otherwise synchronises with the stream, and overwrites p.out, which must be scratch memory if
+// the matmul accumulates. The workspace has kLargestWorkspace bytes.
 template <typename T>
 Fp8Plan fp8_matmul_autotune(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
                             Stream stream);

@@ -39,18 +39,18 @@ struct Matmul {
   T* column_sums = nullptr;             // (columns), with dgelu_at: receives out's sums over the rows if plan.sm90
 };
 
-// cuBLASLt's heuristic is asked once per shape and process.
+// cuBLASLt's plans are kept for each ProductKey (algorithm_cache.h), so its heuristic is asked only once for each.
 struct MatmulPlan {
-  // cublaslt: cublasLtMatmul computes the matmul and the epilogue. sm90: our kernel (gemm/sm90_gelu.h) computes them,
-  // and column_sums, which otherwise the caller computes. Neither: cublasGemmStridedBatchedEx computes the matmul, and
-  // our kernel adds the bias. `cublaslt` and `sm90` are never both true.
+  // If `cublaslt`, cublasLtMatmul computes the matmul and the epilogue. If `sm90`, our kernel (gemm/sm90_gelu.h)
+  // computes both, and column_sums, which the caller computes otherwise. If neither, cublasGemmStridedBatchedEx
+  // computes the matmul, and our kernel adds the bias. `cublaslt` and `sm90` are never both true.
   bool cublaslt;
-  bool separate_gelu;  // by our kernels, afterwards
+  bool separate_gelu;  // the epilogue is without GELU or its gradient, which our kernels compute afterwards
   bool sm90;
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes
 
-  // Whether the matmul depends on the stream and the mode of cuBLAS's handle.
+  // Whether matmul() calls cuBLAS, which uses the stream and the math mode of the handle.
   bool needs_cublas() const { return !cublaslt && !sm90; }
 };
 

@@ -17,7 +17,7 @@ enum class Function { kGelu, kDgelu };
 template <typename T>
 struct MatmulArguments : TileProduct<T> {
   T* pre;              // (rows, columns): written for GELU, read for GELU's gradient
-  float* column_sums;  // (row tiles of 64, columns), or null
+  float* column_sums;  // (tiles of 64 rows, columns), or null
 };
 
 #if GPTKERNELS_WGMMA
@@ -49,7 +49,7 @@ __device__ Words times_derivative(const Words& product, const Words& at, float (
 
 #endif
 
-// Each lane keeps the sums of its 8 columns in registers.
+// For GELU's gradient, each lane keeps the sums over the rows of its 8 columns in registers.
 template <typename T, Function kFunction>
 struct GeluEpilogue {
   using Arguments = MatmulArguments<T>;
@@ -165,8 +165,8 @@ bool supports(const Matmul<T>& p) {
   return supports(operands(p)) && all_aligned(p.out, p.pre_gelu, p.dgelu_at) && built<T>();
 }
 
-// Our kernel is faster for GELU, and for GELU's gradient if a separate pass for the column sums is also avoided
-// (docs/notes/linear.md). With only a few large tiles, some SMs are idle at the end, and cuBLASLt is faster.
+// Our kernel is faster for GELU, and for GELU's gradient if it also makes a separate pass for the column sums
+// unnecessary (docs/notes/mlp.md). With only a few large tiles, some SMs are idle at the end, and cuBLASLt is faster.
 template <typename T>
 bool is_faster(const Matmul<T>& p) {
   constexpr double kBusy = 0.85;

@@ -2,14 +2,15 @@
 // compute the epilogue of a tile while the tensor cores compute the next tile.
 //
 // A cluster of two thread blocks computes tiles of 256 x 256, 128 rows per thread block. Each thread block loads half
-// of b's columns for both thread blocks (multicast). The warpgroups of a thread block:
+// of the tile's columns of b for both thread blocks (multicast). The warpgroups of a thread block:
 //
 //   0     one thread loads the operands into a ring in shared memory
 //   1, 2  MMA warps: each warpgroup computes 64 rows of the tile, in float32 registers
 //   3, 4  epilogue warps
 //
-// Each MMA warp adds the bias to 16 complete rows, rounds them to T, and passes them in shared memory to its epilogue
-// warp, where each lane has 8 columns. With kRowsAreK, b is stored as (inner, columns), otherwise as (columns, inner).
+// Each MMA warp adds the bias to the complete sums of its 16 rows, rounds them to T, and passes them in shared memory
+// to its epilogue warp, where each lane has 8 columns. With kRowsAreK, b is stored as (inner, columns), otherwise as
+// (columns, inner).
 //
 //   struct Epilogue {
 //     using Arguments;                   derived from TileProduct<T>, with the epilogue's own arguments
@@ -125,7 +126,7 @@ __device__ inline uint32_t rounded_offset(int row, int chunk) {
   return row * kRoundedRowBytes + ((chunk ^ (row % 8)) << 4);
 }
 
-// Adds the bias to half of the columns of a warp's 16 rows, and rounds them to shared memory.
+// Adds the bias to half of the columns of a warp's 16 rows, rounds the results to T, and stores them in shared memory.
 template <bool kBias, typename T>
 __device__ void round_half(const float (&sums)[kColumns / 4], uint32_t own, uint32_t bias) {
 #pragma unroll
@@ -143,7 +144,8 @@ __device__ void round_half(const float (&sums)[kColumns / 4], uint32_t own, uint
         words[2 * j] = pack_pair<T>(d[0] + add.x, d[1] + add.y);
         words[2 * j + 1] = pack_pair<T>(d[2] + add.x, d[3] + add.y);
       }
-      // 16 columns are 2 chunks. In each group of 8 chunks, chunks 2 i and 2 i + 1 are at `own` ^ 32 i.
+      // These 16 columns are the 16-byte chunks 2 i and 2 i + 1 of a group of 8 chunks. With the swizzle of
+      // rounded_offset() they are at `own` ^ 32 i.
       store_matrices((own ^ 32 * i) + 128 * group, words[0], words[1], words[2], words[3]);
     }
   }
@@ -249,7 +251,7 @@ __device__ inline Words load_shared(uint32_t shared) {
   return w;
 }
 
-// No branch and no return value, because with either the compiler would wait for the load at once.
+// With a branch or a return value, the compiler would wait for the load at once.
 template <typename T>
 __device__ void load_once(Words& w, const T* global, bool inside) {
   asm volatile(
@@ -328,7 +330,8 @@ inline int64_t tiles_across(int64_t columns) {
   return ceil_div(columns, kColumns);
 }
 
-// A lower bound on the fraction of the kernel's time for which the SMs have work.
+// The fraction of the kernel's time for which clusters have tiles, if all tiles take equally long and max_clusters()
+// clusters run at once.
 inline double busy(int64_t tiles) {
   return static_cast<double>(tiles) / static_cast<double>(ceil_div(tiles, max_clusters()) * max_clusters());
 }

@@ -15,7 +15,7 @@
 //   each thread block: merge the warps through shared memory, write the result to the first thread block
 //   the first thread block: merge the thread blocks; store out / sum
 //
-// All other cases: decode_attention_simple_kernel.
+// decode_attention_simple_kernel computes all other cases.
 #pragma once
 
 #include "../../decode.h"
@@ -49,7 +49,7 @@ struct RunningSoftmax {
   A maximum = -INFINITY;
   A sum = 0;
 
-  // The caller must multiply its sums by `scale`, and the other softmax's sums by `other_scale`.
+  // The caller must multiply its weighted sum of values by `scale`, and that of the other softmax by `other_scale`.
   __device__ void join(A other_maximum, A other_sum, A& scale, A& other_scale) {
     const A largest = fmax(maximum, other_maximum);
     const A origin = largest == -INFINITY ? A(0) : largest;

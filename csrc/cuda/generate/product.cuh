@@ -8,7 +8,8 @@
 //   sum the slices, add the bias, apply the epilogue
 //
 // Loads before the wait (programmatic dependent launch) keep the memory busy while the previous kernel ends. The norm
-// is fused if B = 1 and a row is one slice. Unaligned shapes and very long rows use decode_product_simple_kernel.
+// is fused if B = 1 and a row is one slice. Rows that are not 16-byte aligned, or very long, use
+// decode_product_simple_kernel.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +35,7 @@ struct DecodeEpilogue {
   using A = accumulate_t<T>;
   enum Kind { kQueryKeyValue, kGeluTanh, kGeluErf, kAdd, kLogits };
   Kind kind;
-  A* out;         // (B, M), kAdd adds to it, kGelu* writes it; kQueryKeyValue: the query (B, C)
+  A* out;         // (B, M): kAdd adds to it, kGelu* write it; kQueryKeyValue: the query (B, C)
   T* narrow_out;  // kLogits: (B, M); kQueryKeyValue: the layer's keys and values (2, B, NH, capacity, HS)
   // For kQueryKeyValue only:
   const int64_t* lengths = nullptr;  // (B), including the newest token

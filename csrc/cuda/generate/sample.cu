@@ -5,25 +5,27 @@
 //   if max x is not finite: return -1
 //   if there is no noise: return argmax x
 //   if top_k < V:
-//     bound = k-th largest of the maxima of groups of warps   not above the k-th largest x
-//     candidates = all x >= bound                             for random logits slightly more than top_k
-//     if at most 128 of each thread block are candidates, the first thread block does the rest:
-//       keep a candidate if fewer than top_k candidates are larger
-//       if top_p < 1: keep only candidates for which the larger ones have less than top_p of the kept probability
-//       return argmax of exp(x - max x) / noise over the kept candidates
+//     if top_k <= the number of warps of the row's thread blocks:
+//       bound = k-th largest of the maxima of groups of warps   not above the k-th largest x
+//       candidates = all x >= bound                             for random logits slightly more than top_k
+//       if no thread block has more than kRoom candidates, the first thread block does the rest:
+//         keep a candidate if fewer than top_k candidates are larger
+//         if top_p < 1: keep only candidates for which the larger ones have less than top_p of the kept probability
+//         return argmax of exp(x - max x) / noise over the kept candidates
 //     threshold = k-th largest x                              by radix search with weights 1
 //   if top_p < 1: threshold = smallest x that top_p keeps     by radix search with weights exp(x - max x)
 //   return argmax of exp(x - max x) / noise over x >= threshold
 //
-// The radix search finds the largest key such that the weights of all keys >= it sum to at least `requested`:
+// The radix search finds the largest threshold such that the weights of all keys >= threshold sum to at least
+// `requested`:
 //
-//   for each of the key's four digits, which have 8 bits, the highest first:
+//   for each of the threshold's four digits, which have 8 bits, the highest first:
 //     histogram[d] = sum of the weights of all keys that begin with the digits found so far, followed by d
 //     digit = largest d with sum(histogram[d..255]) >= requested;  requested -= sum(histogram[d+1..255])
 //
-// A key is a uint32_t with the order of x. Weights are integers, so their sums have the same bits in any order. Thread
-// blocks send maxima and candidates through distributed shared memory; mbarriers that count the bytes are faster than
-// cluster barriers.
+// Keys are uint32_t that have the order of x. Weights are integers, so their sums have the same bits in any order.
+// Thread blocks send maxima and candidates through distributed shared memory; mbarriers that count the bytes are faster
+// than cluster barriers.
 #include <cmath>
 
 #include "../../sample.h"
@@ -385,9 +387,9 @@ __device__ Count block_total(unsigned value, Shared& shared) {
 
 // ---- candidates -----------------------------------------------------------------------------------------------------
 
-// The k-th largest of kGroups maxima, each over an equal number of warps, is not above the k-th largest x, because each
-// of the k largest maxima is an x. With fewer than k groups of logits the result is NaN, and `x < NaN` excludes
-// nothing.
+// Returns the k-th largest of kGroups maxima, each over an equal number of warps. It is not above the k-th largest x,
+// because each of the k largest maxima is an x. If fewer than k groups have logits, the result is NaN, and `x < NaN`
+// excludes nothing.
 template <int kGroups>
 __device__ float kth_largest_maximum(int64_t k, Shared& shared) {
   const int thread = static_cast<int>(threadIdx.x), each = block_count() * kWarps / kGroups;
@@ -397,7 +399,7 @@ __device__ float kth_largest_maximum(int64_t k, Shared& shared) {
     shared.group_maxima[thread] = largest;
   }
   __syncthreads();
-  // A team of threads counts the maxima that are larger than one maximum.
+  // Each team of kTeam threads counts the maxima that are larger than the team's own maximum.
   constexpr int kTeam = kThreads / kGroups < kWarp ? kThreads / kGroups : kWarp;
   if (thread / kTeam < kGroups) {
     const uint32_t key = shared.group_maxima[thread / kTeam];
@@ -415,8 +417,8 @@ __device__ float kth_largest_maximum(int64_t k, Shared& shared) {
 
 template <typename T>
 __device__ float bound_of_top_k(const Sample<T>& p, Shared& shared) {
-  // Fewer groups are ranked faster but leave more candidates: for top_k = 40 and random positions, 64 groups leave 62,
-  // and 256 groups leave 44.
+  // Fewer groups are ranked faster but leave more candidates: for top_k = 40 and random positions, 64 groups leave 62
+  // on average, and 256 groups leave 43.
   constexpr int kFewGroups = 64, kMaxKForFewGroups = 48;
   if (block_count() < kBlocks) return kth_largest_maximum<kWarps>(p.top_k, shared);
   if (p.top_k <= kMaxKForFewGroups && p.vocabulary >= int64_t{block_count()} * kThreads)
@@ -424,8 +426,8 @@ __device__ float bound_of_top_k(const Sample<T>& p, Shared& shared) {
   return kth_largest_maximum<kBlocks * kWarps>(p.top_k, shared);
 }
 
-// Sends the logits that may be among the top_k to the first thread block. Returns false if a thread block has more than
-// kRoom candidates, or if top_k exceeds the number of warps.
+// Sends the x that may be among the top_k to the first thread block. Returns false if a thread block has more than
+// kRoom candidates, or if top_k exceeds the number of warps that process the row.
 template <typename T>
 __device__ bool find_candidates(const Sample<T>& p, const Row<T>& row, Shared& shared) {
   constexpr int blocks = block_count();
@@ -464,7 +466,8 @@ __device__ void for_each_candidate(const Shared& shared, int count, const Each& 
   }
 }
 
-// Moves the candidates to the start of shared.x, whose x are no longer needed, and returns their number.
+// Copies the candidates to the start of shared.x, which is no longer needed for the row's x, and returns the number of
+// candidates.
 __device__ int compact_candidates(float x, bool active, int from, Shared& shared) {
   const int thread = static_cast<int>(threadIdx.x);
   int count = 0, place = thread % kRoom;

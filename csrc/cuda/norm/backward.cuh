@@ -15,8 +15,9 @@
 //     pass 2: compute and store dx; add dx to the thread's sum for dx_bias
 //   add the sums of the thread block's teams and write them to the workspace as one row
 //
-// layernorm_backward_simple_kernel (dx, one thread block per row) and layernorm_backward_columns_kernel (rows of
-// partial sums) compute all other rows. partial_sums_kernel then adds the rows of the workspace.
+// For all other rows, layernorm_backward_simple_kernel computes dx, with one thread block per row, and
+// layernorm_backward_columns_kernel writes rows of partial sums. At the end partial_sums_kernel adds the rows of the
+// workspace.
 #pragma once
 
 #include <cstdint>
@@ -85,14 +86,14 @@ __global__ void __launch_bounds__(kSimpleThreads)
   }
 }
 
-// The number of sums over the rows: dweight, dbias and optionally dx_bias. Ring kernels that write dresidual are
-// compiled for 3 sums only.
+// The number of sums over the rows: 2 for dweight and dbias, 3 with dx_bias. With dresidual, or if X is narrower than
+// T, it is always 3, because the ring kernels for these cases are compiled for 3 sums only.
 template <typename T, typename X>
 __host__ __device__ int column_sums(const LayernormBackward<T, X>& p) {
   return p.dx_bias || p.dresidual || !std::is_same_v<T, X> ? 3 : 2;
 }
 
-// dx before it is rounded to X.
+// Returns dx. If X is narrower than T, this is dx before it is rounded to X.
 template <typename T, typename X>
 __device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p,
                                         const OptionalDropout<accumulate_t<T>>& dropout, int64_t element) {
@@ -105,9 +106,10 @@ __device__ accumulate_t<T> unrounded_dx(const LayernormBackward<T, X>& p,
   }
 }
 
-// Writes the partial sums (gridDim.y, column_sums, C). dx must be complete. A thread adds one column of every
-// gridDim.y-th row to kSums independent sums, whose loads are in flight together. After kRun rows these sums are added
-// to the totals, because in one long sum of similar numbers the rounding errors would add up.
+// Writes the partial sums, an array (gridDim.y, column_sums(p), C). dx must be complete. A thread sums one column of
+// every gridDim.y-th row. It has kSums independent sums, so that the loads of kSums rows are in flight together. After
+// every kRun rows it adds these sums to the totals, because in one long sum of similar numbers the rounding errors
+// would add up.
 template <typename T, typename X>
 __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> p,
                                                   const OptionalDropout<accumulate_t<T>> dropout) {
@@ -138,12 +140,12 @@ __global__ void layernorm_backward_columns_kernel(const LayernormBackward<T, X> 
 
 // ---- rows of whole packs that fit into registers and shared memory ----
 
-// A thread keeps its columns' sums for dweight, dbias and dx_bias in registers. They fill the register file, so the
-// next rows wait in shared memory (RowRing).
+// A thread keeps its columns' sums for dweight, dbias and dx_bias in registers. These sums leave no registers for the
+// next rows, which are therefore loaded into shared memory (RowRing).
 
-// Adds the sums of the thread block's teams and writes them as one row of the workspace. In shared memory the sums
-// overwrite the ring, as an array (blockDim.y, kArrays, kItems, kVec / 4, blockDim.x) of float4, in which neighbouring
-// threads use neighbouring banks.
+// Adds the sums of the thread block's teams, and writes the totals as one row of the workspace. In shared memory the
+// teams' sums overwrite the ring, as an array (blockDim.y, kArrays, kItems, kVec / 4, blockDim.x) of float4, in which
+// neighbouring threads use neighbouring banks.
 template <typename R, int kArrays>
 __device__ void write_block_sums(const auto& p, void* shared, const float (&thread_sums)[kArrays][R::kItems][R::kVec]) {
   constexpr int kSums = 4;                                // sums per part
@@ -263,8 +265,9 @@ __global__ void __launch_bounds__(backward_max_threads<typename R::T, kArrays>(R
     else
       write_dx(std::false_type());
   }
-  // Teams without a row in the last iteration pass the iteration's barrier here. Only compute-sanitizer's racecheck
-  // needs this: it compares threads by the number of barriers that they have passed.
+  // Teams that have no row in the thread block's last iteration pass the barrier of this iteration here. Only
+  // compute-sanitizer's racecheck needs this, because it compares threads by the number of barriers that they have
+  // passed.
   if constexpr (std::is_same_v<typename R::Team, BlockPart>)
     if (p.dx && row - threadIdx.y < p.rows) R::Team::barrier();
   if (p.workspace) write_block_sums<R>(p, shared, thread_sums);

@@ -98,10 +98,10 @@ __device__ inline void store_statistic(float* p, float value) {
 // `inverse` is 1 / C.
 template <typename R>
 __device__ Moments<float> row_moments(R& row, int width, float inverse, double eps) {
-  // A float32 sum of 16-bit numbers of similar magnitude is exact, because their significands are at least 13 bits
-  // shorter; if magnitudes differ, its rounding errors are small compared with the largest numbers. The sum of x - mean
-  // is therefore computed as sum - C * mean. Summing x - mean would round, and a row of equal numbers would not be
-  // normalised to 0.
+  // The float32 sum of a row of 16-bit numbers of similar magnitude is exact, because their significands are at least
+  // 13 bits shorter than float32's. If magnitudes differ, the sum's rounding errors are small compared with the largest
+  // numbers. The sum of x - mean is therefore computed as sum - C * mean. Adding the terms x - mean would cause
+  // rounding errors, so that a row of equal numbers would not be normalised to 0.
   constexpr bool kExactSum = sizeof(typename R::T) == 2;
   float sum[1] = {};
   row.each(width, [&](int, const float (&x)[R::kVec]) {

@@ -24,13 +24,14 @@ namespace {
 
 // ---- forward ----
 
-// With one warp per row, all rows would be resident on the SMs at once.
+// True if there are fewer than 64 rows per SM. An SM of an H200 can hold 64 warps.
 bool few_rows(int64_t rows) {
   return rows < 64 * int64_t(multiprocessors());
 }
 
-// With one warp per row, a thread block has about 3 KB of rows, because small thread blocks mix reads and writes best.
-// With few rows, launching more thread blocks would cost more than this saves.
+// With one warp per row, a thread block has as many rows as fit into 3 KB, at least one and at most four, because small
+// thread blocks mix reads and writes best. If the rows are few, it has four, because more thread blocks would cost more
+// than the mixing saves.
 unsigned forward_block_rows(int64_t rows, int threads, int64_t row_bytes) {
   if (threads > kWarp) return 1;
   return few_rows(rows) ? 4 : static_cast<unsigned>(std::clamp<int64_t>(3072 / row_bytes, 1, 4));
@@ -76,12 +77,13 @@ void launch_forward(const LayernormForward<T, X>& p, const DropoutArguments& dro
 
 // ---- backward ----
 
-// Returns the number of rows of partial sums, one per thread block, or 0, without a launch, if the rows do not fit.
+// Returns the number of rows of partial sums, which is the number of thread blocks. Returns 0, without a launch, if the
+// rows do not fit into registers and shared memory.
 template <int kArrays, typename T, typename X, typename Dropout>
 int64_t launch_backward_ring(const LayernormBackward<T, X>& p, const Dropout& dropout, Stream stream) {
-  // In 16 bits, one warp per row has at most 5 packs per thread in two cases. With dsum, a third array is loaded;
-  // several warps per row then let an SM hold more warps, and thus more loads in flight, which outweighs their
-  // barriers. With three sums over the rows, 6 packs would exceed the registers.
+  // In 16 bits, one warp per row has at most 5 packs per thread in two cases. With dsum, a third array is loaded.
+  // Several warps per row then let an SM hold more warps, and thus more loads in flight, which outweighs the cost of
+  // the barriers between a row's warps. With three sums over the rows, 6 packs per thread would exceed the registers.
   constexpr int kFewWarpItems = sizeof(T) == 2 ? 5 : kMaxWarpItems;
   constexpr int kWarpItems = kArrays == 3 ? kFewWarpItems : kMaxWarpItems;
   const auto max_threads = backward_max_threads<T, kArrays>;
@@ -148,8 +150,8 @@ Status layernorm_forward(const LayernormForward<T, X>& p, const DropoutArguments
   return cudaGetLastError();
 }
 
-// The workspace has rows of 3 * C partial sums: at most one per SM for the ring kernel, which writes one per thread
-// block, or the rows of layernorm_backward_columns_kernel.
+// The workspace has rows of up to 3 * C partial sums. The ring kernel writes one row per thread block, thus at most one
+// per SM. layernorm_backward_columns_kernel writes simple_partials(rows) rows.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
   const int64_t partials = std::max(std::clamp<int64_t>(rows, 1, multiprocessors()), simple_partials(rows));

@@ -1,7 +1,7 @@
 // A ring buffer in shared memory, for kernels whose thread blocks loop over rows. At 4.2 TB/s and 1 us of latency, each
 // of an H200's 132 SMs needs 32 KB of loads in flight, for which registers have no space beside the current row. Every
 // thread copies its packs of the next rows to shared memory by cp.async, and reads only what it has copied itself, so
-// the ring needs no barrier. With 4 stages, while row r is in use:
+// the ring needs no barrier. With 4 stages, while a team uses its row r:
 //
 //     stage 0         stage 1         stage 2         stage 3
 //   +-------------+ +-------------+ +-------------+ +-------------+
@@ -29,9 +29,10 @@ struct RingShape {
   int64_t shared_bytes;
 };
 
-// One thread block per SM, with as many teams as the rows, the threads and the shared memory allow. The ring has enough
-// stages for kBytesInFlight, unless the shared memory, kMaxStages or the rows of a team allow fewer. `row_bytes` is the
-// size of a row of x, dout and dsum together. After the last row, the same memory holds `sums_bytes` per team.
+// One thread block per SM, with as many teams as the rows, the threads, the named barriers and the shared memory allow.
+// The ring has enough stages for kBytesInFlight, unless the shared memory, kMaxStages or the rows of a team allow
+// fewer. `row_bytes` is the size of a row of x, dout and dsum together. After the last row, the same memory holds
+// `sums_bytes` per team.
 inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int64_t sums_bytes, int threads, int max_threads,
                             int64_t max_shared_bytes) {
   constexpr int kMaxStages = 4;
@@ -74,8 +75,8 @@ class RowRing {
 
   static __device__ int64_t step() { return int64_t(gridDim.x) * blockDim.y; }
 
-  // Returns the team's next row of x, from whose address dout() and dsum() compute those of the other arrays' rows. The
-  // call overwrites the previous row.
+  // Returns the team's next row of x in shared memory. From its address, dout() and dsum() compute the addresses of the
+  // rows of dout and dsum. The call overwrites the previous row.
   __device__ const T* next() {
     copy();
     if (stages_ == 4)
@@ -95,7 +96,7 @@ class RowRing {
   }
 
  private:
-  // Positions in shared memory are in elements of X, the narrower dtype.
+  // Positions in shared memory count elements of X, which is not wider than T.
   static constexpr int kWide = sizeof(T) / sizeof(X);
 
   __device__ X* after(X* stage) const {

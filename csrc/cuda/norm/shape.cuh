@@ -31,8 +31,8 @@ constexpr int forward_max_threads(int items) {
   return max_threads(48 + items * kPack<T> * (3 * sizeof(T) + 4) / 4);
 }
 
-// A thread needs registers for the weight in T, for kArrays float32 sums over the rows, for what the first pass keeps
-// for the second (in float32, or in T beyond 40 elements per thread), and 48 others.
+// A thread needs registers for the weight in T, for kArrays arrays of float32 sums over the rows, for two arrays that
+// the first pass keeps for the second (in float32, or in T beyond 40 elements per thread), and 48 others.
 template <typename T, int kArrays>
 constexpr int backward_max_threads(int items) {
   const int kept = items * kPack<T> > 40 ? sizeof(T) : 4;
@@ -45,9 +45,9 @@ struct RowShape {
   bool full;    // the row fills all packs of all threads
 };
 
-// The cheapest shape. A warp spends time on all its packs, even beyond the row's end, and on the row's sums, which cost
-// as much as about 20 elements. For BlockPart, a row's cost includes a share of the warps that the thread block cannot
-// use.
+// Returns the cheapest shape. A thread spends time on all its packs, even beyond the row's end, and on the row's sums,
+// which cost as much as about 20 elements. For BlockPart, a row's cost includes a share of the warps that the thread
+// block cannot use.
 template <typename T, typename Team, typename MaxThreads>
 RowShape row_shape(int64_t packs, int max_warp_items, const MaxThreads& max_threads) {
   constexpr int kSumsCost = 20;
@@ -55,7 +55,7 @@ RowShape row_shape(int64_t packs, int max_warp_items, const MaxThreads& max_thre
   int64_t least = 0;
   for (int items = max_warp_items; items > 0; --items) {
     const int64_t threads = ceil_div(ceil_div(packs, items), kWarp) * kWarp;
-    if (threads * (items - 1) >= packs && items > 1) continue;  // so many threads hold the row with one pack less each
+    if (threads * (items - 1) >= packs && items > 1) continue;  // these threads can hold the row with fewer packs each
     const int64_t most = max_threads(items);
     if (threads > most || (threads > kWarp && (items < kMinItems || items > kMaxItems))) continue;
     const int64_t shared = std::is_same_v<Team, BlockPart> ? most / (most / threads) : threads;
@@ -72,8 +72,9 @@ struct RowInstance {
   int unguarded;
 };
 
-// For rows of one warp; the first instance that supports a row is used. Those with items == unguarded are for GPT-2's
-// widths 768, 1024 and 1280 in 16 bits, and 768 in float32, and the last 16-bit instance is for 1600.
+// Instances for rows that one warp holds. The first instance that supports a row is used. The instances with items ==
+// unguarded are for GPT-2's widths: 768, 1024 and 1280 in 16 bits, and 768 in float32. The last 16-bit instance is for
+// the width 1600.
 template <typename T>
 constexpr auto kWarpInstances = std::to_array<RowInstance>({{1, 0}, {2, 1}, {4, 2}, {6, 6}, {7, 4}});
 template <typename T>
