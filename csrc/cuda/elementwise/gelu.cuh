@@ -38,9 +38,9 @@ struct GeluTanh {
     return exp2_approximately(x * fmaf(float(-kCubic * kLog2E), square, float(-kLinear * kLog2E)));
   }
 
-  // s + x s (1 - s) v'(x), for 16-bit results. x^2 is limited to the value at which e^-v is 2^127 or 2^-127. For larger
-  // |x|, the approximate instructions make s, and thus the derivative, exactly 0 or 1: x s (1 - s) multiplies every
-  // finite x by 0. An infinite x gives NaN, as in the formula.
+  // s + x s (1 - s) v'(x), for 16-bit results. x^2 is limited to the value at which e^-v is about 2^127 or 2^-127. For
+  // larger |x|, the approximate instructions make s, and thus the derivative, exactly 0 or 1: x s (1 - s) multiplies
+  // every finite x by 0. An infinite x gives NaN, as in the formula.
   static __device__ float short_derivative(float x) {
     constexpr float kFar = 10.04f;
     const float square = fminf(x * x, kFar * kFar);
@@ -113,7 +113,7 @@ __device__ Tail<double> tail(double x) {
 template <typename T>
 struct GeluErf {
   using A = accumulate_t<T>;
-  static constexpr double kFar = sizeof(A) == 8 ? 40 : 15;  // the tail is 0 beyond kFar, which keeps x^2 finite
+  static constexpr double kFar = sizeof(A) == 8 ? 40 : 15;  // the tail is 0 beyond kFar; limiting |x| keeps x^2 finite
 
   static __device__ A value(A x) {
     const A q = tail<T>(fmin(fabs(x), A(kFar))).mass;

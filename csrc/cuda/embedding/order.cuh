@@ -76,7 +76,7 @@ struct EncoderWorkspace {
   int* tile_starts;           // (bins + 1, tiles)
   int* items;                 // (windows + 1, kWindow)
   Run* long_runs;             // (windows, 2)
-  accumulate_t<T>* partials;  // (partial_rows, C): 2 rows per window, then `pieces` rows per position
+  accumulate_t<T>* partials;  // (partial_rows, C): 2 rows per window; then, if pieces > 1, one per piece and position
   int* arrived;               // (partial_rows, slabs)
   int n;
   int shift;  // bins = 1 << shift
@@ -89,7 +89,7 @@ struct EncoderWorkspace {
   int partial_rows;
   int slabs;
   int width;
-  int64_t zeros;  // long_runs and `arrived` have this many ints, which are set to 0
+  int64_t zeros;  // the number of ints from long_runs to the end of `arrived`, which are set to 0
   int64_t bytes;
 
   __device__ int token_of(int slot) const { return slot / digits + (slot % digits << shift); }

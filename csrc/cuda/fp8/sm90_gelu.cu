@@ -472,9 +472,8 @@ __global__ void __launch_bounds__(kStubThreads) fp8_gelu_wgmma_kernel(const __gr
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// Maps a dense matrix of bytes, whose row index is split into kRank dimensions. `sizes`, `strides` (in rows) and
-// `boxes` describe these dimensions, the fastest-varying first. The map's innermost dimension is the columns, 128 per
-// box.
+// Maps a dense matrix of bytes. `sizes`, `strides` (in rows) and `boxes` split its row index into kRank dimensions, the
+// fastest-varying first. The map's innermost dimension is the columns, 128 per box.
 template <int kRank>
 CUtensorMap block_map(const void* data, int64_t columns, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank],
                       const int (&boxes)[kRank]) {
@@ -579,8 +578,7 @@ bool supports(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
          built_for_wgmma<fp8_gelu_wgmma_kernel<T, Function::kGelu, 256>>();
 }
 
-// At least 85 % of the SMs must have a thread block, and there must be at least 4 tiles per thread block, to make up
-// for the time of loading b.
+// To make up for loading b, at least 85 % of the SMs must have a thread block, and each thread block at least 4 tiles.
 template <typename T>
 bool is_faster(const Fp8Matmul<T>& p) {
   constexpr double kBusy = 0.85;

@@ -224,8 +224,7 @@ struct ExpEpilogue {
 constexpr int kAfterRows = 32, kAfterParts = 8;
 
 // Computes a row's loss from E at the target and the sum of E over the other columns (`others`), stores -others as the
-// target's E, and returns the factor. If E is out of range, the function marks the row to be redone and returns 1. For
-// a row without a loss, it returns 0.
+// target's E, and returns the factor. If E is out of range, the function marks the row to be redone and returns 1.
 //
 // -others is rounded to bfloat16. The factor is corrected for this rounding, so that the target's gradient, the row's
 // largest, is exact.
