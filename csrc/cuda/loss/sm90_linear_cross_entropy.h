@@ -34,7 +34,7 @@ int64_t exp_classifier_workspace(const ExpClassifier& p);
 
 cudaError_t exp_classifier(const ExpClassifier& p, void* workspace, Stream stream);
 
-// dx (N, C) = factors * product, row by row. product = E * weight. Both matrices are contiguous and 16-byte aligned.
+// dx (N, C) = factors * product, row by row. dx and product (E * weight) are contiguous and 16-byte aligned.
 cudaError_t exp_classifier_dx(bfloat16* dx, const float* product, const float* factors, int64_t rows, int64_t width,
                               Stream stream);
 
