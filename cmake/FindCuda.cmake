@@ -1,6 +1,6 @@
 # Sets GPTKERNELS_WITH_CUDA and the architectures, and finds cuBLAS and cuBLASLt in the toolkit or in the nvidia-cublas
-# wheel. If something is missing, the configuration fails if GPTKERNELS_CUDA=1. Otherwise it logs the reason for not
-# building the CUDA library, and `gptkernels info` shows it too.
+# wheel. If something is missing and GPTKERNELS_CUDA=1, the configuration fails. If something is missing and
+# GPTKERNELS_CUDA is not 1, the configuration logs why it builds no CUDA library; `gptkernels info` shows this reason.
 set(GPTKERNELS_WITH_CUDA OFF)
 set(GPTKERNELS_WITHOUT_CUDA "")
 

@@ -24,7 +24,8 @@ struct AdamwOptions {
   double weight_decay;
   float max_grad_norm;
   bool maximize;
-  // For bfloat16 parameters, which then have no masters, and for their moments if these are bfloat16.
+  // If true, the parameters are bfloat16 and have no masters. The step rounds the parameters stochastically, and also
+  // their moments if these are bfloat16.
   bool round_stochastically;
   uint64_t rounding_seed;
 };
@@ -64,7 +65,8 @@ Status adamw(const Adamw<T, Gradient, State>& p, Stream stream);
 
 // ---- the step's arithmetic, shared by both devices ------------------------------------------------------------------
 
-// Computed in float64, then rounded to A: for small t, 1 - beta^t has few accurate digits in float32.
+// adamw_factors() computes the factors in float64 (the clip coefficient in float32) and rounds them to A, because for
+// small t, 1 - beta^t would have few accurate digits in float32.
 template <typename A>
 struct AdamwFactors {
   A gradient;  // clip coefficient / grad_scale, negated to maximize
@@ -84,7 +86,7 @@ GPTKERNELS_STEP float clip_coefficient(float norm, float max_norm) {
   return coefficient > 1 ? 1 : coefficient;
 }
 
-// Faster than pow(). As in torch, beta^t is rounded before the subtraction, which changes the result for small t.
+// expm1() is faster than pow(). The result is not -expm1(), because torch rounds beta^t before the subtraction.
 GPTKERNELS_STEP double one_minus_power(double log_beta, double t) {
   const double power = 1 + std::expm1(t * log_beta);
   return 1 - power;
@@ -117,7 +119,7 @@ GPTKERNELS_STEP float current_value(float master, T param) {
 template <typename Arithmetic, typename A>
 GPTKERNELS_STEP void adamw_update(const AdamwFactors<A>& f, A gradient, A& param, A& exp_avg, A& exp_avg_sq) {
   const A g = Arithmetic::product(gradient, f.gradient);
-  // Like torch.lerp, so that with beta1 = 0 the result is exactly g.
+  // This is torch.lerp's formula. With beta1 = 0 the result is exactly g.
   exp_avg = f.weight1 < A(0.5) ? exp_avg + f.weight1 * (g - exp_avg) : g - f.beta1 * (g - exp_avg);
   exp_avg_sq = exp_avg_sq * f.beta2 + f.weight2 * g * g;
   const A denominator = Arithmetic::square_root(exp_avg_sq) * f.correction + f.eps;

@@ -96,7 +96,8 @@ constexpr double gradient_scale(const AttentionBackward<T>& p) {
   return p.sizes.keys == 1 && !p.dlogsumexp ? 0 : p.scale;
 }
 
-// Sizes in bytes. A workspace must be aligned as by torch's allocator (to 256 bytes on CUDA).
+// These functions return sizes in bytes. A workspace must have the alignment of memory from torch's allocators (at
+// least 256 bytes on CUDA).
 template <typename T>
 int64_t attention_forward_workspace(const AttentionForward<T>& p);
 template <typename T>

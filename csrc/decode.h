@@ -30,7 +30,7 @@ struct DecodeLayer {
 template <typename T>
 struct Decode {
   T* logits;                     // (B, Vp)
-  T* keys_values;                // (L, 2, B, NH, capacity, HS); the op adds the keys and values of the last tokens
+  T* keys_values;                // (L, 2, B, NH, capacity, HS); the op appends the last tokens' keys and values
   const int64_t* sequences;      // (B, length); -1, which sample_ writes if it cannot draw a token, is read as 0
   const int64_t* lengths;        // (B), including the last token, which is not in the cache yet
   const T* wte;                  // (V or more, C)

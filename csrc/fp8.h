@@ -37,15 +37,16 @@ struct Fp8Fused {
   int64_t partial_rows = 0;
 };
 
-// out = x / scale, rounded to nearest even. Values beyond the format's range saturate; infinities and NaN become NaN.
-// The scale is the smallest power of two for which the history's largest magnitude does not saturate. Without a
-// history, or with a history of zeros, the scale is computed from x, which CUDA then reads twice.
+// out = y / scale, rounded to nearest even, where y is x or the function of x and u that `source` names. Values beyond
+// the format's range saturate; infinities and NaN become NaN. The scale is the smallest power of two for which the
+// history's largest magnitude does not saturate. Without a history, or with a history of zeros, the scale is computed
+// from the largest magnitude of y; the CUDA kernels then read x and u twice.
 template <typename T>
 struct Fp8Quantize {
-  uint8_t* out;             // (N, C), or null
+  uint8_t* out;             // (N, C); may be null on CUDA
   uint8_t* out_transposed;  // (C, fp8_padded(N)), or null
   float* scale;             // scalar: value = number * scale
-  T* column_sums;           // (C), before quantisation, or null
+  T* column_sums;           // (C), the sums of y over the rows, or null
   const T* x;               // (N, C)
   const T* u;
   int32_t* history;  // (kFp8History), or null

@@ -17,9 +17,9 @@ struct Fp8Scale {
   uint32_t scale;       // value = float8 number * scale
 };
 
-// `amax` is the bits of a finite, non-negative float32. The multiplier is the largest power of two for which amax *
-// multiplier does not exceed 1.75 * 2^largest_exponent, the format's maximum: 448 for exponent 8 (e4m3), 57344 for 15
-// (e5m2). It is 1 if amax is 0.
+// `amax` is the bits of a finite, non-negative float32. The multiplier is the largest power of two, at most 2^126, for
+// which amax * multiplier does not exceed 1.75 * 2^largest_exponent. This limit is the format's maximum: 448 for
+// exponent 8 (e4m3), 57344 for exponent 15 (e5m2). If amax is 0, the multiplier is 1.
 GPTKERNELS_SCALE_DEVICE inline Fp8Scale fp8_scale(uint32_t amax, int largest_exponent) {
   constexpr uint32_t kSignificand = 0x7FFFFFu;
   constexpr uint32_t kThreeQuarters = 0x600000u;  // the significand of 1.75

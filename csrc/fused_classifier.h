@@ -13,8 +13,8 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// 2^15 * (p - onehot) in e5m2. |p - onehot| is at most 1, and 2^15 is the largest power of two in e5m2, so the constant
-// multiplier never overflows.
+// 2^15 * (p - onehot) in e5m2. |p - onehot| is at most 1, and 2^15 is the largest power of two in e5m2, so the product
+// never overflows.
 struct Fp8Dlogit {
   static constexpr float kMultiplier = 32768;
   uint8_t bits;
@@ -24,7 +24,7 @@ struct Fp8Dlogit {
 template <typename T, typename Out = T>
 struct FusedClassifierForward {
   accumulate_t<T>* losses;  // (N)
-  Out* dlogits;             // (N, Vp); may be logits
+  Out* dlogits;             // (N, Vp); may be logits if Out is T
   const T* logits;          // (N, Vp)
   const void* targets;      // (N) int64 or int32
   bool targets_are_int64;

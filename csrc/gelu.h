@@ -1,5 +1,5 @@
-// x * Phi(x) with the normal distribution function Phi (kErf), or its tanh approximation (kTanh), over dense data. An
-// output may overwrite an input.
+// GELU over dense data: x * Phi(x), where Phi is the normal distribution function (kErf), or the tanh approximation of
+// x * Phi(x) (kTanh). An output may overwrite an input.
 #pragma once
 
 #include "device.h"

@@ -69,7 +69,7 @@ GPTKERNELS_HOST_DEVICE uint32_t sixteen_bits(const PhiloxWords& words, int slot)
   return words.word[slot / 2] >> (16 * (slot % 2)) & 0xFFFFu;
 }
 
-// The Philox key holds the seed and the upper 32 bits of the offset. The counter holds the lower 32 bits.
+// The upper 32 bits of the offset change the Philox key, and the lower 32 bits are one word of the counter.
 GPTKERNELS_HOST_DEVICE uint64_t dropout_key(int64_t seed, int64_t offset) {
   return static_cast<uint64_t>(seed) ^ (static_cast<uint64_t>(offset) & 0xFFFFFFFF00000000u);
 }

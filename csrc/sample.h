@@ -4,10 +4,10 @@
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
-// Let x = logits / temperature. The token is argmax_i exp(x_i - max x) / noise_i over the elements that top_k and top_p
-// keep. With exponentially distributed noise, token i is drawn with probability softmax(x)_i, as by torch.multinomial.
-// Without noise, it is the argmax of the logits. Ties give the lowest index. A row with a NaN, or whose largest logit
-// is not finite, gives -1.
+// Let x = logits / temperature. The token is argmax_i exp(x_i - max x) / noise_i over the elements i that top_k and
+// top_p keep. If the noise is exponentially distributed, token i is drawn with a probability proportional to exp(x_i),
+// as by torch.multinomial. Without noise, the token is the argmax of the logits. Ties give the lowest index. A row with
+// a NaN, or whose largest x is not finite, gives -1.
 template <typename T>
 struct Sample {
   int64_t* sequences;  // (B, length); the token of row b is written to column lengths[b]
@@ -20,8 +20,8 @@ struct Sample {
   int64_t sequence_length;
   double temperature;  // above 0; ignored without noise
   int64_t top_k;       // keeps every x that is at least the top_k-th largest x
-  // top_p selects from the x that top_k keeps: the fewest largest that have at least the fraction top_p of the total
-  // probability, and every x equal to the smallest of these.
+  // Of the x that top_k keeps, sorted in descending order, top_p keeps the shortest prefix that has at least the
+  // fraction top_p of their total probability, and every x that equals the last one in this prefix.
   double top_p;
 };
 

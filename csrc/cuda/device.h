@@ -14,7 +14,7 @@ using float16 = __half;
 using Stream = cudaStream_t;
 using Status = cudaError_t;
 
-// The type of sums and statistics.
+// The type in which kernels compute. Long sums of float32 are float64 (sum_t in common/packed.cuh).
 template <typename T>
 struct accumulate {
   using type = float;

@@ -31,8 +31,8 @@ struct DropoutDraw {
   __device__ bool keeps_upper(uint32_t word) const { return word >= threshold << 16; }
 };
 
-// All kernels must round dropout in the same way, but in some, the compiler would fuse the multiplication with a
-// following addition.
+// All kernels must round the product of an element and dropout's factor in the same way. In some kernels, the compiler
+// would fuse the multiplication with a following addition.
 __device__ inline float rounded_product(float a, float b) {
   return __fmul_rn(a, b);
 }

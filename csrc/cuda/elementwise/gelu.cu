@@ -70,8 +70,8 @@ __global__ void __launch_bounds__(kThreads) gelu_backward_packed_kernel(const Ge
 }
 
 // Small thread blocks that start and end at different times keep reads and writes evenly mixed, so one pack per thread
-// is fastest. The exact GELU in 16 bits uses two packs, because the eight elements of a pack take many instructions
-// (docs/notes/gelu.md).
+// is fastest (docs/notes/gelu.md). The forward of the exact GELU in 16 bits uses two packs, because the eight elements
+// of a pack take many instructions.
 template <typename Form, typename T, int kVec>
 constexpr int kForwardItems = 1;
 template <typename T, int kVec>

@@ -38,9 +38,9 @@ struct GeluTanh {
     return exp2_approximately(x * fmaf(float(-kCubic * kLog2E), square, float(-kLinear * kLog2E)));
   }
 
-  // s + x s (1 - s) v'(x), for 16-bit results. x^2 is limited to the value at which e^-v is 2^127 or 2^-127. For larger
-  // |x|, the approximate instructions make s, and thus the derivative, exactly 0 or 1: x s (1 - s) multiplies every
-  // finite x by 0. An infinite x gives NaN, as in the formula.
+  // s + x s (1 - s) v'(x), for 16-bit results. x^2 is limited to the value at which e^-v is about 2^127 or 2^-127. For
+  // larger |x|, the approximate instructions make s, and thus the derivative, exactly 0 or 1: x s (1 - s) multiplies
+  // every finite x by 0. An infinite x gives NaN, as in the formula.
   static __device__ float short_derivative(float x) {
     constexpr float kFar = 10.04f;
     const float square = fminf(x * x, kFar * kFar);
@@ -84,19 +84,19 @@ struct TailFit<T> {
 
 constexpr double kDensityAtZero = 0.3989422804014327;  // 1 / sqrt(2 pi)
 
-// Takes about 30 instructions, few enough for float32 to run at memory bandwidth. The approximate exponential and
-// reciprocal have relative errors of up to 2^-22, accurate enough for x >= 1: where the result is 1 - Q, Q is less than
-// 1/6, so its error hardly matters; where the result is Q, torch's error is larger.
+// This function takes about 30 instructions, few enough for float32 to run at memory bandwidth. The approximate
+// exponential and reciprocal have relative errors of up to 2^-22, which is accurate enough for x >= 1: where GELU needs
+// 1 - Q, Q is less than 1/6, so the error of Q hardly matters; where GELU needs Q, torch's error is larger.
 template <typename T>
 __device__ Tail<float> tail(float x) {
   const float square = x * x;
   float e = exp2_approximately((-0.5f * kLog2E) * square);
-  // The rounding of the square causes an error of up to 80 ulp in the far tail.
+  // This corrects the error from rounding the square, which is up to 80 ulp in the far tail.
   if constexpr (!kSixteenBits<T>) e -= 0.5f * e * fmaf(x, x, -square);
   const float t = reciprocal_approximately(1.0f + 0.25f * x);
   float mass = e * t * TailFit<T>::polynomial(t);
-  // For x < 1, 1/2 - x R(x^2) is more accurate: it has fewer roundings, and the subtraction does not cancel. R is
-  // fitted like TailFit's polynomial, with a largest error of 3e-8.
+  // For x < 1, Q = 1/2 - x R(x^2) is more accurate: this formula has fewer roundings, and the subtraction hardly
+  // cancels. R was fitted like TailFit's polynomial, with a largest error of 3e-8.
   if constexpr (!kSixteenBits<T>)
     if (x < 1.0f)
       mass = 0.5f -
@@ -113,7 +113,7 @@ __device__ Tail<double> tail(double x) {
 template <typename T>
 struct GeluErf {
   using A = accumulate_t<T>;
-  static constexpr double kFar = sizeof(A) == 8 ? 40 : 15;  // the tail is 0 beyond kFar, which keeps x^2 finite
+  static constexpr double kFar = sizeof(A) == 8 ? 40 : 15;  // the tail is 0 beyond kFar; limiting |x| keeps x^2 finite
 
   static __device__ A value(A x) {
     const A q = tail<T>(fmin(fabs(x), A(kFar))).mass;

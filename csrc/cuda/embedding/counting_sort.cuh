@@ -50,7 +50,7 @@ __device__ inline void exclusive_scan(int* values, int count) {
 struct CountingSort {
   int* counts;  // (digits, warps + 1) in shared memory; the last column holds the digits' ends
 
-  // Halves `most` until the counts fit into shared memory without an opt-in.
+  // Returns `most`, halved until the counts fit into shared memory without an opt-in.
   static int threads(int most, int64_t digits) {
     constexpr int64_t kSharedBytes = 46 * 1024;
     int warps = most / kWarp;

@@ -57,8 +57,8 @@ Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream) {
 template <typename T, typename Token>
 int64_t encoder_backward_workspace(int64_t batch, int64_t length, int64_t vocabulary, int64_t width) {
   if (batch * length == 0) return 0;
-  // The pointers' alignment is not known yet. Without packs there are more slabs, so that case's size is enough for
-  // both.
+  // The pointers' alignment is not known yet. A launch without packs has at least as many slabs as one with packs, so
+  // its workspace is large enough in both cases.
   return carve<T>(nullptr, batch, length, vocabulary, width, slabs<1, kLanes<1>>(width)).bytes;
 }
 

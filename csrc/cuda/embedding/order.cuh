@@ -6,10 +6,12 @@
 //                                   the bin from all tiles, and sorts it by the high bits
 //
 // There are about sqrt(V) bins, and about sqrt(V) values of the high bits (digits). The low bits select the bin,
-// because frequent tokens have small numbers in most vocabularies, and are thus spread over the bins. The only atomics
-// count, so the order depends on the tokens alone. Latency determines the time of both kernels, so each kernel of the
-// backward starts while the previous one still runs (launch.cuh). It calls wait_for_previous_kernel() before it writes
-// what the previous kernel reads, or reads what that kernel writes.
+// because frequent tokens have small numbers in most vocabularies, and are thus spread over the bins. All atomic
+// operations are integer additions, so the order of the positions depends on the tokens alone.
+//
+// Latency determines the time of both kernels. Therefore encoder_backward_bins_kernel and encoder_backward_sums_kernel
+// (sums.cuh) start while the previous kernel still runs (launch.cuh). They call wait_for_previous_kernel() before they
+// access memory that the previous kernel writes, or write memory that it reads.
 //
 // The result is the array `items`. A token's slot is its index in the vocabulary sorted by low bits, then by high bits
 // (token_of). For each slot in turn, `items` has one head and then the slot's run: the token's positions, in ascending
@@ -20,8 +22,8 @@
 //   position                  an entry of a short run
 //   position | kLongRunMark   an entry of a long run
 //
-// A window is kWindow items. long_runs[2 * w + 1] is the long run whose first entry is in window w, and long_runs[2 *
-// w] the long run with entries in window w and in earlier windows. Example, where `--` is kNoHead and `*` is
+// A window is kWindow items. long_runs[2 * w + 1] is the long run whose first entry is in window w. long_runs[2 * w] is
+// the long run that has entries in window w and in earlier windows. Example, where `--` is kNoHead and `*` is
 // kLongRunMark:
 //
 //   items     ~a 5 9 | ~b | ~c 0 2 7 | -- 1*3*4*6*8* ... * | ~e | -- ...     d and f have long runs
@@ -74,7 +76,7 @@ struct EncoderWorkspace {
   int* tile_starts;           // (bins + 1, tiles)
   int* items;                 // (windows + 1, kWindow)
   Run* long_runs;             // (windows, 2)
-  accumulate_t<T>* partials;  // (partial_rows, C): 2 rows per window, then `pieces` rows per position
+  accumulate_t<T>* partials;  // (partial_rows, C): 2 rows per window; then, if pieces > 1, one per piece and position
   int* arrived;               // (partial_rows, slabs)
   int n;
   int shift;  // bins = 1 << shift
@@ -87,7 +89,7 @@ struct EncoderWorkspace {
   int partial_rows;
   int slabs;
   int width;
-  int64_t zeros;  // number of ints of long_runs and arrived to set to 0
+  int64_t zeros;  // the number of ints from long_runs to the end of `arrived`, which are set to 0
   int64_t bytes;
 
   __device__ int token_of(int slot) const { return slot / digits + (slot % digits << shift); }
@@ -207,7 +209,7 @@ __global__ void __launch_bounds__(kBinThreads)
     for (int j = 0; j < kAhead; ++j)
       if (const int e = first + j * kWarp + lane; e < end) entries[j] = load_entry(e);
   };
-  Entry kept[kAhead] = {};  // in most bins, these are all entries
+  Entry kept[kAhead] = {};  // in most bins, these are all of the lane's entries
   load_entries(kept, begin);
   const auto for_entries = [&](const auto& visit) {
     const auto visit_all = [&](const Entry(&entries)[kAhead], int first) {

@@ -15,8 +15,8 @@ int64_t slabs(int64_t width) {
   return ceil_div(width, int64_t(kVec) * kLanes);
 }
 
-// kLanes neighbouring lanes share a row. Lanes beyond the width repeat the last lane's work: storing the same bytes
-// twice costs no time, unlike a bounds check for every access.
+// kLanes neighbouring lanes share a row. Lanes beyond the width repeat the work of the last lane within the width:
+// storing the same bytes twice costs no time, unlike a bounds check for every access.
 template <int kVec, int kLanes>
 struct SlabColumns {
   int64_t slab;

@@ -1,6 +1,6 @@
 // The second half of the encoder's backward, after order.cuh has sorted the positions by token. dout is read from
-// memory once. Rows of dwte that no token refers to become 0. With kAccumulate the sums are added to dwte, and these
-// rows stay unchanged.
+// memory once. Rows of dwte whose token does not occur become 0. With kAccumulate, the sums are added to dwte, and rows
+// whose token does not occur stay unchanged.
 //
 // The work is divided into tasks of similar size, one per warp or half-warp:
 //
@@ -12,8 +12,8 @@
 // warp. The warp that finishes last adds the parts (add_parts); no warp waits for another. The order of the additions
 // depends on the tokens alone, not on which warp is the last.
 //
-// A slab is 256 bytes of a row, 16 lanes with 16 bytes each. Wider slabs do not stay in the L2 until dout is read
-// again, and narrower slabs waste part of each memory transaction.
+// With packs, a slab is 256 bytes of a row, 16 lanes with 16 bytes each. Wider slabs do not stay in the L2 until dout
+// is read again, and narrower slabs waste part of each memory transaction.
 #pragma once
 
 #include <cstdint>
@@ -97,9 +97,9 @@ __device__ void sum_rows(Total (&sum)[kVec], const Column<T>& column, int count,
 
 // ---- sums of several parts ----
 
-// Called by each of `count` warps after it has written a partial sum; true in the last warp, which may then read all
-// partial sums. Lane 0's fences, between warp barriers, order every lane's writes before the increment, and the
-// increment before every lane's reads.
+// Each of `count` warps calls this function after it has written a partial sum. The function returns true in the last
+// warp, which may then read all partial sums. Lane 0's fences, between warp barriers, order every lane's writes before
+// the increment, and the increment before every lane's reads.
 __device__ inline bool last_to_arrive(int* arrived, int count) {
   __syncwarp();
   random_delay();
@@ -250,7 +250,8 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
         for (int j = 0; j < kLoadsInFlight<kVec>; ++j) any |= unsigned(item[j]) < unsigned(kLongRunMark);
       continue;
     }
-    // Selects instead of branches: after a branch, the compiler would insert a warp reconvergence point.
+    // In this loop, only write_row() is behind a branch. The other lines use selects, because the compiler would insert
+    // a warp reconvergence point after each branch.
 #pragma unroll
     for (int j = 0; j < kLoadsInFlight<kVec>; ++j) {
       const bool head = item[j] < 0;
@@ -286,8 +287,8 @@ __device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderW
   }
 }
 
-// The first `batch_blocks` thread blocks of a slab compute dwpe, which does not depend on the sort, so they do not wait
-// for it. The others compute dwte.
+// The first `batch_blocks` thread blocks of a slab compute dwpe, which does not depend on the sort. They wait for the
+// previous kernels only before they use the counters in `arrived`. The other thread blocks compute dwte.
 template <typename T, typename Token, int kVec, bool kAccumulate>
 __global__ void __launch_bounds__(kSumsThreads, kSumsBlocksPerSM)
     encoder_backward_sums_kernel(const EncoderBackward<T, Token> p, const EncoderWorkspace<T> w,

@@ -1,4 +1,4 @@
-// Kernels read a tensor's scale from its amax history (fp8.h), and update the history at their end.
+// Kernels compute a tensor's scale from its amax history (fp8.h), and update the history at their end.
 #pragma once
 
 #include "../../fp8.h"
@@ -34,8 +34,8 @@ __device__ float block_amax(float magnitude) {
   return magnitude;
 }
 
-// One thread of every thread block passes the thread block's amax. The last thread block to arrive shifts the history
-// by one call, and resets the two working cells (fp8.h).
+// One thread of every thread block calls this function with the bits of the thread block's amax. The last thread block
+// to call it appends the grid's amax to the history, and resets the two working cells (fp8.h).
 __device__ inline void update_history(int32_t* history, int32_t bits) {
   int32_t* in_progress = history + kFp8Calls;
   atomicMax(in_progress, bits);

@@ -1,16 +1,16 @@
-// Layernorm with float8 output: x (2 bytes per element) is read once, and the float8 result is written twice, once
-// transposed.
+// Layernorm with float8 output. If the scale is known, x (2 bytes per element) is read once. The float8 result (1 byte
+// per element) is written once or, with a transposed copy, twice.
 //
 // A warp keeps a row in registers, as in layernorm_forward_registers_kernel. A thread block assembles tiles of 32 whole
 // rows in shared memory, so that the transposed copy is stored in whole sectors of 32 bytes.
 //
 // The same kernel is launched twice:
 //
-// - The first launch normalises, quantises and updates the amax history, if the scale is known. If the scale is not
-//   known (there is no history, or it is all zeros), the launch writes only the sums, the statistics and each thread
-//   block's largest magnitude, and updates the history.
-// - The second launch returns at once if the scale was known. Otherwise it computes the scale from these magnitudes,
-//   normalises again, and quantises.
+// - The first launch normalises, writes the sums (with a residual), the statistics and each thread block's largest
+//   magnitude, and updates the amax history. It also quantises if the scale is known: if there is a history that is not
+//   all zeros.
+// - The second launch returns at once if the scale was known. If not, it computes the scale from the thread blocks'
+//   largest magnitudes, normalises again, and quantises.
 #include <limits>
 
 #include "../../fp8_scale.h"
@@ -41,7 +41,7 @@ constexpr int kResident = R::kItems <= 3   ? 4
 
 // ---- a tile's bytes in shared memory ----
 
-// Whole lines of 128 bytes.
+// A row occupies whole lines of 128 bytes.
 __device__ __host__ constexpr int line_bytes(int width) {
   return (width + 127) / 128 * 128;
 }

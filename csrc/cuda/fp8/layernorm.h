@@ -13,8 +13,8 @@ bool fp8_layernorm_supports(const LayernormForward<T>& norm, const Fp8Quantize<T
 // The size of quantization.workspace in bytes.
 int64_t fp8_layernorm_workspace();
 
-// norm.out and quantization.x are ignored. If there is no scale yet (no history, or all zeros), the norm is computed a
-// second time when the result's amax is known.
+// norm.out and quantization.x are ignored. If there is no scale yet (no history, or a history of zeros), the norm is
+// computed a second time when the result's amax is known.
 template <typename T>
 Status fp8_layernorm(const LayernormForward<T>& norm, const Fp8Quantize<T>& quantization, Stream stream);
 

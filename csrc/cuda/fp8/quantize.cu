@@ -1,6 +1,6 @@
-// Quantisation of a matrix (N, C) to float8, with an optional transposed copy and column sums. Without an amax history,
-// or if it is all zeros, fp8_largest_kernel first finds the amax. fp8_quantize_kernel computes the scale, quantises,
-// and updates the history.
+// Quantisation of a matrix (N, C) to float8, with an optional transposed copy and column sums. If there is no amax
+// history, or only zeros in it, fp8_largest_kernel first finds the amax. fp8_quantize_kernel computes the scale,
+// quantises, and updates the history.
 //
 // A thread block processes every gridDim.y-th tile of 128 rows of a strip of 64 columns. A thread transposes the bytes
 // of 4 rows x 8 columns in registers. The transposed tile is assembled in shared memory, for stores of whole 128-byte
@@ -97,7 +97,7 @@ __device__ bool is_already_quantized(const Fp8Quantize<T>& p) {
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// The amax of the quantised values, which determines the scale if the amax history does not.
+// The amax of the values to be quantised. It determines the scale if the amax history does not.
 
 constexpr int kMaxAmaxBlocks = 1024;
 
@@ -231,7 +231,8 @@ __global__ void __launch_bounds__(kThreads, Source::kResident)
 
 constexpr int64_t kAmaxBytes = kMaxAmaxBlocks * sizeof(float);
 
-// One wave of `resident` thread blocks per SM: grid.x counts the strips, grid.y the thread blocks per strip.
+// grid.x is the number of strips, and grid.y the number of thread blocks per strip. Unless there are more strips, the
+// grid has at most `resident` thread blocks per SM.
 dim3 quantize_grid(int64_t rows, int64_t width, int resident) {
   constexpr int64_t kMaxRuns = 1024;
   const int64_t strips = std::max<int64_t>(ceil_div(width, kTileColumns), 1);

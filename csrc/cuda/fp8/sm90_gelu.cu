@@ -22,7 +22,7 @@
 //
 // TMA permutes the rows of a and b on their way to shared memory (rows_map, columns_map), so that in every 32 columns a
 // thread's accumulators are 8 neighbouring columns of 2 neighbouring rows, for wide stores. For the transposed copy,
-// stmatrix combines pairs of bytes (two rows of a column) to 16 rows of a column.
+// stmatrix joins the threads' pairs of bytes (two rows of a column) into 16 rows of a column.
 #include <cuda_fp8.h>
 
 #include <algorithm>
@@ -148,7 +148,7 @@ __device__ void load_operands(const GeluProduct<T>& p, const Shared& shared, int
 template <bool kE4M3, int n>
 __device__ __forceinline__ void start_step(float (&sums)[n], const Shared& shared, int warpgroup, int step, int slot) {
   constexpr int kWarpgroupColumns = 2 * n;
-  // A wgmma descriptor holds the lower 18 bits of an address.
+  // A wgmma descriptor holds bits 4 to 17 of an address.
   const Shared low = {shared.first & 0x3FFFF};
   const uint64_t a = panel_descriptor(low.a(slot));
   const uint64_t b = panel_descriptor(low.b(step, 2 * kWarpgroupColumns, warpgroup % 2 * kWarpgroupColumns));
@@ -245,7 +245,7 @@ __device__ __forceinline__ void exchange_half(float (&half)[n], const float (&va
 }
 
 // Sums a piece's columns over the warp's 16 rows by a reduce-scatter over the 8 lanes with the same lane % 4. A lane
-// gets the sum of column sum_column(lane), which is lane / 4 with its three bits reversed.
+// gets the sum of column sum_column(lane), which is lane / 4.
 template <typename T>
 __device__ __forceinline__ float sum_over_rows(const Pair& values, int lane) {
   float eight[8], four[4], two[2];
@@ -282,7 +282,7 @@ __device__ uint32_t larger_magnitudes(uint32_t a, uint32_t b) {
   return reinterpret_cast<const uint32_t&>(found);
 }
 
-// Word i of `words` has columns 2i and 2i + 1, each as two bytes for its two rows.
+// Word i of `words` receives columns 2i and 2i + 1, with two bytes per column: one for each of the thread's two rows.
 template <bool kE4M3, typename T>
 __device__ __forceinline__ void to_float8(uint32_t (&words)[4], const Pair& values, float multiplier,
                                           uint32_t& amax_pair) {
@@ -472,8 +472,8 @@ __global__ void __launch_bounds__(kStubThreads) fp8_gelu_wgmma_kernel(const __gr
 
 // ---- host code ------------------------------------------------------------------------------------------------------
 
-// A dense matrix of bytes whose row index is split into kRank dimensions, described by `sizes`, `strides` (in rows) and
-// `boxes`, the fastest-varying first. The map's innermost dimension is the columns, 128 per box.
+// Maps a dense matrix of bytes. `sizes`, `strides` (in rows) and `boxes` split its row index into kRank dimensions, the
+// fastest-varying first. The map's innermost dimension is the columns, 128 per box.
 template <int kRank>
 CUtensorMap block_map(const void* data, int64_t columns, const int64_t (&sizes)[kRank], const int64_t (&strides)[kRank],
                       const int (&boxes)[kRank]) {
@@ -578,7 +578,7 @@ bool supports(const Fp8Matmul<T>& p, const Fp8Quantize<T>& pass) {
          built_for_wgmma<fp8_gelu_wgmma_kernel<T, Function::kGelu, 256>>();
 }
 
-// At least 85 % of the SMs must have a thread block, and each thread block 4 tiles, to make up for loading b.
+// To make up for loading b, at least 85 % of the SMs must have a thread block, and each thread block at least 4 tiles.
 template <typename T>
 bool is_faster(const Fp8Matmul<T>& p) {
   constexpr double kBusy = 0.85;

@@ -1,5 +1,5 @@
 // A thread block transposes a tile of 128 x 128 bytes. Eight thread blocks are resident per SM, so that some load while
-// others store. Consecutive thread blocks process consecutive rows, and so write neighbouring lines.
+// others store. Consecutive thread blocks process tiles below each other, and therefore write neighbouring lines.
 
 #include "../../fp8.h"
 #include "cuda/common/launch.cuh"

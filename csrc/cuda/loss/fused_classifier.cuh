@@ -7,8 +7,8 @@
 // without the target's column: if the target's probability is nearly 1, the loss and the gradient depend on this small
 // sum, whose digits would be lost beside the target's exponential of 1.
 //
-// dlogits may overwrite the logits: a thread writes only columns that it has read itself, and reads the target's logit
-// before the reduction, which all writes follow.
+// dlogits may overwrite the logits: a thread writes only columns that no other thread reads, apart from the target's
+// column. All threads read the target's logit before the reduction, and write after it.
 #pragma once
 
 #include "../../fused_classifier.h"
@@ -40,7 +40,7 @@ __device__ void check_target(const P& p, int64_t row, int64_t target) {
   device_fail("fused_classifier_forward", "a target is outside the vocabulary",
               "target %lld at row %lld is outside the vocabulary of %lld\n", static_cast<long long>(target),
               static_cast<long long>(p.first_row + row), static_cast<long long>(p.vocab_size));
-  __builtin_unreachable();  // frees the registers of the code after the call
+  __builtin_unreachable();  // so that no registers are kept for code after the call
 }
 
 template <typename T>
@@ -126,8 +126,8 @@ struct ClassifierForwardRow {
   template <bool kHasHeadTail, bool kOverflow>
   static constexpr int kThreads = kOverflow ? 640 : 768;
 
-  // Float32 exponentials replace the logits in place. 16-bit types would round them, so they are computed again for the
-  // gradients.
+  // Float32 exponentials replace the logits in place. A 16-bit type would round the exponentials, so for such types the
+  // kernels compute them again for the gradients.
   static constexpr bool kInPlace = sizeof(T) == 4;
 
   template <typename Team, int kItems, bool kHasHeadTail, bool kOverflow>
@@ -177,7 +177,8 @@ struct ClassifierForwardRow {
 };
 
 // launch_rows() supports logits and dlogits with the same misalignment, but is used only if both are 16-byte aligned.
-// dlogits is either logits itself or a new, aligned tensor, and both must give the same bits.
+// dlogits is logits itself in the in-place operator, and a new, aligned tensor in the out-of-place operator. For the
+// same logits, both operators must run the same kernel, because their results must have the same bits.
 template <typename T, typename Out>
 void launch_forward(const FusedClassifierForward<T, Out>& p, Stream stream) {
   const bool aligned = can_vectorize<T>(p.width, p.logits, p.dlogits);

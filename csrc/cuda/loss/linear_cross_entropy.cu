@@ -1,5 +1,6 @@
-// One kernel computes the scale of a mean (dloss / the number of targets that are not ignored), another the sum of the
-// losses. Each is one thread block, because N values are little work compared with three matmuls over N rows.
+// One kernel computes the scale of a mean (dloss / the number of targets that are not ignored). Another kernel computes
+// the sum of the losses, and multiplies it by the scale. Each kernel has one thread block, because N values are little
+// work compared with three matmuls over N rows.
 #include "../../linear_cross_entropy.h"
 #include "cuda/common/reduce.cuh"
 

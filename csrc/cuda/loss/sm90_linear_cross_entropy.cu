@@ -5,7 +5,8 @@
 //
 //   before     one warp per row: the shift c, by a dot product of x with the target's row of the weight
 //   matmul     stores E (0 at the target), the sums of E over a tile's 256 columns, and, separately, E at the target
-//   after      adds the sums of a row; computes loss, factor, E at the target, factor * x; marks rows to redo
+//   after      adds the sums of a row; computes loss, factor and factor * x; stores minus the sum as the target's E;
+//              marks rows to redo
 //   matmul     again, for blocks of rows that have a marked row: stores the logits of marked rows
 //   redo       the classifier (fused_classifier.cuh) on marked rows
 //
@@ -24,7 +25,7 @@ namespace {
 
 using namespace tile_product;
 
-// Limits of E at the target, which is about 1, and of the sum of E. A row beyond these limits is redone.
+// A row is redone unless E at the target (usually about 1) is at least kMin and the sum of E is at most kMax.
 constexpr float kMin = 0x1p-100f, kMax = 0x1p100f;
 
 // In RowState::targets.
@@ -153,7 +154,7 @@ struct ExpEpilogue {
       const int row = at.row + pair * kWarpRows, column = at.column + 8 * lane;
       const int rows = min(p.rows - row, kWarpRows);  // 0 or negative beyond the matrix
       const bool stored = column < p.columns && p.store;
-      // Each lane loads the shift and the target of one row.
+      // Lane i loads the shift and the target of row i.
       const float shift = lane < rows ? p.state.shifts[row + lane] : INFINITY;
       const int target = lane < rows ? p.state.targets[row + lane] : kNone;
       bfloat16* out = p.out + static_cast<int64_t>(row) * p.columns + column;
@@ -223,7 +224,7 @@ struct ExpEpilogue {
 constexpr int kAfterRows = 32, kAfterParts = 8;
 
 // Computes a row's loss from E at the target and the sum of E over the other columns (`others`), stores -others as the
-// target's E, and returns the factor. If E is out of range, marks the row to be redone and returns 1.
+// target's E, and returns the factor. If E is out of range, the function marks the row to be redone and returns 1.
 //
 // -others is rounded to bfloat16. The factor is corrected for this rounding, so that the target's gradient, the row's
 // largest, is exact.

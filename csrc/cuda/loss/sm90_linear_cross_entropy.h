@@ -25,7 +25,8 @@ struct ExpClassifier : FusedClassifierForward<bfloat16> {
   bfloat16* scaled_x = nullptr;  // (N, C), contiguous, or null: factor * x, so that dweight = E^T * scaled_x
 };
 
-// Whether exp_classifier() supports these arguments, and is faster than a matmul and a separate pass.
+// Whether exp_classifier() supports these arguments, and is faster than a matmul and a separate pass. The environment
+// variable GPTKERNELS_MATMUL overrides the second condition (gemm/backend.h).
 bool exp_classifier_supports(const ExpClassifier& p);
 
 // Returns the size in bytes.
@@ -33,7 +34,7 @@ int64_t exp_classifier_workspace(const ExpClassifier& p);
 
 cudaError_t exp_classifier(const ExpClassifier& p, void* workspace, Stream stream);
 
-// dx (N, C) = factors * product, row by row, where product = E * weight. Both are contiguous and 16-byte aligned.
+// dx (N, C) = factors * product, row by row. dx and product (E * weight) are contiguous and 16-byte aligned.
 cudaError_t exp_classifier_dx(bfloat16* dx, const float* product, const float* factors, int64_t rows, int64_t width,
                               Stream stream);
 

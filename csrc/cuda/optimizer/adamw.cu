@@ -39,9 +39,10 @@ struct Exact {
   }
 };
 
-// Errors of up to 2 ulp of float32, for parameters that are then rounded to 16 bits. The exact operations have
-// branches, which serialise a thread's elements, and would slow down a kernel that moves only 14 bytes per parameter.
-// Every square root here is 0, infinite or between 1e-23 and 1e20, where the approximate operations are valid.
+// These operations have errors of up to 2 ulp of float32. They are for parameters that are rounded to 16 bits
+// afterwards. The exact operations have branches, which serialise a thread's elements, and would slow down a kernel
+// that moves as few as 14 bytes per parameter. A square root here is 0, infinite, NaN or between 1e-23 and 1e20, where
+// the approximate operations are valid.
 struct Approximate : Exact {
   static __device__ float quotient(float a, float b) { return __fdividef(a, b); }
   static __device__ float square_root(float x) {
@@ -53,7 +54,7 @@ struct Approximate : Exact {
 
 struct ToNearest {};
 
-// Rounds values of bfloat16 arrays stochastically, and those of other arrays to nearest.
+// Rounds values of bfloat16 arrays stochastically. Values of float32 arrays are not rounded.
 struct Stochastically {
   uint64_t seed;
   uint32_t step;
@@ -76,7 +77,7 @@ struct Stochastically {
   }
 };
 
-// Pointers start at the chunk. Weight is float if there is a master, else T.
+// The pointers point to the first element of the chunk. Weight is float if there is a master, else T.
 template <typename T, typename Weight, typename Gradient, typename State>
 struct AdamwTensor {
   T* param;
@@ -92,7 +93,7 @@ struct AdamwTensor {
         exp_avg(static_cast<State*>(pointers[kExpAvg]) + begin),
         exp_avg_sq(static_cast<State*>(pointers[kExpAvgSq]) + begin) {}
 
-  // Elements of a pack. A pack of the widest dtype has 16 bytes.
+  // The number of elements of a pack. A pack of the widest dtype has 16 bytes.
   static constexpr int pack = 16 / std::max({sizeof(T), sizeof(Weight), sizeof(Gradient), sizeof(State)});
   static constexpr int chunk = kThreads * kPacks * pack;
 

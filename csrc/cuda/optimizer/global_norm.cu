@@ -10,14 +10,14 @@ namespace {
 using NormList = TensorList<1, 512>;
 static_assert(sizeof(NormList) + sizeof(double*) <= kArgumentBytes);
 
-// ---- the partial sums: one block per chunk --------------------------------------------------------------------------
+// ---- the partial sums: one thread block per chunk -------------------------------------------------------------------
 
 constexpr int kThreads = 512;
 constexpr int kChunk = 16384;
 constexpr int kPacksInFlight = 4;  // 128 KB per SM with 2048 threads
 
 // float64 takes no additional time on H100 and H200: an SM converts 16 values to float64 and adds 64 per clock, but
-// reads only 8 bfloat16 per clock.
+// reads only about 8 bfloat16 per clock.
 template <int N, typename T>
 __device__ double squares(const Packed<T, N>& pack) {
   double sum = 0;
@@ -58,7 +58,7 @@ __global__ void __launch_bounds__(kThreads)
   if (thread == 0) partials[blockIdx.x] = total;
 }
 
-// ---- the sum of the partial sums: one block, which reads 8 bytes per chunk ------------------------------------------
+// ---- the sum of the partial sums: one thread block, which reads 8 bytes per chunk -----------------------------------
 
 constexpr int kSumThreads = 1024;
 constexpr int kSumsInFlight = 8;

@@ -1,6 +1,6 @@
-// Chooses the kernels of softmax and its backward. A row stays in registers and shared memory between its load and its
-// store (common/row_part_launch.cuh). A simple kernel with one thread block per row, which reads the row from memory in
-// both passes, is used for
+// Chooses the kernels of softmax and its backward. The fast kernels keep a row in registers and shared memory between
+// its load and its store (common/row_part_launch.cuh). A simple kernel with one thread block per row, which reads the
+// row from memory in both passes, is used for
 //
 //   float64
 //   arrays with different offsets from a multiple of 16 bytes
