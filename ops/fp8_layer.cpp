@@ -1,5 +1,5 @@
-// A layer of GPT-2 in training with float8 matmuls and tanh GELU, with the same bits as fp8_linear, fp8_mlp, attention
-// and layernorm. The norms' outputs are saved in float8 only.
+// A layer of GPT-2 in training, with float8 matmuls and tanh GELU. The results have the same bits as those of the ops
+// fp8_linear, fp8_mlp, attention and layernorm. The norms' outputs are saved in float8 only.
 #include "fp8_layernorm.h"
 #include "fp8_linear.h"
 #include "layer.h"

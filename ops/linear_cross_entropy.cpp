@@ -28,9 +28,10 @@ Reduction reduction_to_number(const char* op, const std::string& name) {
 
 namespace {
 
-// Chunks of equal size, at most 2^28 logits (512 MiB in bfloat16), in multiples of 128 rows for efficient matmuls. Each
-// chunk costs a pass over the float32 gradient of the weight, so a few large chunks are best. With GPT-2's vocabulary a
-// chunk has at most 5248 rows, and the pass takes 5 % of the time of the chunk's three matmuls.
+// Returns the number of rows of a chunk. Chunks have about equal sizes, at most 2^28 logits (512 MiB in bfloat16), and
+// a multiple of 128 rows for efficient matmuls. Each chunk costs a pass over the float32 gradient of the weight, so a
+// few large chunks are best. With GPT-2's vocabulary a chunk has at most 5248 rows, and the pass takes 5 % of the time
+// of the chunk's three matmuls.
 int64_t default_chunk(int64_t rows, int64_t columns) {
   constexpr int64_t kMaxLogits = int64_t(1) << 28;
   constexpr int64_t kMultiple = 128;
