@@ -95,8 +95,8 @@ std::string describe_layout(const Tensor& t) {
   return "shape " + describe(shape_of(t)) + " with strides " + describe(Shape(strides.begin(), strides.end()));
 }
 
-// The kernel processes the elements of a parameter and its other tensors in the order of their memory, so all must have
-// the same layout.
+// The kernel processes a parameter, its gradient, its moments and its master in the order of their memory, so all must
+// have the same layout.
 void check_layout(const char* name, size_t i, const Tensor& t, const Facts& facts, const Tensor& param,
                   const Facts& wanted) {
   if (!facts.has_layout_of(wanted))
@@ -182,7 +182,7 @@ Tensor copy_in_layout(const Tensor& grad, const Facts& param) {
 }
 
 // Checks the tensors, and groups the parameters by the dtypes of parameter, gradient and moments. A gradient whose
-// layout differs from its parameter's is replaced by a copy.
+// layout differs from its parameter's is replaced in `grads` by a copy.
 std::vector<Group> checked_groups(const Lists& lists, Tensors& grads) {
   std::vector<Group> groups;
   const Tensor& first = lists.params[0];

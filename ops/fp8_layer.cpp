@@ -9,8 +9,8 @@ namespace {
 
 constexpr ScalarType kForward = ScalarType::Float8_e4m3fn;
 
-// fp8_layer's outputs from mean_1 on, in order: the argument `saved` of fp8_layer_backward. Members whose names end in
-// _t are transposed float8 operands.
+// The outputs of fp8_layer from mean_1 on, in their order. They are the argument `saved` of fp8_layer_backward. Members
+// whose names end in _t are transposed float8 operands.
 struct Saved {
   Tensor mean_1, rstd_1, norm_1_t, norm_1_scale, qkv_weight_t, qkv_weight_scale, qkv, attended, logsumexp, attended_t;
   Tensor attended_scale, attn_proj_weight_t, attn_proj_weight_scale, mean_2, rstd_2, norm_2_t, norm_2_scale;

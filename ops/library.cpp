@@ -102,9 +102,9 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "bool[5] output_mask) -> (Tensor dx, Tensor dfc_weight, Tensor dfc_bias, Tensor dproj_weight, "
       "Tensor dproj_bias)");
 
-  // The operators with float8 matmuls (docs/fp8.md). The scale is computed from the amax history, (18) int32, which the
-  // op then updates; without a history, it is computed from x. q_t is (C, N rounded up to a multiple of 16) if
-  // transposed is true, and has no elements otherwise. fp8_matmul computes scale_a * scale_b * a @ b^T + bias.
+  // Float8 operators (docs/fp8.md). The scale is computed from the amax history, (18) int32, which the op then updates,
+  // or from x if there is no history. q_t is (C, N rounded up to a multiple of 16) if transposed is true, and has no
+  // elements otherwise. fp8_matmul computes scale_a * scale_b * a @ b^T + bias.
   m.def(
       "fp8_quantize(Tensor x, Tensor(a!)? history, ScalarType dtype, bool transposed=False) "
       "-> (Tensor q, Tensor q_t, Tensor scale)");

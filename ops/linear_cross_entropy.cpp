@@ -117,8 +117,9 @@ struct Gradients {
 
 #ifdef GPTKERNELS_CUDA
 
-// Computes losses and dx of rows [begin, begin + count), and in dlogits the gradient of the logits up to a factor for
-// each row. Returns the rows of x times these factors, for dweight, or nullopt if no kernel supports the arguments.
+// Computes the losses and dx of rows [begin, begin + count). dlogits receives the gradient of the logits, divided by a
+// factor for each row. Returns the rows of x times these factors, for dweight, or nullopt if no kernel supports the
+// arguments.
 std::optional<Matrix> exponentials(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses,
                                    const Matrix& dlogits, const OptionalTensor& dloss, const Gradients& gradients,
                                    int64_t begin, int64_t count) {

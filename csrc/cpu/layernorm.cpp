@@ -90,7 +90,7 @@ Partial<accumulate_t<T>> partial(const LayernormBackward<T, X>& p, int64_t group
   return {base, base + p.width, base + 2 * p.width};
 }
 
-// Means over a row, where g = dout * weight and c = x - mean:
+// Means (avg) over a row, where g = dout * weight and c = x - mean:
 //   dx = rstd * (g - avg(g) - c * rstd^2 * avg(g * c)).
 template <typename A>
 struct Means {
