@@ -227,11 +227,11 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor dqkv_weight, Tensor dqkv_bias, Tensor dattn_proj_weight, Tensor dattn_proj_bias, Tensor dnorm_2_weight, "
       "Tensor dnorm_2_bias, Tensor dfc_weight, Tensor dfc_bias, Tensor dmlp_proj_weight)");
 
-  // The op `layer` with float8 matmuls and GELU's tanh form. `histories` and `dout_histories` of fp8_layer contain one
-  // amax history for each of the matmuls with qkv_weight, attn_proj_weight, fc_weight and mlp_proj_weight: `histories`
-  // of the matmul's input, and `dout_histories` of the gradient of its output. fp8_layer_backward receives the latter
-  // as `histories`. `saved` contains the outputs of fp8_layer from mean_1 on. adds_past may be false only if the layer
-  // has no values.
+  // The op `layer` with float8 matmuls and GELU's tanh form. For each of the matmuls with qkv_weight, attn_proj_weight,
+  // fc_weight and mlp_proj_weight, the arguments of fp8_layer contain two amax histories: `histories` that of the
+  // matmul's input, and `dout_histories` that of the gradient of its output. fp8_layer_backward receives
+  // `dout_histories` as its argument `histories`. `saved` contains the outputs of fp8_layer from mean_1 on. adds_past
+  // may be false only if the layer has no values.
   m.def(
       "fp8_layer(Tensor stream, Tensor? values, Tensor? values_bias, Tensor? norm_1_weight, Tensor? norm_1_bias, "
       "Tensor qkv_weight, Tensor? qkv_bias, Tensor attn_proj_weight, Tensor? attn_proj_bias, Tensor? norm_2_weight, "

@@ -56,8 +56,8 @@ struct Epilogue {
   bool accumulate = false;          // adds to out; excludes the tensors above
 };
 
-// Allocates the product of a and b if only other matmuls read it. Its rows may be padded. The matmul that computes it
-// must not have bias or pre_gelu in its epilogue.
+// Allocates the output of a matmul a @ b that is read only by other matmuls, so its rows may be padded. The matmul must
+// not have bias or pre_gelu in its epilogue.
 Matrix allocate_intermediate(const Matrix& a, const Matrix& b);
 
 bool tf32_allowed();

@@ -41,7 +41,7 @@ using Shape = std::vector<int64_t>;
 
 // ---- error messages -------------------------------------------------------------------------------------------------
 
-// Error messages are not written to a C++ stream, because it would use the process's locale, which a libstdc++ that is
+// Error messages are not written to a C++ stream. A stream would use the process's locale, which a libstdc++ that is
 // linked statically into this library cannot access.
 inline void append(std::string& text, const std::string& part) {
   text += part;
