@@ -15,7 +15,8 @@ using Tensors = std::vector<Tensor>;
 
 // ---- checks ---------------------------------------------------------------------------------------------------------
 
-// A tensor's properties, each read once: reading one is a call into LibTorch, and the lists of tensors are long.
+// The constructor reads a tensor's properties once, because each read is a call into LibTorch, and the lists of tensors
+// are long.
 struct Facts {
   int32_t dtype;
   int32_t device_type;
@@ -53,7 +54,7 @@ struct Facts {
       if (sizes[i] != 1 && mine[i] != others[i]) return false;
     return true;
   }
-  // The elements have no gaps, in any order of the dimensions (channels_last, a transpose).
+  // True if the elements fill their memory without gaps, in any order of the dimensions (channels_last, a transpose).
   bool is_dense() const {
     if (contiguous) return true;
     const int64_t* stride = strides();
@@ -94,7 +95,8 @@ std::string describe_layout(const Tensor& t) {
   return "shape " + describe(shape_of(t)) + " with strides " + describe(Shape(strides.begin(), strides.end()));
 }
 
-// The kernel traverses a tensor and its parameter in the order of their memory.
+// The kernel processes a parameter, its gradient, its moments and its master in the order of their memory, so all must
+// have the same layout.
 void check_layout(const char* name, size_t i, const Tensor& t, const Facts& facts, const Tensor& param,
                   const Facts& wanted) {
   if (!facts.has_layout_of(wanted))
@@ -179,7 +181,8 @@ Tensor copy_in_layout(const Tensor& grad, const Facts& param) {
   return copy;
 }
 
-// Gradients whose layout differs from their parameter's are copied.
+// Checks the tensors, and groups the parameters by the dtypes of parameter, gradient and moments. A gradient whose
+// layout differs from its parameter's is replaced in `grads` by a copy.
 std::vector<Group> checked_groups(const Lists& lists, Tensors& grads) {
   std::vector<Group> groups;
   const Tensor& first = lists.params[0];
@@ -253,7 +256,7 @@ void dispatch_or_float(const Tensor& t, const Fn& fn) {
   fn.template operator()<T>();
 }
 
-// 0 if lr is on a GPU, where the kernel reads it.
+// Returns 0 if lr is on a GPU, where the kernel reads it.
 double host_value(const Tensor& lr) {
   if (!lr.is_cpu()) return 0;
   return lr.scalar_type() == ScalarType::Double ? *pointer<double>(lr) : *pointer<float>(lr);

@@ -13,7 +13,7 @@ namespace {
 
 constexpr int64_t kMaxHeadSize = 256;
 
-// The last dimension is contiguous. The others may have any strides.
+// A view (B, heads, tokens, HS) of a tensor. Its last dimension is contiguous; the others may have any strides.
 struct Heads {
   Tensor tensor;
   int64_t offset;
@@ -28,7 +28,7 @@ struct Heads {
   }
 };
 
-// A stride has no effect if its dimension has size 1. It is replaced by 0, so that it does not exclude a kernel that
+// The stride of a dimension of size 1 has no effect. It is replaced by 0, so that it does not exclude a kernel that
 // needs aligned strides.
 Heads heads(const Tensor& t) {
   const auto stride = [&](int64_t dim) { return t.size(dim) == 1 ? 0 : t.stride(dim); };

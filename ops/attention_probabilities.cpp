@@ -94,7 +94,7 @@ std::tuple<Tensor, Tensor> attention_probabilities_op(const Tensor& qkv, int64_t
   Tensor probabilities = allocate(s.probabilities(), qkv);
   if (qkv.numel() == 0) return {out, probabilities};
 
-  // The matmul applies the scale before it rounds, because unscaled scores may overflow in float16.
+  // The matmul applies the scale before it rounds the scores, because unscaled scores may overflow in float16.
   const Heads scores = squares(probabilities, s);
   matmul_heads(launcher, s, scores, part(qkv_dense, kQuery, s), part(qkv_dense, kKey, s).transposed(),
                scale_or_default(scale, s));

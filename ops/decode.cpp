@@ -32,7 +32,7 @@ void check_numbers(const char* name, const Tensor& t, const Tensor& wte, const S
   check_dense(name, t);
 }
 
-// In GPT-2's order: ln_1, c_attn, c_proj, ln_2, c_fc, c_proj.
+// The weights of a layer have GPT-2's order: ln_1, c_attn, c_proj, ln_2, c_fc, c_proj.
 Shape weight_shape(size_t i, int64_t C) {
   const Shape shapes[kMatrices] = {{C}, {3 * C, C}, {C, C}, {C}, {4 * C, C}, {C, 4 * C}};
   return shapes[i];

@@ -15,7 +15,7 @@ struct Quantized {
 
 struct QuantizeOptions {
   bool transposed = false;
-  bool values = true;  // if false, only `transposed` (CUDA)
+  bool values = true;  // if false, only `transposed` is written (on CUDA)
   bool gelu = false;
   OptionalTensor dgelu_at = {};     // quantises x * GELU'(dgelu_at)
   OptionalTensor column_sums = {};  // (C): sums over the rows before quantisation
@@ -68,7 +68,7 @@ inline Matrix flat(const Tensor& t) {
   return {t, rows_of(t), width_of(t), width_of(t), 1};
 }
 
-// (rows, inner) with contiguous rows. The scale is optional.
+// A (rows, inner) matrix with contiguous rows, and its optional scale.
 struct Fp8Operand {
   Matrix values;
   OptionalTensor scale;
@@ -88,8 +88,8 @@ struct Fp8ProductOptions {
 void fp8_product(const Launcher& launcher, const Matrix& out, const Fp8Operand& a, const Fp8Operand& b,
                  const Fp8ProductOptions& options);
 
-// fp8_product() to `out` and quantize() of `out`, in one kernel if a kernel supports the arguments. With dgelu_at, this
-// kernel may leave `out` unwritten.
+// Computes `out` as fp8_product() does, and quantises it as quantize() does, in one kernel if a kernel supports the
+// arguments. With dgelu_at, that kernel may leave `out` unwritten.
 Quantized quantize_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,
                            const Fp8ProductOptions& product, const OptionalTensor& history, ScalarType dtype,
                            const QuantizeOptions& options);

@@ -1,5 +1,5 @@
-// A layer of GPT-2 in training with float8 matmuls and tanh GELU, with the same bits as fp8_linear, fp8_mlp, attention
-// and layernorm. The norms' outputs are saved in float8 only.
+// A layer of GPT-2 in training, with float8 matmuls and tanh GELU. The results have the same bits as those of the ops
+// fp8_linear, fp8_mlp, attention and layernorm. The norms' outputs are saved in float8 only.
 #include "fp8_layernorm.h"
 #include "fp8_linear.h"
 #include "layer.h"
@@ -9,8 +9,8 @@ namespace {
 
 constexpr ScalarType kForward = ScalarType::Float8_e4m3fn;
 
-// fp8_layer's outputs from mean_1 on, in order: the argument `saved` of fp8_layer_backward. Members whose names end in
-// _t are transposed float8 operands.
+// The outputs of fp8_layer from mean_1 on, in their order. They are the argument `saved` of fp8_layer_backward. Members
+// whose names end in _t are transposed float8 operands.
 struct Saved {
   Tensor mean_1, rstd_1, norm_1_t, norm_1_scale, qkv_weight_t, qkv_weight_scale, qkv, attended, logsumexp, attended_t;
   Tensor attended_scale, attn_proj_weight_t, attn_proj_weight_scale, mean_2, rstd_2, norm_2_t, norm_2_scale;

@@ -12,8 +12,8 @@ struct Fp8Layernorm {
   Tensor rstd;
 };
 
-// run_layernorm(), then quantize() of the output rounded to x's dtype, in one kernel if a kernel supports the
-// arguments.
+// Computes run_layernorm(), and quantize() of its output, which is first rounded to x's dtype. One kernel computes both
+// if it supports the arguments.
 Fp8Layernorm run_fp8_layernorm(const char* op, const Tensor& x, const OptionalTensor& residual,
                                const OptionalTensor& weight, const OptionalTensor& bias, double eps,
                                const OptionalTensor& x_bias, const LayernormDropout& dropout,

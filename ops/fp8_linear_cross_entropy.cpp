@@ -33,15 +33,15 @@ Tensor gradient_if(bool wanted, const Tensor& t) {
 
 struct Gradients {
   bool want_x, want_weight;
-  bool logits;                      // whether the float8 operands compute the logits
+  bool logits;                      // whether the logits are computed from the float8 operands
   OptionalTensor scale;             // of dlogits, without kMultiplier
   Tensor dx;                        // of x's shape
   Tensor dweight;                   // (Vp, C)
   Tensor sum;                       // dweight, or its float32 sum over chunks
   std::optional<Quantized> weight;  // (Vp, C) and (C, Vp)
-  std::optional<Quantized> x;       // (N, C) and (C, N rounded up to 16)
+  std::optional<Quantized> x;       // (N, C) and (C, N rounded up to a multiple of 16)
   Tensor dlogits;
-  Tensor dlogits_t;  // (Vp, rows of a chunk rounded up to 16)
+  Tensor dlogits_t;  // (Vp, rows of a chunk rounded up to a multiple of 16)
 
   Gradients(const Launcher& launcher, const Tensor& x, const Tensor& weight, const OptionalTensor& scale, int64_t chunk,
             bool logits, bool want_x, bool want_weight)

@@ -41,8 +41,8 @@ struct AddAndNorm {
 
   bool has_separate_gradient(const Tensor& dout) const { return is_mixed(dout, sum) || dropout.p > 0; }
 
-  // Without a separate gradient, .dx is the gradient of the addend and of the residual stream, and .dresidual is
-  // undefined.
+  // Without a separate gradient, .dx is the gradient of the addend and of the residual stream, and .dresidual is an
+  // undefined tensor.
   LayernormGradients backward(const char* op, const Tensor& dout, const OptionalTensor& dsum, bool need_dx,
                               bool need_weight, bool need_bias, bool need_x_bias, bool need_dresidual) const {
     std::vector<bool> mask = {need_dx, need_weight, need_bias, need_x_bias, need_dresidual};

@@ -121,10 +121,10 @@ struct LayernormGradients {
   Tensor dresidual;
 };
 
-// `name` is x's name in error messages. dsum is the gradient that reaches the sum by other paths than the norm, and is
-// added to dx. The mask has entries for dx, dweight, dbias and optionally dx_bias and dresidual. Without an entry,
-// dx_bias and dresidual are undefined tensors. With five entries, dx is dresidual after the dropout, in dout's dtype,
-// which may be narrower.
+// x is the input of the norm (the sum, if there is a residual), and `name` its name in error messages. dsum is the
+// gradient that reaches the sum by other paths than the norm, and is added to dx. The mask has entries for dx, dweight,
+// dbias and optionally dx_bias and dresidual. Without an entry, dx_bias and dresidual are undefined tensors. With five
+// entries, dx is dresidual with the dropout applied, in dout's dtype, which may be narrower.
 inline LayernormGradients run_layernorm_backward(const char* op, const Tensor& dout, const OptionalTensor& dsum,
                                                  const char* name, const Tensor& x, const OptionalTensor& weight,
                                                  const Tensor& mean, const Tensor& rstd,

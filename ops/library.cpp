@@ -60,7 +60,8 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "attention_backward(Tensor dout, Tensor qkv, Tensor out, Tensor logsumexp, int num_heads, float? scale=None, "
       "float dropout_p=0.0, Tensor? seed=None, Tensor? offset=None) -> Tensor");
 
-  // query (B, NH, Tq, HS), key and value (B, heads, Tk, HS); key_begin and key_end (B) int32.
+  // query is (B, NH, Tq, HS), key and value are (B, KH, Tk, HS), where NH is a multiple of KH. key_begin and key_end
+  // are (B), int32.
   m.def(
       "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
       "float dropout_p=0.0, bool is_causal=False, float? scale=None, SymInt query_offset=0, Tensor? key_begin=None, "
@@ -101,9 +102,9 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "bool[5] output_mask) -> (Tensor dx, Tensor dfc_weight, Tensor dfc_bias, Tensor dproj_weight, "
       "Tensor dproj_bias)");
 
-  // float8 (docs/fp8.md). The scale is computed from the amax history, (18) int32, which is then updated, or without a
-  // history from x. q_t is (C, N rounded up to a multiple of 16); q_t has no elements unless transposed is true.
-  // fp8_matmul computes a @ b^T.
+  // Float8 operators (docs/fp8.md). The scale is computed from the amax history, (18) int32, which the op then updates,
+  // or from x if there is no history. q_t is (C, N rounded up to a multiple of 16) if transposed is true, and has no
+  // elements otherwise. fp8_matmul computes scale_a * scale_b * a @ b^T + bias.
   m.def(
       "fp8_quantize(Tensor x, Tensor(a!)? history, ScalarType dtype, bool transposed=False) "
       "-> (Tensor q, Tensor q_t, Tensor scale)");
@@ -226,10 +227,11 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor dqkv_weight, Tensor dqkv_bias, Tensor dattn_proj_weight, Tensor dattn_proj_bias, Tensor dnorm_2_weight, "
       "Tensor dnorm_2_bias, Tensor dfc_weight, Tensor dfc_bias, Tensor dmlp_proj_weight)");
 
-  // The op `layer` with float8 matmuls and GELU's tanh form. `histories` and `dout_histories` contain one amax history
-  // for each of the matmuls with qkv_weight, attn_proj_weight, fc_weight and mlp_proj_weight: `histories` of the
-  // matmul's input, and `dout_histories` of the gradient of its output, for the backward. `saved` contains the outputs
-  // of fp8_layer from mean_1 on. adds_past may be false only if the layer has no values.
+  // The op `layer` with float8 matmuls and GELU's tanh form. For each of the matmuls with qkv_weight, attn_proj_weight,
+  // fc_weight and mlp_proj_weight, the arguments of fp8_layer contain two amax histories: `histories` that of the
+  // matmul's input, and `dout_histories` that of the gradient of its output. fp8_layer_backward receives
+  // `dout_histories` as its argument `histories`. `saved` contains the outputs of fp8_layer from mean_1 on. adds_past
+  // may be false only if the layer has no values.
   m.def(
       "fp8_layer(Tensor stream, Tensor? values, Tensor? values_bias, Tensor? norm_1_weight, Tensor? norm_1_bias, "
       "Tensor qkv_weight, Tensor? qkv_bias, Tensor attn_proj_weight, Tensor? attn_proj_bias, Tensor? norm_2_weight, "

@@ -28,9 +28,10 @@ Reduction reduction_to_number(const char* op, const std::string& name) {
 
 namespace {
 
-// Chunks of equal size, at most 2^28 logits (512 MiB in bfloat16), in multiples of 128 rows for efficient matmuls. Each
-// chunk costs a pass over the float32 gradient of the weight, so a few large chunks are best. With GPT-2's vocabulary a
-// chunk has at most 5248 rows, and the pass takes 5 % of the time of the chunk's three matmuls.
+// Returns the number of rows of a chunk. Chunks have about equal sizes, at most 2^28 logits (512 MiB in bfloat16), and
+// a multiple of 128 rows for efficient matmuls. Each chunk costs a pass over the float32 gradient of the weight, so a
+// few large chunks are best. With GPT-2's vocabulary a chunk has at most 5248 rows, and the pass takes 5 % of the time
+// of the chunk's three matmuls.
 int64_t default_chunk(int64_t rows, int64_t columns) {
   constexpr int64_t kMaxLogits = int64_t(1) << 28;
   constexpr int64_t kMultiple = 128;
@@ -116,8 +117,9 @@ struct Gradients {
 
 #ifdef GPTKERNELS_CUDA
 
-// Computes losses and dx of rows [begin, begin + count), and in dlogits the gradient of the logits up to a factor for
-// each row. Returns the rows of x times these factors, for dweight, or nullopt if no kernel supports the arguments.
+// Computes the losses and dx of rows [begin, begin + count). dlogits receives the gradient of the logits, divided by a
+// factor for each row. Returns the rows of x times these factors, for dweight, or nullopt if no kernel supports the
+// arguments.
 std::optional<Matrix> exponentials(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses,
                                    const Matrix& dlogits, const OptionalTensor& dloss, const Gradients& gradients,
                                    int64_t begin, int64_t count) {

@@ -11,8 +11,8 @@ enum class Reduction { kMean, kSum, kNone };
 
 Reduction reduction_of(const char* op, const std::string& name);
 
-// Accepts only 'mean' and 'sum'. For these, the backward only multiplies the gradients by one number, so the forward
-// can already compute them.
+// Accepts only 'mean' and 'sum'. With these, the forward can compute the gradients, and the backward only multiplies
+// them by one number.
 Reduction reduction_to_number(const char* op, const std::string& name);
 
 struct CrossEntropy {

@@ -45,8 +45,8 @@ T* start(const Matrix& m) {
   return base ? base + m.offset : nullptr;
 }
 
-// BLAS reads a matrix whose rows are contiguous and `ld` elements apart, or its transpose. A single row may have any
-// stride, but BLAS requires an `ld` of at least the row's length.
+// BLAS reads a matrix whose rows are contiguous and `ld` elements apart, or its transpose. A matrix with one row may
+// have any row stride, but BLAS requires an `ld` of at least the row's length.
 bool is_transposed(const Matrix& m) {
   return m.column_stride != 1;
 }
@@ -67,8 +67,8 @@ Tensor strided(const Matrix& m) {
 }
 
 // On processors with AMX, oneDNN loads 32 16-bit elements of a row at a time, and multiplies those beyond `columns` by
-// 0. A NaN or an infinity there, mostly in the next row, would make this row's results NaN. Rows whose length is not a
-// multiple of 32 are therefore copied and followed by zeros.
+// 0. Most of them belong to the next row. A NaN or an infinity among them would make this row's results NaN. Rows whose
+// length is not a multiple of 32 are therefore copied and followed by zeros.
 Tensor first_operand(const Matrix& a) {
   constexpr int64_t kUnit = 32;
   const Tensor x = strided(a);
@@ -81,7 +81,7 @@ Tensor first_operand(const Matrix& a) {
   return rows;
 }
 
-// torch's BLAS, called below the dispatcher, so that the caller's autocast and autograd do not apply. If beta is 0, out
+// Calls torch's BLAS below the dispatcher, so that the caller's autocast and autograd do not apply. If beta is 0, `out`
 // is not read. For an alpha of 0, oneDNN, which torch calls for 16-bit matrices, would leave `out` unwritten.
 AOTITorchError product(const Matrix& out, const Matrix& a, const Matrix& b, double alpha, double beta) {
   const Tensor o = strided(out), x = first_operand(a), y = strided(b);

@@ -37,8 +37,8 @@ inline Matrix matrix(const Tensor& t) {
   return {dense(t), rows_of(t), width_of(t), std::max<int64_t>(width_of(t), 1), 1};
 }
 
-// The gradient of a 2-dimensional weight has contiguous columns if the weight has. For a transposed view, as in Hugging
-// Face's Conv1D, autograd then passes the gradient to the parameter without a copy.
+// The gradient of a 2-dimensional weight has contiguous columns if the weight does. For a transposed view, as in
+// Hugging Face's Conv1D, autograd then passes the gradient to the parameter without a copy.
 inline Tensor allocate_gradient_if(bool wanted, const Tensor& weight) {
   if (!wanted) return absent(weight);
   const bool transposed = matrix(weight).column_stride != 1 && weight.stride(0) == 1;
@@ -56,8 +56,8 @@ struct Epilogue {
   bool accumulate = false;          // adds to out; excludes the tensors above
 };
 
-// For an output that only other matmuls read, whose rows may be padded. The matmul must not have bias or pre_gelu in
-// its epilogue.
+// Allocates the output of a matmul a @ b that is read only by other matmuls, so its rows may be padded. The matmul must
+// not have bias or pre_gelu in its epilogue.
 Matrix allocate_intermediate(const Matrix& a, const Matrix& b);
 
 bool tf32_allowed();

@@ -41,8 +41,8 @@ using Shape = std::vector<int64_t>;
 
 // ---- error messages -------------------------------------------------------------------------------------------------
 
-// Not a C++ stream: it would use the process's locale, which a libstdc++ that is linked statically into this library
-// cannot access.
+// Error messages are not written to a C++ stream. A stream would use the process's locale, which a libstdc++ that is
+// linked statically into this library cannot access.
 inline void append(std::string& text, const std::string& part) {
   text += part;
 }
@@ -105,7 +105,7 @@ template <typename... Parts>
 // Null before torch 2.13.
 extern "C" __attribute__((weak)) const char* torch_exception_get_what_without_backtrace();
 
-// torch's macro for this check has different names in different releases.
+// Replaces torch's macro for this check, whose name is not the same in all releases.
 inline void check_shim(AOTITorchError error) {
   if (error == AOTI_TORCH_SUCCESS) return;
   const bool has_message = torch_exception_get_what_without_backtrace != nullptr;
@@ -216,9 +216,9 @@ inline Tensor allocate(const Shape& shape, const Tensor& like) {
   return allocate(shape, like.scalar_type(), like);
 }
 
-// Frees the operator's string argument, so it must be called once. torch's own conversion to std::string, at least up
-// to 2.13, leaks the string, and small blocks that are never freed fragment the heap between the large blocks that a
-// training step frees.
+// Returns the text of an operator's string argument, and frees the argument, so it must be called once per argument.
+// torch's own conversion to std::string, at least up to 2.13, leaks the string, and small blocks that are never freed
+// fragment the heap between the large blocks that a training step frees.
 inline std::string take_string(StringHandle handle) {
   size_t length = 0;
   const char* text = nullptr;
@@ -229,7 +229,7 @@ inline std::string take_string(StringHandle handle) {
   return taken;
 }
 
-// A backward's output that is not needed; the Python rules replace it by None.
+// Takes the place of an output that is not computed. The Python rules replace it by None if it is a backward's output.
 inline Tensor absent(const Tensor& like) {
   return allocate({0}, like);
 }
@@ -242,8 +242,8 @@ inline Tensor allocate_if(bool wanted, const Shape& shape, const Tensor& like) {
   return wanted ? allocate(shape, like) : absent(like);
 }
 
-// The caller may release scratch memory when its kernels are queued: the allocator reuses it only for kernels that are
-// queued later on the same stream.
+// The caller may release scratch memory as soon as the kernels that use it are queued, because the allocator reuses the
+// memory only for kernels that are queued later on the same stream.
 inline Tensor workspace(int64_t bytes, const Tensor& like) {
   return allocate({bytes}, ScalarType::Byte, like);
 }

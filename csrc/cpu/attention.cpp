@@ -41,9 +41,9 @@ int64_t tiles(int64_t n) {
   return (n + kTile - 1) / kTile;
 }
 
-// The number of tasks per key head. Each task has separate sums of dkey and dvalue, so a key head is divided only into
-// tasks of at least four query tiles, and only while all key heads together have at most 24 tasks. The number depends
-// on the sizes alone, so the bits do not depend on the number of threads.
+// Returns the number of tasks per key head. Each task has separate sums of dkey and dvalue. A key head is therefore
+// divided only if each task has at least four query tiles, and all key heads together have at most 24 tasks. The number
+// depends on the sizes alone, so the bits do not depend on the number of threads.
 int64_t backward_splits(const AttentionSizes& s) {
   const int64_t heads = s.batches * s.key_heads, units = s.heads / s.key_heads * tiles(s.queries);
   return std::clamp<int64_t>(std::min(24 / heads, units / 4), 1, 24);

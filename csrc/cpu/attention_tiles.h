@@ -28,7 +28,7 @@ namespace gptkernels::cpu::GPTKERNELS_ISA {
 template <typename A>
 struct Constants {
   static constexpr A kInfinity = std::numeric_limits<A>::infinity();
-  // At or below this bias, bias + score rounds to the bias.
+  // At or below this bias, bias + score rounds to the bias for every score of a realistic size.
   static constexpr A kLowBias = std::is_same_v<A, double> ? A(-1e280) : A(-1e30);
 };
 
@@ -47,13 +47,13 @@ void load_rows(A* to, int64_t ld, const T* from, int64_t stride, int64_t n, int6
   }
 }
 
-// The sign of the scale is applied to the queries, so that the largest dot product is the largest score. With an
-// additive mask, an FMA multiplies by |scale| and adds the mask. Without one, exponentials() multiplies differences
-// between scores by |scale| * log2(e), so that the exponential of the largest score is exactly 1.
+// The dot products include the sign of the scale, so that the largest dot product is the largest score. With an
+// additive mask, an FMA multiplies the dot product by |scale| and adds the mask. Without one, exponentials() multiplies
+// differences of dot products by |scale| * log2(e), so that the exponential of the largest score is exactly 1.
 //
-// In scores of several hundred, the rounding of `factor` causes a larger error than the rounding of the score. The
+// If scores are several hundred, the rounding of `factor` causes a larger error than the rounding of the scores. The
 // error would remain in the backward's small differences of score and logsumexp. The backward therefore multiplies the
-// logsumexp by the exact factor, and corrects the scores by `excess`.
+// logsumexp by log2(e) in long double, and corrects the scores by `excess`.
 template <typename A>
 struct Scaling {
   using Wide = long double;  // double would add a rounding error to float64 results
@@ -132,7 +132,8 @@ struct ScoreTile {
   int64_t sum_length() const { return lanes > 16 ? 64 : 16; }
 };
 
-// Calls fn for the parts that some query sees: parts of 16 keys on the causal diagonal, else the whole tile.
+// Calls fn for each part of the key tile. A tile that the causal diagonal crosses has parts of up to 16 keys, without
+// the parts that no query sees. Any other tile is one part.
 template <typename T, typename Fn>
 void for_each_part(const ScoreTile& tile, const AttentionMask<T>& mask, const Fn& fn) {
   if (!mask.causal || tile.end - 1 <= tile.query + mask.query_offset) return fn(Part{0, tile.keys(), 0});
@@ -142,7 +143,7 @@ void for_each_part(const ScoreTile& tile, const AttentionMask<T>& mask, const Fn
   }
 }
 
-// For queries whose additive mask is so low for all keys that adding a score does not change it, the probabilities are
+// If a query's additive mask is so low for all keys that adding a score does not change it, the probabilities are
 // uniform over the keys with the largest mask value.
 template <typename A>
 struct UniformQueries {
@@ -242,8 +243,8 @@ std::pair<int64_t, int64_t> key_range(const AttentionMask<T>& mask, const Attent
 
 // ---- forward --------------------------------------------------------------------------------------------------------
 
-// Replaces scores by exp2((score - maximum) * factor), with one query per lane of kColumns vectors. `decay` receives
-// the factor that rescales the outputs of earlier tiles.
+// Replaces the scores by exp2((score - maximum) * factor), with one query per lane of kColumns vectors. `decay`
+// receives the factor that rescales the outputs of earlier tiles.
 template <int kColumns, typename A>
 [[gnu::always_inline]] inline void exponentials(A* scores, int64_t keys, A factor, A* maximum, A* sum, A* decay) {
   using V = Vector<A>;
@@ -420,8 +421,8 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
   store_transposed(out, p.out.token, at.out, tile.rows, size, A(1), at.query);
 }
 
-// A task is the i-th query tile from the start and the i-th from the end: with a causal mask, all tasks see about the
-// same number of keys. Not inlined, so that the stack holds the scratch memory of one kSize only.
+// A task is the i-th query tile from the start and the i-th from the end. With a causal mask, all tasks then see about
+// the same number of keys. The function is not inlined, so that the stack holds the scratch memory of one kSize only.
 template <int kSize, typename T>
 [[gnu::noinline]] void forward_range(const AttentionForward<T>& p, const Dropout& dropout, int64_t begin, int64_t end) {
   TileBuffers<accumulate_t<T>, kSize, 4> room;
@@ -459,12 +460,12 @@ struct BackwardScratch {
   A dscores[kTile * kTile];
   A keep[kTile * kTile];
   A logsumexp[kTile];       // -logsumexp * log2(e)
-  A logsumexp_rest[kTile];  // corrects the rounding of `logsumexp`, and its product with `excess`
+  A logsumexp_rest[kTile];  // -(the rounding error of `logsumexp`) - `logsumexp` * excess
   A delta[kTile];
 };
 
-// Replaces `scores` by the probabilities after dropout. On entry `gradients` has the probabilities' gradients, on
-// return the scores' gradients.
+// On entry, `gradients` has the gradients of the probabilities after dropout. The function replaces `scores` by these
+// probabilities, and `gradients` by the gradients of the scores.
 template <typename A>
 void score_gradients(A* scores, A* gradients, const A* keep, Part part, int64_t lanes, const Scaling<A>& scaling,
                      const A* logsumexp, const A* logsumexp_rest, const A* delta) {
@@ -502,7 +503,8 @@ void dots_of_lanes(A* dots, const A* a, const A* b, int64_t lanes, int64_t n, in
   }
 }
 
-// Adds to dkey and dvalue, whose shape is (Tk, HS rounded up to a multiple of 16).
+// Computes dquery of a query tile, and adds the tile's terms to dkey and dvalue, whose shape is (Tk, HS rounded up to a
+// multiple of 16).
 template <typename T>
 void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64_t b, int64_t h, int64_t query,
                     accumulate_t<T>* dkey, accumulate_t<T>* dvalue, BackwardScratch<accumulate_t<T>>& at) {
@@ -525,8 +527,9 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
   load_transposed(at.dout_transposed, dall, tile.rows, tile.lanes, size);
   const auto [begin, end] = key_range(p.mask, s, b, query, tile.rows);
   const UniformQueries<A> uniform(p.mask, tile, begin, end);
-  // Terms are added in the same order as in the probabilities' gradients. For a query with a single key, delta then
-  // equals the gradient of the probability, and the gradient of the score is exactly 0.
+  // The terms of dout . out are added in the same order as those of the probabilities' gradients. For a query that sees
+  // a single key, both sums are then equal, and the gradient of the score is exactly 0 (without dropout and
+  // dlogsumexp).
   const auto out = rows_of(at.key, width, outs, p.out.token, tile.rows, size);
   if (few) {
     for (int64_t i = 0; i < tile.rows; ++i) at.delta[i] = dot(dall.data + i * dall.ld, out.data + i * out.ld, width);
@@ -621,9 +624,9 @@ void add_splits(const AttentionBackward<T>& p, int64_t b, int64_t kh, int64_t fi
   add(p.dvalue, sums + slab, A(1));
 }
 
-// Each of the `splits` tasks of a key head has its own sums of dkey and dvalue. Every second group of `splits` query
+// Each of the `splits` tasks of a key head has separate sums of dkey and dvalue. Every second group of `splits` query
 // tiles is assigned in reverse order, because later tiles see more keys under a causal mask. If `splits` is 1, the task
-// writes the gradients itself, and the next task reuses the memory of the sums, which is still in the cache.
+// itself writes dkey and dvalue, and the next task reuses the memory of the sums, which is still in the cache.
 template <int kSize, typename T>
 [[gnu::noinline]] void backward_range(const AttentionBackward<T>& p, const Dropout& dropout, int64_t splits,
                                       int64_t begin, int64_t end) {

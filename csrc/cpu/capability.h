@@ -9,7 +9,8 @@
 
 namespace gptkernels::cpu {
 
-// A processor with a capability has all capabilities before it. kDefault is the compiler's default target.
+// In ascending order: a processor with a capability also has those before it. kDefault is the compiler's default
+// target.
 enum class Capability { kDefault, kAvx2, kAvx512 };
 
 inline const char* name(Capability capability) {

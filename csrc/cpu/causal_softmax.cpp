@@ -5,7 +5,7 @@
 namespace gptkernels::cpu {
 namespace {
 
-// A thread processes rows t and T - 1 - t together, so that all pairs have equally many columns.
+// A thread processes rows t and T - 1 - t together, because every such pair has T + 1 elements that are not masked.
 template <typename Fn>
 void for_each_row(int64_t matrices, int64_t tokens, Stream stream, const Fn& fn) {
   const int64_t pairs = (tokens + 1) / 2;

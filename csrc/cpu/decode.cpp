@@ -29,7 +29,7 @@ void normalise(A* out, const A* x, const T* weight, const T* bias, int64_t width
   });
 }
 
-// Calls result(b, row, dot(x[b], weight[row]) + bias[row]), and reads each row of the weight once.
+// Calls result(b, row, dot(x[b], weight[row]) + bias[row]), and reads each row of the weight from memory once.
 template <typename T, typename A, typename Result>
 void product(Stream stream, const A* x, int64_t batch, const T* weight, const T* bias, int64_t rows, int64_t inner,
              const Result& result) {
@@ -134,7 +134,7 @@ class Step {
     product(stream_, hidden_, B, w.mlp_proj_weight, w.mlp_proj_bias, C, 4 * C, add);
   }
 
-  // The offset of element 0 <= i < C of sequence b's newest key (or value) in the layer's cache.
+  // Returns the offset of element 0 <= i < C of sequence b's newest key (or value) in the layer's cache.
   int64_t place(int64_t b, int64_t i) const {
     return ((b * p_.heads + i / head_size_) * p_.capacity + p_.lengths[b] - 1) * head_size_ + i % head_size_;
   }

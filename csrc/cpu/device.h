@@ -6,7 +6,7 @@
 
 namespace gptkernels::cpu {
 
-// Conversion rounds to nearest even; NaN stays NaN.
+// Conversion from float rounds to nearest even, and NaN stays NaN.
 struct bfloat16 {
   uint16_t bits;
 
@@ -21,7 +21,7 @@ struct bfloat16 {
   }
 };
 
-// Conversions have no branches, so every compiler vectorizes loops of them.
+// The conversions have no branches, so that the compiler can vectorize loops of them.
 struct float16 {
   uint16_t bits;
 
@@ -81,8 +81,8 @@ struct Status {
   bool ok() const { return error.empty(); }
 };
 
-// A thread pool. parallel_for calls body(begin, end, context) on disjoint ranges that cover [begin, end), each of at
-// least `grain` indices except the last, and returns when all calls have returned.
+// A thread pool. parallel_for calls body(begin, end, context) on disjoint ranges that cover [begin, end), and returns
+// when all calls have returned. There are at most (end - begin) / grain ranges, rounded up.
 struct Stream {
   using Body = void (*)(int64_t begin, int64_t end, void* context);
   void (*parallel_for)(int64_t begin, int64_t end, int64_t grain, Body body, void* context);

@@ -63,8 +63,8 @@ void for_each_dropout_run(const Dropout& dropout, int64_t begin, int64_t end, co
   }
 }
 
-// Calls fn(from, to, factor) for runs of [0, size), where factor(i) multiplies element begin + i. Call it inside
-// vectorised() only.
+// Calls fn(from, to, factor) for runs of [0, size), where factor(i) is the dropout factor of element begin + i. Call it
+// inside vectorised() only.
 template <typename A, typename Fn>
 void for_each_dropout_factor(const Dropout& dropout, int64_t begin, int64_t size, const Fn& fn) {
   if (!dropout.on) return fn(int64_t(0), size, [](int64_t) { return A(1); });

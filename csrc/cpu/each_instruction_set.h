@@ -1,7 +1,8 @@
-// Compiles vector.h and the file GPTKERNELS_KERNELS, written with Vector<A>, in a namespace GPTKERNELS_NAME_<isa> for
-// each instruction set. GPTKERNELS_WIDEST(function(...)) calls the copy for the chosen instruction set (capability.h).
-// Include this file once per source file, outside namespaces, after all headers that the kernels need. Loops without
-// Vector use vectorised() (simd.h) instead.
+// Compiles vector.h and the file that the macro GPTKERNELS_KERNELS names, whose kernels use Vector<A>, once for each
+// instruction set, in a namespace with the name GPTKERNELS_NAME and the suffix _avx512, _avx2 or _baseline.
+// GPTKERNELS_WIDEST(function(...)) calls the copy for the chosen instruction set (capability.h). Include this file once
+// per source file, outside namespaces, after all headers that the kernels need. Loops without Vector use vectorised()
+// (simd.h) instead.
 
 #include "capability.h"
 

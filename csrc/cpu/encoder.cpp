@@ -93,7 +93,7 @@ void sum_rows(T* out, int64_t count, int64_t width, const Row& row, bool accumul
 // Token v occurs at order[starts[v]], ..., order[starts[v + 1] - 1], in ascending order, so that one thread sums each
 // row of dwte in a fixed order.
 struct Sorted {
-  int64_t* starts;  // (V + 2), the last is scratch
+  int64_t* starts;  // (V + 2); the last element is scratch
   int64_t* order;   // (B * T)
 };
 

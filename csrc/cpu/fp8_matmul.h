@@ -1,5 +1,5 @@
-// For a float8 matmul, ops/fp8.cpp widens the operands to float32, multiplies them by a BLAS, and applies scales and
-// bias by fp8_epilogue.
+// For a float8 matmul, ops/fp8.cpp widens the operands (fp8_widen), multiplies them in float32, and applies scales and
+// bias (fp8_epilogue).
 #pragma once
 
 #include "../fp8.h"

@@ -1,5 +1,5 @@
-// GELU and its derivative, for loops that the compiler vectorizes. The small tail is computed directly, because in x /
-// 2 * (1 + tanh(u)) and x / 2 * (1 + erf(u)) the sum cancels for negative x.
+// GELU and its derivative, for loops that the compiler vectorizes. The sums in x * (1 + tanh(u)) / 2 and x * (1 +
+// erf(u)) / 2 would cancel for negative x, so the small tails are computed directly.
 #pragma once
 
 #include <algorithm>
@@ -21,8 +21,9 @@ struct GeluTanh {
     return x / (A(1) + exp(-v));
   }
 
-  // s(v) + x s'(v) v'(x), from e^-|v|, which cannot overflow: s(|v|) = 1 / (1 + e^-|v|) and s'(v) = e^-|v| s(|v|)^2.
-  // Clamping x^2 to a finite value keeps s'(v) v'(x) = 0 for |x| > 1e19, where it would otherwise be 0 * inf = NaN.
+  // Computes s(v) + x s'(v) v'(x) from e^-|v|, which cannot overflow: s(|v|) = 1 / (1 + e^-|v|) and s'(v) = e^-|v|
+  // s(|v|)^2. x^2 is clamped to a finite value. Otherwise s'(v) v'(x), which is 0 for large |x|, would be 0 * inf =
+  // NaN.
   template <typename A>
   static A derivative(A x) {
     const A square = std::min(x * x, std::numeric_limits<A>::max());
@@ -41,9 +42,9 @@ struct Normal {
 
 constexpr double kDensityAtZero = 0.3989422804014327;  // 1 / sqrt(2 pi)
 
-// For t >= 0, P(X > t) = e^(-t^2 / 2) R(t). R is approximated by a rational function with a relative error of 2^-25 on
-// [0, 15], whose coefficients are all positive, so that no sum cancels. For t > 15 the tail is smaller than the
-// smallest float.
+// For t >= 0 and a standard normal X, P(X > t) = e^(-t^2 / 2) R(t). On [0, 15] a rational function approximates R with
+// a relative error below 2^-25. Its coefficients are all positive, so that no sum cancels. For t > 15, P(X > t) is
+// smaller than the smallest float.
 inline Normal<float> normal(float x) {
   const float t = std::abs(x);
   const float numerator = polynomial(t, 0.5f, 0x1.c11aa6p-2f, 0x1.77a41cp-3f, 0x1.4d4f6cp-5f, 0x1.0e23ccp-8f);

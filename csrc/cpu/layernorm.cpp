@@ -12,13 +12,14 @@
 namespace gptkernels::cpu {
 namespace {
 
-// A row that replaces a null weight or bias; empty if `row` is not null.
+// Returns the row that replaces a null weight or bias. The vector is empty if `row` is not null.
 template <typename T>
 std::vector<T> replacement_row(const T* row, int64_t width, accumulate_t<T> value) {
   return std::vector<T>(row ? 0 : static_cast<size_t>(width), T(value));
 }
 
-// Returns the row of x or, with a residual, of p.sum, to which it writes dropout(x + x_bias) + residual.
+// Returns the row of x. With a residual, writes dropout(x + x_bias) + residual to the row of p.sum, and returns that
+// row.
 template <typename T, typename X>
 const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
@@ -41,9 +42,9 @@ const T* input_row(const LayernormForward<T, X>& p, const Dropout& dropout, int6
   return sum;
 }
 
-// The mean has a rounding error of up to |mean| * 2^-24. The second pass computes the variance about the mean, and
-// `rest`, the mean of x - mean. The third pass subtracts mean and rest, so that a large offset in x costs no accuracy.
-// The second and third pass read the row from the L1 cache.
+// The mean is rounded, in float32 with an error of about |mean| * 2^-24. The second pass computes the variance about
+// the rounded mean, and `rest`, the mean of x - mean. The third pass subtracts mean and rest, so that a large offset in
+// x costs no accuracy. The second and third pass read the row from the cache.
 template <typename T, typename X>
 void forward_row(const LayernormForward<T, X>& p, const Dropout& dropout, int64_t row) {
   using A = accumulate_t<T>;
@@ -89,15 +90,15 @@ Partial<accumulate_t<T>> partial(const LayernormBackward<T, X>& p, int64_t group
   return {base, base + p.width, base + 2 * p.width};
 }
 
-// Means over a row, where g = dout * weight and c = x - mean:
+// Means (avg) over a row, where g = dout * weight and c = x - mean:
 //   dx = rstd * (g - avg(g) - c * rstd^2 * avg(g * c)).
 template <typename A>
 struct Means {
   A g, gc;
 };
 
-// gc is the mean of g * c, without rstd: rounding errors of g * c * rstd would not cancel, and a constant dout would
-// not give a gradient of exactly 0. The pass reads x and dout anyway, so it also adds the row's terms to the sums of
+// gc is the mean of g * c, without rstd. The rounding errors of g * c * rstd would not cancel, so that dx could differ
+// from 0 for a constant dout. This function reads x and dout anyway, so it also adds the row's terms to the sums of
 // dweight and dbias.
 template <bool kSums, typename T, typename X>
 Means<accumulate_t<T>> gradient_means(const LayernormBackward<T, X>& p, int64_t row, Partial<accumulate_t<T>> sums) {

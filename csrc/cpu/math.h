@@ -1,4 +1,4 @@
-// Float32 exponentials without branches or calls, so that the compiler vectorizes loops over them.
+// Float32 exponentials without branches, so that the compiler can vectorize loops of them.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +8,8 @@
 
 namespace gptkernels::cpu {
 
-// In the default copy for x86, std::fma calls the library, which is slow but gives the same bits as the instruction of
-// the other copies and of Arm.
+// On x86, the copy of a loop for the default target (simd.h) calls the library for std::fma. This is slow, but gives
+// the same bits as the FMA instruction that the other copies, and those for Arm, use.
 inline float polynomial(float, float c0) {
   return c0;
 }
@@ -24,8 +24,8 @@ struct Exponential {
   int32_t exponent;
 };
 
-// e^x = 2^n e^r for -2^21 < x < 2^21, where x = n ln 2 + r with |r| <= ln(2) / 2. e^r is a minimax polynomial with a
-// relative error of 2^-28.
+// Returns the mantissa e^r and the exponent n of e^x = 2^n e^r, where x = n ln 2 + r with |r| <= ln(2) / 2. x must be
+// between -2^21 and 2^21. e^r is computed by a minimax polynomial with a relative error below 2^-27.
 inline Exponential exponential(float x) {
   constexpr float kLog2e = 0x1.715476p0f;
   constexpr float kLn2High = 0x1.62e43p-1f;
@@ -49,7 +49,8 @@ inline float power_of_2(int32_t e) {
 // processor more than a hundred cycles.
 constexpr float kUnderflow = -104.0f;
 
-// An error of at most 1.02 ulp, denormal results included. Underflow gives 0, overflow inf, NaN gives NaN.
+// The error is at most 1.02 ulp, also of denormal results. The result is 0 on underflow, inf on overflow, and NaN for
+// NaN.
 inline float exp(float x) {
   const bool underflow = x < kUnderflow;
   x = underflow ? 0.0f : std::min(x, 89.0f);  // e^89 is inf; for NaN, std::min returns its first argument

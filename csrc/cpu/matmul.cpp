@@ -14,7 +14,7 @@ namespace gptkernels::cpu {
 namespace {
 
 constexpr int64_t kPartTerms = 256;
-constexpr int64_t kPanelTerms = 512;  // 128 KB for the widest vectors
+constexpr int64_t kPanelTerms = 512;  // a packed panel has at most 128 KB
 constexpr int64_t kTileRows = 24;
 constexpr int64_t kConflictStride = 512;  // rows a multiple of 2 KB apart conflict in the caches
 constexpr int64_t kMaxUnpackedStride = 1024;

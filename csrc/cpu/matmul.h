@@ -11,7 +11,7 @@ struct Strided {
   int64_t column;
 };
 
-// out = a @ b, then the optional operations below, in order. One of a's two strides is 1, and one of b's.
+// out = a @ b, then the optional operations below, in their order. One of a's two strides is 1, and one of b's.
 struct Matmul {
   float* out = nullptr;  // (rows, columns), rows out_ld apart
   int64_t out_ld = 0;
@@ -32,8 +32,8 @@ struct Matmul {
 // read at each call, forces (`own`) or forbids (`blas`) matmul().
 bool matmul_supports(const Matmul& p);
 
-// The row stride of an output that later matmuls read. Padded rows avoid cache conflicts, which slow down matmuls that
-// sum over the rows by up to 6 %.
+// Returns the row stride of an output that later matmuls read. Padded rows avoid cache conflicts, which make matmuls
+// that sum over the rows up to 6 % slower.
 int64_t matmul_ld(int64_t columns);
 
 int64_t matmul_workspace(const Matmul& p);

@@ -1,4 +1,4 @@
-// One parallel loop processes all tensors, because most tensors of a model are too small for a parallel loop.
+// One parallel loop processes all tensors, because most tensors of a model are too small for a loop of their own.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,8 @@ inline int64_t list_chunks(int64_t size) {
   return (size + kListChunk - 1) / kListChunk;
 }
 
-// Calls fn(chunk, tensor, begin, end), where `chunk` is an index in the whole list, and [begin, end) a range of the
-// tensor.
+// Divides every tensor into chunks, and calls fn(chunk, tensor, begin, end) for each chunk. `chunk` is its index among
+// the chunks of all tensors, and [begin, end) are its elements within the tensor.
 template <typename Fn>
 void parallel_for_chunks(Stream stream, int64_t count, const int64_t* sizes, const Fn& fn) {
   int64_t chunks = 0;

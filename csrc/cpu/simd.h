@@ -106,7 +106,7 @@ inline Sums<A> sum_two(int64_t n, const Fn& fn) {
   return total;
 }
 
-// -inf if n is 0. NaNs are ignored.
+// Returns -inf if n is 0. Ignores NaNs.
 template <typename A, typename Fn>
 inline A maximum(int64_t n, const Fn& fn) {
   A lanes[kLanes];
@@ -115,7 +115,7 @@ inline A maximum(int64_t n, const Fn& fn) {
   return *std::max_element(lanes, lanes + kLanes);
 }
 
-// Kernels prefetch the next row, which may be past the end of a tensor; that is harmless.
+// Kernels prefetch the next row. It may be past the end of a tensor, but a prefetch never faults.
 template <typename T>
 inline void prefetch(const T* p, int64_t n) {
   constexpr int64_t kLine = 64 / sizeof(T);

@@ -9,7 +9,7 @@ namespace gptkernels::cpu::GPTKERNELS_ISA {
 
 #define GPTKERNELS_INLINE [[gnu::always_inline]] static inline
 
-// 2^r for |r| <= 1/2, with an error of 2^-25. The polynomial is from Cephes.
+// Returns 2^r for |r| <= 1/2, by a polynomial from Cephes with a relative error below 2^-25.
 template <typename V>
 [[gnu::always_inline]] inline V power_of_fraction(V r) {
   V p = V::set(1.535336188319500e-4f);
@@ -19,8 +19,8 @@ template <typename V>
   return p;
 }
 
-// 2^-150 rounds to 0. For this exponent and below, exp2() avoids multiplications with denormal results, which take an
-// Intel processor more than a hundred cycles. Masked keys, with scores of -inf, are frequent.
+// 2^-150 and smaller powers round to 0. For them, exp2() avoids multiplications with denormal results, which take an
+// Intel processor more than a hundred cycles. Such powers are frequent, because masked keys have scores of -inf.
 constexpr float kLowestExponent = -150.0f;
 
 template <typename A>
@@ -299,7 +299,7 @@ void product(int64_t rows, int64_t columns, int64_t inner, Left<A> a, const A* b
   }
 }
 
-// n is a multiple of 16. 16 independent partial sums are added pairwise.
+// n is a multiple of 16. The function computes 16 independent partial sums, and adds them pairwise.
 template <typename A>
 [[gnu::always_inline]] inline A dot(const A* a, const A* b, int64_t n) {
   using V = Vector<A>;

@@ -1,6 +1,6 @@
 // The rate counts the two matmuls' flops for the keys that the queries see, as docs/benchmarks.md does. The error is
-// the largest difference of a query's output from the formula in double, relative to its largest output. It must be
-// below 2^-7: the softmax's weights and the output are rounded to bfloat16 once each.
+// the largest difference between a query's output and the formula in double, relative to the largest element of that
+// output. It must be below 2^-7, because the softmax's weights and the output are each rounded to bfloat16.
 #include "problem.h"
 
 namespace {

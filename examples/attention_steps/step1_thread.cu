@@ -1,5 +1,5 @@
 // Step 1: a thread per query. It makes three passes over the query's row of the (T, T) scores in global memory: for the
-// scores and their maximum, for the exponentials and their sum, and for the sum of the values. The library's
+// scores and their maximum, for the exponentials and their sum, and for the weighted sum of the values. The library's
 // attention_probabilities also writes this matrix to global memory.
 #include "problem.h"
 

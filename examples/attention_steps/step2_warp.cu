@@ -9,7 +9,7 @@ const char* const kStep = "2 online softmax, a warp";
 constexpr int kWarps = 16;
 constexpr int kKeys = 32;  // keys of a tile
 constexpr int kPairs = kChannels / 2;
-constexpr int kRowPairs = kPairs + 1;  // odd: the lanes use 32 banks
+constexpr int kRowPairs = kPairs + 1;  // odd, so that the lanes read 32 different banks
 using Pair = __nv_bfloat162;
 
 __device__ float warp_max(float x) {

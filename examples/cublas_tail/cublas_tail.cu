@@ -13,7 +13,7 @@
 #define CHECK(call) \
   if (int status = int(call)) std::printf("%s: error %d\n", #call, status), std::exit(1)
 
-// The last 8 terms of each sum are 1, all earlier terms 0.
+// The last 8 terms of each sum are 1, and all earlier terms are 0.
 __global__ void fill(__nv_bfloat16* out, int64_t down, int64_t across, bool terms_are_down, int64_t terms) {
   for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < down * across; i += gridDim.x * blockDim.x) {
     const int64_t term = terms_are_down ? i % down : i / down;

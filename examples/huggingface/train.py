@@ -1,4 +1,6 @@
-"""Trains Hugging Face's GPT-2 with a Trainer on the bytes of a text. The call of ``gptkernels.swap`` swaps the model.
+"""Trains Hugging Face's GPT-2 with a Trainer on the bytes of a text.
+
+``gptkernels.swap`` makes the model call this package's kernels.
 
 python examples/huggingface/train.py [--no-swap] [--text FILE] [--steps N] [--output FOLDER]
 """

@@ -1,4 +1,4 @@
-// For steps 4 and 5: a warp per row, packs of 16 bytes.
+// The kernel of steps 4 and 5: a warp processes a row in packs of 16 bytes.
 #pragma once
 
 #include "problem.h"
@@ -15,7 +15,7 @@ __device__ inline float warp_sum(float value) {
   return value;
 }
 
-// The L2 cache prefers to evict other lines than those marked evict_last.
+// The L2 cache evicts lines that are marked evict_last only after other lines.
 template <bool kEvictLast>
 __device__ void store_statistic(float* p, float value) {
   if constexpr (kEvictLast) {

@@ -1,5 +1,6 @@
 // The rate counts the bytes of x and of out once, as docs/benchmarks.md does. The error is the largest difference from
-// the formula in double, relative to the largest output; it must be below 2^-8, the largest rounding error of bfloat16.
+// the formula in double, relative to the largest output. It must be below 2^-8, the largest relative rounding error of
+// bfloat16.
 #include "problem.h"
 
 namespace {

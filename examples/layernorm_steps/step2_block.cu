@@ -1,5 +1,5 @@
 // Step 2: a thread block per row. Neighbouring threads read neighbouring elements (coalesced accesses), and add their
-// sums in shared memory. The simple kernels in csrc/cuda have this form.
+// sums in shared memory. The simple kernels for rows in csrc/cuda have this form.
 #include "problem.h"
 
 const char* const kStep = "2 a thread block per row";

@@ -1,5 +1,5 @@
-// Step 3: a warp per row, with the row in registers, which is read from memory once. Shuffles need no barrier. The
-// number of elements per thread must be a constant, because registers are indexed by constants.
+// Step 3: a warp per row. The row stays in registers, and is read from memory once. Shuffles need no barrier. The
+// number of elements per thread must be a constant, because registers can only be indexed by constants.
 #include "problem.h"
 
 const char* const kStep = "3 a warp, in registers";

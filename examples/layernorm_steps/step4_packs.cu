@@ -1,5 +1,5 @@
-// Step 4: one instruction loads or stores a pack of 8 bfloat16 (16 bytes), which takes an eighth of the load, store and
-// address instructions. A row of 768 elements is 96 packs, 3 per thread.
+// Step 4: one instruction loads or stores a pack of 8 bfloat16 (16 bytes), so the kernel needs an eighth of the load,
+// store and address instructions. A row of 768 elements is 96 packs, 3 per thread.
 #include "packs.cuh"
 
 const char* const kStep = "4 packs of 16 bytes";

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 @dataclasses.dataclass
 class Config:
-    """The model's shape."""
+    """The model's hyperparameters."""
 
     block_size: int = 64
     vocab_size: int = 256
@@ -93,7 +93,7 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=std)
 
     def forward(self, idx: Tensor, targets: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
-        """Return the logits (B, T, V) and the mean cross-entropy."""
+        """Return the logits (B, T, V) and, with targets, the mean cross-entropy, otherwise None."""
         positions = torch.arange(idx.shape[1], device=idx.device)
         x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions))
         for block in self.transformer.h:

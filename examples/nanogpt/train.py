@@ -1,4 +1,6 @@
-"""Trains the GPT-2 of model.py on the bytes of a text. One line, the call of ``gptkernels.swap``, swaps the model.
+"""Trains the GPT-2 of model.py on the bytes of a text.
+
+``gptkernels.swap`` makes the model call this package's kernels.
 
 python examples/nanogpt/train.py [--no-swap] [--text FILE] [--steps N] [--device cuda]
 """

@@ -1,4 +1,4 @@
-// Online softmax, for steps 3 to 5: whenever the maximum grows, the sum of the exponentials relative to it is rescaled.
+// The online softmax of steps 3 to 5. Whenever the maximum grows, the sum of exp(x - max) is rescaled.
 #pragma once
 
 #include <cfloat>
@@ -26,7 +26,8 @@ __device__ inline MaxSum warp_merge(MaxSum m) {
   return m;
 }
 
-// A kernel may call this function only once: it has one barrier.
+// A kernel may call this function only once, because a second call could overwrite `warps` while other warps still read
+// it.
 __device__ inline MaxSum block_merge(MaxSum m) {
   __shared__ MaxSum warps[32];
   const int lane = threadIdx.x % 32;
@@ -52,7 +53,7 @@ __device__ inline void hide_padding(Pack& pack, int column) {
     if (column + k >= kVocab) pack.v[k] = __float2bfloat16(-INFINITY);
 }
 
-// The pack's maximum comes first, so that the sum is rescaled once per pack.
+// The pack's maximum is computed first, so that the sum is rescaled once per pack.
 __device__ inline void add_pack(MaxSum& m, Pack pack, int column) {
   hide_padding(pack, column);
   float max = m.max, sum = 0;

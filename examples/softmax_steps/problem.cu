@@ -50,7 +50,7 @@ int main() {
   double error = 0;
   for (size_t i = 0; i < rows.size(); ++i)
     error = larger_error(error, row_error(p, int64_t(i) * kRowsBetweenChecks, rows[i]));
-  // Each run reads as logits the gradients that the previous run has written. This takes the same time.
+  // The logits of each run are the gradients that the previous run has written. This does not change the time.
   const double seconds = median_seconds([&] { classifier(p); });
   return report(seconds, 2.0 * size * sizeof(bfloat16), 1e9, error, 1.01 / 256);
 }

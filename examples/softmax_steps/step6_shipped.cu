@@ -1,6 +1,6 @@
 // Step 6: the library's kernel for rows of 50304 bfloat16, from csrc/cuda/loss/fused_classifier.cuh. It extends step 5
 // to any width and alignment, and to ignored rows, and keeps a part of the row in registers. Its sum excludes the
-// target's exponential, so that a loss near 0 is exact.
+// target's exponential, so that a loss near 0 is accurate.
 #include "../../csrc/cuda/loss/fused_classifier.cuh"
 #include "problem.h"
 

@@ -1,9 +1,9 @@
-"""Compares squared_relu with its formula in float64 and in torch.
+"""Compares squared_relu with its formula, which torch computes in float64 and in the dtype of x.
 
-The following command needs tests/ in PYTHONPATH, and the built libraries in LIBRARY. In the source tree
-(tests/ops/test_squared_relu.py), the lines that load the libraries and import the rules are not needed.
+The following command needs examples/adding_an_op/python and tests in PYTHONPATH, and the built libraries in LIBRARY. In
+the source tree (tests/ops/test_squared_relu.py), the lines that load the libraries and import the rules are not needed.
 
-python -m pytest examples/adding_an_op/tests --device cpu
+python -m pytest -p conftest examples/adding_an_op/tests --device cpu
 """
 
 import os
