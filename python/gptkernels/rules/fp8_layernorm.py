@@ -1,6 +1,6 @@
 """Layernorm, optionally after an addition to the residual stream, with float8 output for the following matmul.
 
-The op has no derivative: autograd's node in ``block/node.py`` has one.
+The op has no derivative. In training, the op ``fp8_layer`` calls its C++ function.
 """
 
 import torch

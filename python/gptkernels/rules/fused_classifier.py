@@ -141,7 +141,7 @@ class FusedClassifierBackward(torch.autograd.Function):
 
 
 def tangent(inputs, tangents, outputs):
-    """A row's loss has the tangent sum(dlogits * v), and its dlogits have the Jacobian times v."""
+    """If v is the tangent of a row's logits, the loss has the tangent sum(dlogits * v), and dlogits the tangent H v."""
     _, targets, _, ignore_index, dlosses = inputs
     if dlosses is not None:
         refuse_scaled()
@@ -151,7 +151,7 @@ def tangent(inputs, tangents, outputs):
 
 
 def vmap_rule(op, size, in_dims, args):
-    """Move the mapped dimension to the front; a dlosses that is 0-dim for each index is expanded to rows."""
+    """Move the mapped dimension to the front. If dlosses is 0-dim for each index, expand it to the rows."""
     mapped = [leading(a, d, size) for a, d in zip(args, in_dims, strict=True)]
     rows = max(t.dim() for t in mapped if isinstance(t, Tensor)) - 1
     shape = next(t for t in mapped if isinstance(t, Tensor) and t.dim() > rows).shape[:-1]

@@ -39,7 +39,7 @@ class LayerNorm(torch.autograd.Function):
 
 
 def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
-    """In forward mode's second derivative, torch's layer_norm would treat the statistics as constants."""
+    """Compute layernorm without torch's layer_norm, whose second forward-mode derivative has constant statistics."""
     wide = accumulate_dtype(x.dtype)
     x = x.to(wide)
     centred = x - x.mean(-1, keepdim=True)

@@ -15,7 +15,7 @@ class Result:
         case: the operator's name, followed by the variant's.
         check: one of ``CHECKS``: a dtype, or torch's ``gradcheck``, ``gradgradcheck`` or ``opcheck``.
         passed: whether the check passed.
-        error: for a dtype, our largest error divided by the allowed error, at most 1; otherwise None.
+        error: our largest error divided by the allowed error, at most 1; None if the check failed or is one of torch's.
         message: the error message of a check that failed.
     """
 
