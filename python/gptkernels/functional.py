@@ -204,7 +204,7 @@ def fp8_linear(
 
     An amax history contains the amax of a tensor in each of the last 16 calls, from which the scale is computed before
     the tensor is read. Without a history, at the first call, and for the weight, the scale is computed from the tensor
-    itself, which is then read twice.
+    itself, which CUDA then reads twice.
 
     Args:
         input: (..., I), float32, bfloat16 or float16; I is a multiple of 16.
@@ -404,7 +404,8 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
 
     Args:
         input: any shape.
-        p: the probability of dropping an element, rounded to a multiple of 2^-16; other elements are divided by 1 - p.
+        p: the probability of dropping an element. The kernel rounds it to a multiple of 2^-16, and divides the elements
+            that it keeps by 1 - p, without this rounding.
         training: False returns ``input``.
         inplace: not supported.
 

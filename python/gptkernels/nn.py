@@ -115,7 +115,7 @@ class Linear(torch.nn.Linear):
         return functional.linear(input, self.weight, bias)
 
     def multiplies_fp8(self) -> bool:
-        """Return whether a call uses float8 matmuls: ``fp8`` is set, in training mode, with gradients enabled."""
+        """Return whether a call uses float8 matmuls: ``fp8`` is set, and the module trains with gradients enabled."""
         return self.fp8 and self.training and torch.is_grad_enabled()
 
     def extra_repr(self) -> str:

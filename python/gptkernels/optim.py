@@ -42,7 +42,7 @@ class AdamW(torch.optim.AdamW):
         max_grad_norm: clip the gradients of all groups together to this Euclidean norm, without writing them. None
             neither clips nor computes the norm; ``math.inf`` only computes it.
         rounding_seed: round bfloat16 parameters and their moments stochastically, so that small updates are right on
-            average. The same seed and step give the same bits. None rounds to nearest. A seed excludes
+            average. The same seed and step give the same bits. None rounds to nearest. A seed cannot be combined with
             ``master_weights``.
 
     Attributes:
@@ -227,7 +227,11 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
-    """Return a CPU tensor for a float or a CPU tensor, and otherwise a tensor on ``device``, which the kernel reads."""
+    """Convert a learning rate to a tensor for the op ``adamw_``.
+
+    A float becomes a CPU tensor, and a CPU tensor stays on the CPU. Any other tensor is moved to ``device``, where the
+    kernel reads it.
+    """
     if not isinstance(lr, Tensor):
         if torch.compiler.is_compiling():  # the multiplication prevents a recompilation for another lr
             return torch.ones((), dtype=torch.float64, device="cpu") * lr
@@ -339,7 +343,7 @@ def clip_grad_norm_(
         parameters: one or several parameters; parameters without a gradient are ignored.
         max_norm: the largest norm of all gradients together after clipping.
         norm_type: must be 2.
-        error_if_nonfinite: raise an error if the norm is nan or infinite. The host then waits for the device.
+        error_if_nonfinite: raise an error if the norm is nan or infinite. For this check the host waits for the device.
         foreach: has no effect.
 
     Returns:

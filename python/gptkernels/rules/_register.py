@@ -212,7 +212,7 @@ def differentiate(
     needs: Sequence[bool],
     grad_outputs: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """Differentiate ``formula(*inputs)`` by torch's autograd, for derivatives without a kernel, such as the second."""
+    """Differentiate ``formula(*inputs)`` by torch's autograd, for derivatives that have no kernel."""
     if torch._C._are_functorch_transforms_active():
         return _differentiate_by_func(formula, inputs, needs, grad_outputs)
     create_graph = torch.is_grad_enabled()

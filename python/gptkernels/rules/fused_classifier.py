@@ -163,7 +163,7 @@ def vmap_rule(op, size, in_dims, args):
     return outputs, 0 if isinstance(outputs, Tensor) else (0, 0)
 
 
-# There is no autocast rule: the losses are float32 for all dtypes of logits, as autocast requires of cross_entropy.
+# There is no autocast rule: the losses are float32 (float64 for float64), as autocast requires of cross_entropy.
 register.fake("fused_classifier", _fake)
 register.fake("fused_classifier_", _fake_losses)
 register.fake("fused_classifier_backward", like(1))

@@ -91,7 +91,7 @@ def hold_to_the_rule(call: Call, view: str = "contiguous", unused: Sequence[int]
 def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any], linear: bool = False) -> Tensor | None:
     """Return an argument with other numbers of similar magnitudes.
 
-    Zeros and infinities stay what they are, equal elements stay equal, and strides are kept unless the tensor is
+    Zeros stay zeros, infinities stay infinities, equal elements stay equal, and strides are kept unless the tensor is
     expanded. In even trials every dimension is permuted, and all elements are multiplied by one random factor between
     7/8 and 1. In odd trials each element changes by a relative amount of at most 2^-13 or four epsilons, whichever is
     larger. If the results are ``linear`` in the argument, odd trials also multiply all elements by such a factor.

@@ -130,7 +130,7 @@ def assert_product(
 
     This is Freivalds' check: ``out @ r`` and ``a @ (b @ r)`` are compared in float64 for 64 vectors r of random signs.
     The mean square of the difference estimates the squared Frobenius norm of the error. The allowed norm is
-    ``1.25 (u |out| + c e (|out| + s))`` and an allowance for underflow, where
+    ``1.25 (u |out| + c e (|out| + s))``, plus an allowance for underflow, where
 
     - 1.25 allows for the error of the estimate;
     - u and e are half of the machine epsilons of the output's dtype and of the sum's dtype;
@@ -177,9 +177,9 @@ class Errors:
     The root mean squares of the two errors over all trials are compared, because the largest error may occur in only a
     few random trials. A trial's errors are scaled down if its result is larger than the first trial's.
 
-    A result no larger than torch's error consists only of the rounding errors of terms that cancel, which depend on the
-    order of the sum. Torch's error is then multiplied by four, and is at least ``noise``; otherwise it is multiplied by
-    ``luck``.
+    If torch's error is at least as large as the result, the result consists only of the rounding errors of terms that
+    cancel, which depend on the order of the sum. Torch's error is then multiplied by four, and is at least ``noise``.
+    For a larger result, torch's error is multiplied by ``luck``.
 
     If torch's error is 0 in all trials, its order of summation suits the numbers, as for 64 equal terms that are added
     in pairs. Torch's error then counts as one rounding of the output.

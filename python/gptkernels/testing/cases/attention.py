@@ -234,7 +234,7 @@ ATTENTION_SIZES = [
     (1, 65, 2, 33), (1, 127, 3, 80), (2, 129, 2, 128), (1, 200, 1, 256), (1, 1000, 1, 64), (1, 1024, 2, 64),
     (1, 300, 1, 96),
 ]  # fmt: skip
-# (B, T, NH, HS): more sequences than heads, more heads than sequences, and every size of WIDTHS as T or HS.
+# (B, T, NH, HS): more sequences than heads, more heads than sequences, and the sizes of WIDTHS up to 1600 as T or HS.
 PROBABILITIES_SIZES = [
     (1, 1, 1, 1), (2, 3, 1, 7), (1, 7, 2, 3), (3, 17, 2, 33), (5, 33, 3, 17), (2, 127, 3, 8), (7, 2, 3, 127),
     (1, 200, 12, 64), (2, 1, 4, 768), (1, 768, 1, 2), (1, 3, 1, 1600),

@@ -55,7 +55,7 @@ def fp8_size(draw, name, *others, most=20):
 
 
 def fp8_history(draw, name):
-    """The history's amaxes may be smaller than the amax of the tensor with which it is used."""
+    """Draw an amax history, or None. The history's amaxes may be smaller than the amax of its tensor."""
     kind = draw.choose(f"{name}.history", ("none", "new", "some", "full"))
     if kind == "none":
         return None

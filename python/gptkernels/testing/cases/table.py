@@ -94,7 +94,8 @@ class Operator:
             operator.
         variants: the choices of each variant, by its name.
         costs: computes the costs of forward and backward from the differentiable arguments.
-        edges: choices of further test calls, many with sizes near which the operator changes to another kernel.
+        edges: the choices of more calls in the tests. Most of them have a size near one at which the operator changes
+            to another kernel.
         autocast: "none", "lower" (autocast's dtype), "float32 on CUDA", or "torch's steps" (the dtypes of the torch
             functions that the op replaces).
         functions: the backward ops, and the op with all of its outputs, for tests of their derivatives.
