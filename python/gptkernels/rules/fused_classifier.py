@@ -1,7 +1,7 @@
 """Softmax, cross-entropy and its gradient in one pass: losses = -log p[target], dlogits = p - onehot(target).
 
-``dlogits`` is also an output, with the Jacobian H = diag(p) - p p^T. Since p = dlogits + onehot, all higher derivatives
-follow from the saved dlogits without the logits.
+``dlogits`` is a differentiable output: its Jacobian is H = diag(p) - p p^T. Since p = dlogits + onehot, all higher
+derivatives follow from the saved dlogits without the logits.
 """
 
 import torch

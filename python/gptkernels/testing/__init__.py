@@ -48,7 +48,7 @@ def gradcheck_ops(
         progress: called with the results of each case after its checks.
 
     Returns:
-        The results, also of checks that fail (``Report.passed``).
+        A report with the results of all checks. A check that fails raises no error; ``Report.passed`` is then False.
 
     Raises:
         ValueError: if there is no such operator or device, or no kernels are loaded for the device.

@@ -123,10 +123,11 @@ def flash_attention(q, k, v, scale=None, seen=None, added=None, kept=None):
 
 
 def reference_exponents(exponents, dtype):
-    """Return the number that is subtracted from a row's exponents of 2, before their powers are rounded to the dtype.
+    """Return the number that is subtracted from a row's exponents of 2, before the powers are rounded to the dtype.
 
-    In float32 and float64 it is the row's largest exponent, which makes the largest power 1, without a rounding error.
-    In 16-bit dtypes a kernel may subtract less. The number is then lower by up to 8, by another amount in each row.
+    For float32 and float64 it is the row's largest exponent, which makes the largest power 1, without a rounding error.
+    A kernel may subtract less for 16-bit dtypes. For these the number is lower than the largest exponent, by an amount
+    below 8 that differs between rows.
     """
     largest = exponents.amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -math.inf, 0)

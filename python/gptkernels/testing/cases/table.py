@@ -89,9 +89,9 @@ class Operator:
 
     Attributes:
         weight: the relative frequency among the fuzzer's calls; 0 for no calls.
-        sizes: the choices of a plain call by name: a value, or a list of values for SMALL (finite differences), ODD
-            (rows whose length is no multiple of a vectorized load) and ORDINARY. None if only the fuzzer calls the
-            operator.
+        sizes: the choices of a call by ``Plain``, by name: a value, or a list of values for SMALL (finite differences
+            and opcheck), ODD (rows whose length is no multiple of a vectorized load) and ORDINARY. None if only the
+            fuzzer calls the operator.
         variants: the choices of each variant, by its name.
         costs: computes the costs of forward and backward from the differentiable arguments.
         edges: the choices of more calls in the tests. Most of them have a size near one at which the operator changes
