@@ -1,4 +1,4 @@
-"""Settings of a process that runs the command line, `gptkernels COMMAND`, made before the import of torch."""
+"""Settings of the process in which the command `gptkernels` runs. Most of them must precede the import of torch."""
 
 import os
 import signal
@@ -10,7 +10,7 @@ POLICIES = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")
 
 
 def is_command(arguments: Sequence[str] = sys.argv, command_line: Sequence[str] = sys.orig_argv) -> bool:
-    """Return whether this process is `gptkernels ...`, as a script or by `python -m`."""
+    """Return whether this process runs the command `gptkernels`, as a script or by `python -m gptkernels`."""
     if not arguments:
         return False
     program = arguments[0]
@@ -20,10 +20,11 @@ def is_command(arguments: Sequence[str] = sys.argv, command_line: Sequence[str] 
 
 
 def wait_passively(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let OpenMP's threads sleep while they wait, unless the user has set a policy.
+    """Let OpenMP's threads sleep while they wait, unless the user has set one of ``POLICIES``.
 
-    The threads of GNU's OpenMP in torch's CPU wheels spin at every barrier, and so delay the threads that the barrier
-    waits for if other programs use the processors. torch's import reads the policy.
+    The threads of GNU's OpenMP, which torch's CPU wheels contain, spin at every barrier. If other programs use the
+    processors, the spinning threads delay the threads that have not reached the barrier. The import of torch makes
+    OpenMP read the variables.
     """
     if not any(name in environment for name in POLICIES):
         environment["OMP_WAIT_POLICY"] = "passive"
@@ -32,7 +33,7 @@ def wait_passively(environment: MutableMapping[str, str] = os.environ) -> None:
 def let_interrupts_end_imports() -> None:
     """Let Ctrl-C end the process without a traceback while torch is imported, which takes seconds.
 
-    An interrupt that the parent process disabled, for example by nohup, stays disabled.
+    If the parent process disabled interrupts, as a script's shell does for a command with ``&``, they stay disabled.
     """
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -3,7 +3,7 @@
 import torch
 
 # Dense bfloat16 TFLOP/s, from NVIDIA's data sheets. The first entry that is a prefix of the device's name is used, so a
-# longer name comes first.
+# name comes before its own prefixes.
 _PEAKS = {
     "NVIDIA B200": 2250.0,
     "NVIDIA H200 NVL": 835.5,
@@ -35,7 +35,10 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def pick_device(name: str, local_rank: int = 0) -> torch.device:
-    """ "cuda" is the GPU with the index `local_rank`; "auto" is "cuda" if torch finds a GPU, and otherwise "cpu"."""
+    """Return the device called `name`.
+
+    "cuda" is the GPU with the index `local_rank`. "auto" is "cuda" if torch finds a GPU, and otherwise "cpu".
+    """
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:

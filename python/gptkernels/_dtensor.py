@@ -16,7 +16,7 @@ class Place(NamedTuple):
 
 
 def place_of(t: Any) -> Place | None:
-    """Return a DTensor's distribution, in which partial sums count as replicated; None for any other tensor."""
+    """Return a DTensor's distribution, with Partial placements replaced by Replicate; None for any other tensor."""
     if type(t) in PLAIN or not hasattr(t, "placements"):
         return None
     if not any(placement.is_partial() for placement in t.placements):
@@ -27,7 +27,10 @@ def place_of(t: Any) -> Place | None:
 
 
 def local(t: Any, place: Place | None) -> Tensor:
-    """Return this process's part of a DTensor, redistributed to ``place`` if necessary."""
+    """Redistribute a DTensor to ``place`` if necessary, and return this process's part.
+
+    If ``place`` is None, return the tensor itself.
+    """
     if place is None:
         return t
     if (t.device_mesh, t.placements) != place:

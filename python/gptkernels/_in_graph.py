@@ -1,6 +1,7 @@
-"""Marks two functions with ``allow_in_graph``: dynamo records a call of the function instead of tracing it.
+"""Marks two functions with ``allow_in_graph``: dynamo records a call of such a function instead of tracing it.
 
-Marking imports torch._dynamo, which takes longer than importing torch. So only traced callers import this module.
+``allow_in_graph`` imports torch._dynamo, which takes about as long as the import of torch. Callers therefore import
+this module only while they are compiled.
 """
 
 import torch

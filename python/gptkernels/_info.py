@@ -9,9 +9,9 @@ from gptkernels import _library
 
 
 def info() -> dict[str, str]:
-    """Return versions, libraries, the CUDA architectures of the build, and the device, by name.
+    """Return a dict that describes this installation: versions, native libraries, CUDA architectures and the device.
 
-    The text of ``"cuda"`` is "in use", or the reason why CUDA is not in use.
+    The entry ``"cuda"`` is "in use", or "not in use: " and the reason.
     """
     build = _library.build()
     found = {

@@ -18,9 +18,9 @@ def linear_cross_entropy(
     """Compute ``cross_entropy(linear(x, weight), targets)`` in chunks of rows, and store only one chunk's logits.
 
     If autograd records the call, the forward also computes the gradients, and the backward scales them. In three cases
-    the backward instead computes each chunk's logits a second time: for "none"; for float16, because its gradients must
-    be multiplied by the loss scale before they are rounded; and with ``create_graph=True``. Differentiating the
-    gradients stores all logits. Inside autocast the matmuls have autocast's dtype.
+    the backward instead computes each chunk's logits a second time: for ``reduction="none"``; for float16, whose
+    gradients must be multiplied by the loss scale before they are rounded; and with ``create_graph=True``. A second
+    derivative stores all logits. Inside autocast the matmuls have autocast's dtype.
 
     Args:
         x: (..., C), the input of the LM head.
@@ -28,11 +28,11 @@ def linear_cross_entropy(
         targets: (...), int64 or int32.
         vocab_size: V; the columns V..Vp-1 are padding and are not part of the softmax. None is Vp.
         ignore_index: a row with this target has a loss and a gradient of 0.
-        reduction: "mean" (over the rows that are not ignored; nan if all are), "sum" or "none".
+        reduction: "mean" (over the rows that are not ignored; nan if all rows are ignored), "sum" or "none".
         chunk_size: the rows in a chunk; None chooses chunks of at most 2^28 logits.
 
     Returns:
-        The loss in float32 (float64 for float64), 0-dim, or (...) for "none".
+        The loss in float32 (float64 for a float64 x): 0-dim, or (...) for ``reduction="none"``.
 
     Raises:
         ValueError: if shapes do not match, ``reduction`` is unknown, or ``chunk_size`` is below 1.
@@ -56,8 +56,8 @@ def fp8_linear_cross_entropy(
 ) -> Tensor:
     """Compute the loss of :func:`linear_cross_entropy`, with float8 matmuls for the gradients.
 
-    The logits' gradient is rounded to e5m2, and x and the weight to e4m3. If autograd records nothing, this function is
-    :func:`linear_cross_entropy`. A second derivative or a forward-mode derivative raises a RuntimeError.
+    The logits' gradient is rounded to e5m2, and x and the weight to e4m3. If autograd does not record the call, nothing
+    is rounded to float8. A second derivative or a forward-mode derivative raises a RuntimeError.
 
     Args:
         x: (..., C), float32, bfloat16 or float16; C is a multiple of 16.

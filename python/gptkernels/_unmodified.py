@@ -14,9 +14,10 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_
 def is_unmodified(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
     """Return whether a call of ``module`` would run ``kind.forward`` and nothing else.
 
-    If not, the caller must call the module: it is an adapter, a subclass or a wrapper (parametrisations and FSDP2
-    replace a module's class), has hooks (pruning adds one) or its own forward, is compiled separately, or has an
-    attribute that was set after the swap (``CHANGED``). A global module hook makes the result False for all modules.
+    If the result is False, the caller must call the module. Such a module is an adapter, a subclass or a wrapper
+    (parametrisations and FSDP2 replace a module's class), has hooks (pruning adds one) or a ``forward`` among its
+    attributes, is compiled separately, or has an attribute that was set after the swap (``CHANGED``). A global module
+    hook makes the result False for all modules.
     """
     return are_unmodified((module, kind))
 
@@ -31,8 +32,8 @@ def are_unmodified(*parts: tuple[torch.nn.Module, type[torch.nn.Module]]) -> boo
 def is_exporting() -> bool:
     """Return whether ``torch.export`` traces this call without dynamo.
 
-    The embeddings and the LM head are then called, not fused. They share a weight, and
-    ``torch.distributed.pipelining`` finds only those modules with the weight that are called.
+    If so, the embeddings and the LM head must be called as modules, not fused: they share a weight, and
+    ``torch.distributed.pipelining`` finds a module with a shared weight only if the module is called.
     """
     return torch.compiler.is_exporting() and not torch.compiler.is_dynamo_compiling()
 
@@ -50,7 +51,10 @@ def is_bare(attributes: dict[str, Any]) -> bool:
 
 
 def runs_only_its_forward(module: torch.nn.Module, passive: str | None = None) -> bool:
-    """Hooks from the Python module ``passive`` are ignored, because they only observe."""
+    """Return whether a call of ``module`` runs its class's ``forward``, and no hooks except those of ``passive``.
+
+    ``passive`` is the name of a Python module whose hooks only observe.
+    """
     attributes = module.__dict__
     for hooks in _HOOKS:
         for hook in attributes[hooks].values():

@@ -81,11 +81,12 @@ def save_model(
 
     Args:
         path: the file; its suffix decides the format.
-        state_dict: the parameters, on any device. The padding of `wte`, and `lm_head`, are not written.
-        config: a mapping or a dataclass with block_size, vocab_size, n_layer, n_head, n_embd (and bias).
+        state_dict: the parameters, on any device. Neither the padding of `wte` nor `lm_head` is written.
+        config: a mapping or a dataclass with block_size, vocab_size, n_layer, n_head, n_embd, and optionally bias and
+            activation.
         dtype: the dtype of the file. None keeps the parameters' dtypes in a `.safetensors`; a `.bin` is bfloat16 if all
             parameters are bfloat16, otherwise float32.
-        padded_vocab_size: Vp of a `.bin`, whose rows V..Vp-1 are 0. None rounds V up to a multiple of 128.
+        padded_vocab_size: Vp of a `.bin`; the rows V..Vp-1 of its `wte` are 0. None rounds V up to a multiple of 128.
 
     Raises:
         ValueError: if a parameter is missing, unknown or of a wrong shape, lm_head differs from wte, or the format
@@ -201,7 +202,10 @@ def _as_dict(config: Any) -> dict[str, Any]:
 
 
 def check_model_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """Check and return the entries of a configuration that a file stores; a ValueError begins with `where`."""
+    """Check a configuration, and return those of its entries that a file stores.
+
+    The message of a ValueError begins with `where`.
+    """
     for name in _SIZES:
         value = config.get(name)
         if type(value) is not int or not 1 <= value < 2**31:
@@ -217,9 +221,9 @@ def check_model_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def check_model(state_dict: Mapping[str, torch.Tensor], config: Any, where: str) -> dict[str, Any]:
-    """Check that parameters and configuration agree; return the entries of the configuration that a file stores.
+    """Check that parameters and configuration agree, and return those entries of the latter that a file stores.
 
-    A ValueError begins with `where`.
+    The message of a ValueError begins with `where`.
     """
     config = check_model_config(_as_dict(config), where)
     check_parameters(state_dict, config, where)
@@ -227,9 +231,10 @@ def check_model(state_dict: Mapping[str, torch.Tensor], config: Any, where: str)
 
 
 def check_parameters(state_dict: Mapping[str, torch.Tensor], config: dict[str, Any], where: str) -> StateDict:
-    """Check the parameters against `parameter_shapes`; return them without lm_head, padding and buffers.
+    """Check the parameters against `parameter_shapes`, and return them without lm_head, padding and buffers.
 
-    A ValueError names a parameter that is missing, unknown, of another shape, or not a tensor that a file can store.
+    A ValueError names a parameter that is missing, unknown, of another shape, or not a tensor that a file can store. An
+    lm_head that differs from wte is an error, too.
     """
     state = {name: tensor for name, tensor in state_dict.items() if not str(name).endswith(_BUFFERS)}
     for name, tensor in state.items():
@@ -389,7 +394,7 @@ def _flatten(value: Any, where: str, tensors: StateDict, names: dict[tuple, str]
     """Convert `value` to JSON values, and store its tensors in `tensors` by their paths in `value`.
 
     Values that JSON does not have become an object with one key: {"$tensor": name}, {"$tuple": [...]}, and {"$dict":
-    [[key, value], ...]} for a dict whose keys are not all plain strings.
+    [[key, value], ...]} for a dict with a key that is an integer or begins with "$".
     """
     if isinstance(value, torch.Tensor):
         identity = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())

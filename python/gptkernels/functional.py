@@ -1,8 +1,8 @@
 """The operators with ``torch.nn.functional``'s names and signatures, and fused operators that torch does not have.
 
 Shapes: B batch, T tokens, C channels, V vocabulary, Vp padded vocabulary, N rows. An option that the kernels do not
-support raises a ValueError that names it. Only :func:`scaled_dot_product_attention` and :func:`causal_attention` call
-torch's kernels, in the cases that their docstrings list.
+support raises a ValueError that names the option. Only :func:`scaled_dot_product_attention` and
+:func:`causal_attention` fall back to torch's function, in the cases that their docstrings list.
 """
 
 import warnings
@@ -79,8 +79,8 @@ def residual_layer_norm(
         normalized_shape: the last dimensions of ``x``.
         weight, bias: of shape normalized_shape, or None.
         eps: added to the variance.
-        x_bias: of shape normalized_shape, or None: the bias of the linear layer that computes ``x``. Neither the bias
-            nor its gradient then needs a further pass.
+        x_bias: of shape normalized_shape, or None: the bias of the linear layer that computes ``x``, if that layer has
+            not added it. Neither adding the bias nor computing its gradient takes a further pass over memory.
         dropout_p: the probability with which an element of x + x_bias is dropped, as in :func:`dropout`.
         training: False disables dropout.
 
@@ -133,7 +133,7 @@ def _as_one(dims: int, *tensors: Tensor | None) -> Iterator[Tensor | None]:
 def gelu(input: Tensor, approximate: str = "none") -> Tensor:
     """Compute :func:`torch.nn.functional.gelu`: exact ("none"), or approximated by tanh ("tanh") as in GPT-2.
 
-    Another ``approximate`` raises a ValueError.
+    Any other value of ``approximate`` raises a ValueError.
     """
     if approximate not in ("none", "tanh"):
         raise ValueError(f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}")
@@ -143,8 +143,8 @@ def gelu(input: Tensor, approximate: str = "none") -> Tensor:
 def softmax(input: Tensor, dim: int | None = None, _stacklevel: int = 3, dtype: torch.dtype | None = None) -> Tensor:
     """Compute :func:`torch.nn.functional.softmax`. If ``dim`` is not the last dimension, the input is transposed.
 
-    With a ``dim`` of None, torch's choice is used, with a warning: 0 if there are 0, 1 or 3 dimensions, otherwise 1.
-    ``input`` is first converted to ``dtype``, if it is given. A ``dim`` out of range raises an IndexError.
+    If ``dim`` is None, a warning is given, and torch's choice is used: 0 if ``input`` has 0, 1 or 3 dimensions,
+    otherwise 1. If ``dtype`` is given, ``input`` is first converted to it. A ``dim`` out of range raises an IndexError.
     """
     if dim is None:
         dim = 0 if input.dim() in (0, 1, 3) else 1
@@ -204,7 +204,7 @@ def fp8_linear(
 
     An amax history contains the amax of a tensor in each of the last 16 calls, from which the scale is computed before
     the tensor is read. Without a history, at the first call, and for the weight, the scale is computed from the tensor
-    itself, which is then read twice.
+    itself, which CUDA then reads twice.
 
     Args:
         input: (..., I), float32, bfloat16 or float16; I is a multiple of 16.
@@ -302,8 +302,8 @@ def scaled_dot_product_attention(
 ) -> Any:
     """Compute :func:`torch.nn.functional.scaled_dot_product_attention`, in memory linear in T.
 
-    A query that sees no key has an output of 0 and a logsumexp of -inf, and no gradient is NaN. ``attn_mask`` and
-    ``is_causal`` may be given together; then both apply.
+    A query that sees no key has an output of 0 and a logsumexp of -inf, and makes no gradient NaN. If ``attn_mask`` and
+    ``is_causal`` are given together, both apply.
 
     In these cases torch's function is called:
 
@@ -333,8 +333,8 @@ def scaled_dot_product_attention(
         (..., NH, Tq), float32 (float64 for float64), which is differentiable.
 
     Raises:
-        ValueError: if ``dropout_p`` is not from 0 to 1, or if torch's function is called and ``query_offset``,
-            ``key_begin``, ``key_end`` or ``return_logsumexp`` is given, which it does not have.
+        ValueError: if ``dropout_p`` is not from 0 to 1, or if ``query_offset``, ``key_begin``, ``key_end`` or
+            ``return_logsumexp``, which torch's function does not have, is given in one of the cases above.
     """
     _check_dropout("scaled_dot_product_attention", "dropout_p", dropout_p)
     if (reason := _not_ours(query, key, value, attn_mask, enable_gqa)) is not None:
@@ -404,7 +404,8 @@ def dropout(input: Tensor, p: float = 0.5, training: bool = True, inplace: bool 
 
     Args:
         input: any shape.
-        p: the probability of dropping an element, rounded to a multiple of 2^-16; other elements are divided by 1 - p.
+        p: the probability of dropping an element. The kernel rounds it to a multiple of 2^-16, and divides the elements
+            that it keeps by 1 - p, without this rounding.
         training: False returns ``input``.
         inplace: not supported.
 
@@ -457,8 +458,8 @@ def embedding(
 
     Raises:
         ValueError: if ``padding_idx``, ``max_norm``, ``scale_grad_by_freq`` or ``sparse`` is set.
-        RuntimeError: if vocab_size is not in 1..Vp, or a token is not in 0..V-1; on CUDA, such a token fails a
-            device-side assertion.
+        RuntimeError: if vocab_size is not in 1..Vp, or a token is not in 0..V-1. On CUDA, such a token fails a
+            device-side assertion instead.
     """
     refuse(
         "embedding", padding_idx=padding_idx, max_norm=max_norm, scale_grad_by_freq=scale_grad_by_freq, sparse=sparse
@@ -485,7 +486,7 @@ def cross_entropy(
         input: logits (V), (N, V) or (N, V, d1, ...); if the class dimension is not the last, they are transposed.
         target: int64 or int32, of input's shape without V.
         ignore_index: a row with this target has a loss and a gradient of 0.
-        reduction: "mean" (over the rows that are not ignored; nan if all are), "sum" or "none".
+        reduction: "mean" (over the rows that are not ignored; nan if all rows are ignored), "sum" or "none".
         size_average, reduce: deprecated, see ``reduction``.
 
     Raises:

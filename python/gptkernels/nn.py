@@ -61,9 +61,10 @@ class Dropout(torch.nn.Dropout):
 class Linear(torch.nn.Linear):
     """:class:`torch.nn.Linear` with an option ``fp8``.
 
-    With ``fp8``, training uses float8 matmuls (``docs/fp8.md``): the input and the weight in e4m3, the output's
-    gradient in e5m2, with scales from the amax of the last 16 calls. The two amax histories are buffers, and are reset
-    if a loaded state dict lacks them. In evaluation, and under ``torch.no_grad()``, the option has no effect.
+    With ``fp8``, training uses float8 matmuls (``docs/fp8.md``): the input and the weight are in e4m3, the output's
+    gradient is in e5m2. The scales of the input and of the gradient come from the amax of the last 16 calls. These two
+    amax histories are buffers, and are reset if a loaded state dict lacks them. In evaluation mode, and under
+    ``torch.no_grad()``, the option has no effect.
 
     Args:
         in_features, out_features: multiples of 16 for ``fp8``; a ValueError otherwise.
@@ -114,7 +115,7 @@ class Linear(torch.nn.Linear):
         return functional.linear(input, self.weight, bias)
 
     def multiplies_fp8(self) -> bool:
-        """Return whether a call would use float8 matmuls: ``fp8`` is set, in training, while gradients are recorded."""
+        """Return whether a call uses float8 matmuls: ``fp8`` is set, and the module trains with gradients enabled."""
         return self.fp8 and self.training and torch.is_grad_enabled()
 
     def extra_repr(self) -> str:
@@ -177,7 +178,7 @@ class MLP(torch.nn.Module):
 
     Attributes:
         recompute_gelu: save only the GELU's input for the backward, which recomputes the GELU's output (..., 4C). This
-            has no effect with separate operators or float8 matmuls.
+            option has no effect if a call runs several operators or float8 matmuls.
 
     Raises:
         ValueError: if ``activation`` is unknown, or with ``fp8`` n_embd is not a multiple of 16.
@@ -209,7 +210,7 @@ class MLP(torch.nn.Module):
     def without_bias(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Compute :meth:`forward` without the bias of the second linear layer; return the result and this bias.
 
-        If the second linear layer was modified, the result includes the bias, and None is returned in its place.
+        If the second linear layer was modified, the result includes the bias, and None is returned instead of the bias.
         """
         proj = self.c_proj
         return (self._compute(x, None), proj.bias) if is_unmodified(proj, Linear) else (proj(self._hidden(x)), None)
@@ -322,7 +323,7 @@ class CausalSelfAttention(torch.nn.Module):
     def without_bias(self, x: Tensor, cache: KeyValueCache | None = None) -> tuple[Tensor, Tensor | None]:
         """Compute :meth:`forward` without the bias of ``c_proj``; return the result and this bias.
 
-        If ``c_proj`` was modified, the result includes the bias, and None is returned in its place.
+        If ``c_proj`` was modified, the result includes the bias, and None is returned instead of the bias.
         """
         attended, proj = self._attend(x, cache), self.c_proj
         if is_unmodified(proj, Linear):

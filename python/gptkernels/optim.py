@@ -15,7 +15,7 @@ __all__ = ["AdamW", "clip_grad_norm_"]
 
 
 class AdamW(torch.optim.AdamW):
-    """:class:`torch.optim.AdamW` with one launch for all parameters of a group that have the same dtype and device.
+    """:class:`torch.optim.AdamW` with one launch for up to 160 parameters of a group with the same dtype and device.
 
     The arguments, param groups and state dict are torch's; either optimizer can load the other's state dict. A step
     does not synchronise with the device. Parameters may have any dense layout. For FSDP2's DTensors each process
@@ -23,7 +23,7 @@ class AdamW(torch.optim.AdamW):
 
     A float16 or bfloat16 parameter may have a float32 master copy (state key ``master_param``): the update is applied
     to the copy and rounded into the parameter, and the moments are float32. If an element of the parameter does not
-    equal its rounded copy, other code has changed it, and the update starts from the parameter.
+    equal its rounded copy, other code has changed the parameter, and the element's update starts from the parameter.
 
     With :class:`torch.amp.GradScaler` the kernel itself divides the gradients by the scale, and skips the step if a
     gradient is not finite.
@@ -41,9 +41,9 @@ class AdamW(torch.optim.AdamW):
         master_weights: keep float32 copies of the float16 and bfloat16 parameters.
         max_grad_norm: clip the gradients of all groups together to this Euclidean norm, without writing them. None
             neither clips nor computes the norm; ``math.inf`` only computes it.
-        rounding_seed: round bfloat16 parameters, which then have no float32 copies, and their moments stochastically,
-            so that small updates are right on average. The same seed and step give the same bits. None rounds to
-            nearest.
+        rounding_seed: round bfloat16 parameters and their moments stochastically, so that small updates are right on
+            average. The same seed and step give the same bits. None rounds to nearest. A seed cannot be combined with
+            ``master_weights``.
 
     Attributes:
         max_grad_norm: may be set between steps. It is not part of the state dict.
@@ -111,7 +111,7 @@ class AdamW(torch.optim.AdamW):
         return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm, "grad_norm": self.grad_norm}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Torch's AdamW, and earlier versions of this class, lack some options."""
+        """Set the state, and add the options that torch's AdamW and earlier versions of this class lack."""
         for group in state["param_groups"]:
             _check_options(group)
         super().__setstate__(state)
@@ -123,7 +123,9 @@ class AdamW(torch.optim.AdamW):
                 state["step"] = state["step"].to(parameter.device, torch.float32)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load as torch does, but keep moments and copies in float32, which torch would round to the parameter's dtype.
+        """Load the state as torch does, but keep a master copy and its moments in float32.
+
+        Torch would round them to the parameter's dtype.
 
         Raises:
             ValueError: if an option in the state is not supported. Then nothing is loaded.
@@ -142,7 +144,8 @@ class AdamW(torch.optim.AdamW):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient.
 
-        A ``closure`` computes the loss again; its value is returned.
+        If ``closure`` is given, it is called first. It computes the loss and the gradients again, and ``step`` returns
+        this loss.
         """
         loss = None
         if closure is not None:
@@ -224,7 +227,11 @@ def _check_options(options: dict[str, Any]) -> None:
 
 
 def _learning_rate(lr: float | Tensor, device: torch.device) -> Tensor:
-    """Return a CPU tensor for a float or a CPU tensor, and otherwise a tensor on ``device``, which the kernel reads."""
+    """Convert a learning rate to a tensor for the op ``adamw_``.
+
+    A float becomes a CPU tensor, and a CPU tensor stays on the CPU. Any other tensor is moved to ``device``, where the
+    kernel reads it.
+    """
     if not isinstance(lr, Tensor):
         if torch.compiler.is_compiling():  # the multiplication prevents a recompilation for another lr
             return torch.ones((), dtype=torch.float64, device="cpu") * lr
@@ -336,7 +343,7 @@ def clip_grad_norm_(
         parameters: one or several parameters; parameters without a gradient are ignored.
         max_norm: the largest norm of all gradients together after clipping.
         norm_type: must be 2.
-        error_if_nonfinite: raise an error if the norm is nan or infinite, for which the host waits for the device.
+        error_if_nonfinite: raise an error if the norm is nan or infinite. For this check the host waits for the device.
         foreach: has no effect.
 
     Returns:

@@ -76,7 +76,7 @@ class FusedBlock(NamedTuple):
 
 
 def cast_all(blocks: Sequence[FusedBlock | None], stream: Tensor) -> Sequence[FusedBlock | None]:
-    """Cast the blocks' matrices to the matmuls' dtype in one launch."""
+    """Cast the matrices of all blocks to the matmuls' dtype by one foreach operation, if they need a cast."""
     given = [block for block in blocks if block is not None]
     if not given or given[0].plan.low == stream.dtype or type(stream) is not Tensor or torch.compiler.is_compiling():
         return blocks

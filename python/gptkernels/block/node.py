@@ -60,14 +60,14 @@ _PARAMETERS, _SAVED = len(BlockParameters._fields), len(LayerSaved._fields)
 
 
 class Dtypes(NamedTuple):
-    """The two dtypes of a forward pass."""
+    """The dtype of the matmuls, ``low``, and the dtype of the norms and the residual stream, ``wide``."""
 
     low: torch.dtype
     wide: torch.dtype
 
 
 def dtypes_of(stream: Tensor, compiled: bool = False) -> Dtypes | None:
-    """Return None if the transformer blocks of this forward pass cannot be nodes."""
+    """Return the dtypes of this forward pass, or None if its transformer blocks cannot be nodes of autograd's graph."""
     if not torch.is_grad_enabled() or is_exporting():
         return None
     if torch.compiler.is_compiling():
@@ -93,11 +93,10 @@ class _Layer(torch.autograd.Function):
         bias: Tensor | None,
         *parameters: Any,
     ):
-        """Compute residual_2 and the values to be added to it, (B, T, C), qkv (B, T, 3C) and residual_1.
+        """Return residual_2 (B, T, C), the values to be added to it (B, T, C), qkv (B, T, 3C) and residual_1 (B, T, C).
 
-        qkv is None with float8 matmuls. residual_1, which the backward reads instead of the inputs, is an output of the
-        node, so that a second derivative can pass through it to the inputs; it is None without values or with float8
-        matmuls.
+        The backward reads residual_1 instead of the inputs. residual_1 is an output, so that a second derivative can
+        pass through it to the inputs. It is None without values. With float8 matmuls, qkv and residual_1 are None.
         """
         ctx.plan, ctx.dropouts, ctx.has_values = plan, dropouts, values is not None
         ctx.set_materialize_grads(False)
@@ -136,7 +135,10 @@ apply_layer = super(torch.autograd.Function, _Layer).apply  # type: ignore[misc]
 
 
 def compiled_layer(plan: Plan, dropouts: Sequence[Dropout], *tensors: Any) -> tuple[Tensor, ...]:
-    """Dynamo puts a call of this function into its graph (``allow_in_graph``); AOTAutograd records its operators."""
+    """Run the node in a compiled model.
+
+    Dynamo's graph has a call of this function (``allow_in_graph``). AOTAutograd records the operators that it calls.
+    """
     if _forward.active():  # under a transform of torch.func
         stream, values, bias, *parameters = tensors
         return _compute(plan, dropouts, stream, values, bias, BlockParameters._make(parameters))
@@ -220,7 +222,7 @@ def _compute(
     bias: Tensor | None,
     parameters: BlockParameters,
 ) -> tuple[Tensor, ...]:
-    """Compute the outputs of ``_Layer`` by single operators, through which autograd can differentiate."""
+    """Compute residual_2, the values and qkv of ``_Layer`` by single operators, which autograd can differentiate."""
     with without_autocast(stream.device.type):
         low = plan.low
         matrices = Matrices._make([t if t is None else t.to(low) for t in parameters.matrices()])
@@ -294,9 +296,9 @@ def _cast(matrices: Matrices, dtype: torch.dtype) -> Matrices:
 
 
 def cast_layers(layers: Sequence[BlockParameters], dtype: torch.dtype) -> list[Matrices]:
-    """Cast the matrices of several layers in one launch.
+    """Cast the matrices of several layers by one foreach operation.
 
-    A layer's results share one allocation, because all of them are freed in the layer's backward.
+    The results of a layer share one allocation, because the layer's backward frees all of them.
     """
     matrices = [parameters.matrices() for parameters in layers]
     given = [[t for t in some if t is not None] for some in matrices]

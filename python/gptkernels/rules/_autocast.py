@@ -100,7 +100,10 @@ def cast(value: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _is_cacheable(value: Tensor, dtype: torch.dtype) -> bool:
-    """Return whether torch would cache the cast: a cast to autocast's dtype of a float32 leaf that is not a view."""
+    """Return whether torch would cache the cast.
+
+    Torch caches a cast to autocast's dtype if the tensor is a float32 leaf that requires a gradient and is not a view.
+    """
     return (
         value.dtype == torch.float32
         and value.requires_grad
@@ -134,7 +137,7 @@ def _new_casts() -> _Casts:
 
 @contextmanager
 def _disable_saved_tensors_hooks() -> Iterator[None]:
-    """Activation checkpointing's hooks would replace the tensors that autograd saves."""
+    """Disable hooks such as activation checkpointing's, which would replace the tensors that autograd saves."""
     hooks = []
     while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
         hooks.append(top)

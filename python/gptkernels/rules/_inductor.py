@@ -20,9 +20,9 @@ def operators() -> Iterator[Any]:
 
 
 def register_fallbacks() -> None:
-    """Every fake rule calls this function. When Inductor traces a graph, it is loaded and calls fake rules.
+    """Register the ops if Inductor is loaded, so that this package need not import it.
 
-    So this package need not import Inductor.
+    Every fake rule calls this function, because Inductor calls fake rules when it compiles a graph.
     """
     lowering = sys.modules.get("torch._inductor.lowering")
     if _done or lowering is None or not hasattr(lowering, "make_fallback"):

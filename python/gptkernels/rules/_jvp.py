@@ -18,8 +18,8 @@ Rule = Callable[[Sequence[Any], Sequence[Any], Sequence[Tensor]], Tensor | Seque
 def with_jvp(function: type[torch.autograd.Function], rule: Rule) -> type[torch.autograd.Function]:
     """Return a subclass of ``function`` with ``rule`` as its ``jvp``.
 
-    Torch then sets the outputs' tangents before the outputs are saved for the backward, as forward over reverse needs.
-    Calls without tangents use ``function`` itself, which saves fewer tensors.
+    With a ``jvp``, torch sets the outputs' tangents before the outputs are saved for the backward, as forward over
+    reverse needs. Calls without tangents use ``function`` itself, which keeps fewer tensors.
     """
 
     class WithJvp(function):  # type: ignore[misc, valid-type]
@@ -80,7 +80,11 @@ def by_formula(formula: Callable[..., Any]) -> Rule:
 
 
 def linear_in(*positions: int) -> Callable[[Callable[..., Any]], Rule]:
-    """Make a rule for an op that is linear in each of these arguments: it sums the op's values at their tangents."""
+    """Make a rule for an op that is linear in each of the arguments at ``positions``.
+
+    For each of these arguments that has a tangent, the rule calls the op with the tangent in place of the argument. It
+    adds the results.
+    """
 
     def decorate(function: Callable[..., Any]) -> Rule:
         def rule(inputs: Sequence[Any], tangents: Sequence[Any], outputs: Sequence[Tensor]) -> Any:

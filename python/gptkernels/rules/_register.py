@@ -15,7 +15,7 @@ An op's file defines the rules and ends with one call for each:
 
 ``Function`` is a plain ``torch.autograd.Function``. It needs no ``setup_context``, because the dispatcher calls the
 op's autograd kernel once for each transform, as it does for torch's ops. A ``_backward`` op needs a ``jvp`` as well,
-because forward over reverse calls it.
+because forward over reverse differentiates the backward in forward mode.
 
 The autograd kernels skip the argument handling of ``torch.library.register_autograd`` and ``Function.apply``, which
 costs host time in each call.
@@ -123,7 +123,10 @@ def autograd_by_formula(name: str, formula: Callable[..., Any], *, inputs: int) 
 
 
 def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
-    """Return the C++ part of ``function.apply``. The dispatcher has already done what its Python part does."""
+    """Return a function that runs only the C++ part of ``function.apply``.
+
+    The Python part is not needed: it handles the transforms of torch.func, which the dispatcher has already handled.
+    """
     apply = super(torch.autograd.Function, function).apply  # type: ignore[misc]
     apply_in_transform = _single_level(function).apply
 
@@ -142,7 +145,10 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 
 
 def _single_level(function: type[torch.autograd.Function]) -> Any:
-    """Copy a ``Function`` to apply it inside one transform: from torch 2.15 on, ``apply`` enters transforms itself."""
+    """Copy ``function`` as a class whose ``apply`` stays inside the present transform.
+
+    From torch 2.15 on, the ``apply`` of a ``Function`` itself enters transforms.
+    """
     methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward", "jvp")}
     return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)
 
@@ -182,7 +188,7 @@ def completer(op: torch._ops.OpOverload) -> Callable[[tuple[Any, ...], dict[str,
 
 
 def below_autograd(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call the op from its autograd rule: run the kernel, or the next transform of torch.func."""
+    """Call the op without its autograd rule: run the kernel, or the next transform of torch.func."""
     with torch._C._AutoDispatchBelowAutograd():
         if not torch._C._are_functorch_transforms_active():
             return op(*args, **kwargs)
@@ -192,7 +198,7 @@ def below_autograd(op: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def accumulate_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Sums and statistics are float64 for float64 tensors, otherwise float32."""
+    """Return the dtype of sums and statistics: float64 for float64 tensors, otherwise float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -206,7 +212,7 @@ def differentiate(
     needs: Sequence[bool],
     grad_outputs: Sequence[Tensor | None],
 ) -> tuple[Tensor | None, ...]:
-    """Differentiate ``formula(*inputs)`` by torch's autograd, for backward ops, whose derivatives have no kernels."""
+    """Differentiate ``formula(*inputs)`` by torch's autograd, for derivatives that have no kernel."""
     if torch._C._are_functorch_transforms_active():
         return _differentiate_by_func(formula, inputs, needs, grad_outputs)
     create_graph = torch.is_grad_enabled()
@@ -264,10 +270,10 @@ def vmap(name: str, rule: _vmap.Rule) -> None:
 
 
 def autocast(name: str, *, cuda: str | None = None, cpu: str | None = None) -> None:
-    """Cast the op's floating tensors as torch's counterpart on that device type does.
+    """Cast the op's floating tensors, except float64, as autocast does for torch's counterpart on each device type.
 
-    The policies are ``"float32"``, ``"lower"`` (autocast's dtype), ``"promote"`` (the arguments' widest dtype) and None
-    for no rule.
+    The policies are ``"float32"``, ``"lower"`` (autocast's dtype), ``"promote"`` (the tensors' dtype, or float32 if
+    their dtypes differ), and None for no rule.
     """
     for device_type, policy in (("cuda", cuda), ("cpu", cpu)):
         if policy is not None:
@@ -285,7 +291,10 @@ def autocast_by(name: str, device_type: str, rule: Callable[..., Any]) -> None:
 
 
 def mutates(name: str) -> None:
-    """Make the op increment the versions of what it writes to, by which autograd detects changed saved tensors."""
+    """Make the op increment the versions of the tensors that it writes to.
+
+    Autograd compares a saved tensor's version in the backward, to detect that the tensor was changed.
+    """
     op = getattr(ops, name).default
     count_versions = _version_counter(op)
 
@@ -300,8 +309,8 @@ def mutates(name: str) -> None:
 def without_derivative(name: str) -> None:
     """Make the op raise an error if autograd would have to differentiate it.
 
-    This rule also increments versions, because passing lists of hundreds of tensors through Python a second time, in
-    the rule of ``mutates``, takes as long as the op itself.
+    This rule also increments versions, and skips the rule of ``mutates``: passing lists of hundreds of tensors through
+    Python a second time would take as long as the op itself.
     """
     op = getattr(ops, name).default
     count_versions = _version_counter(op)

@@ -1,7 +1,7 @@
 """Rules for ``torch.vmap``, which calls an op on tensors with one more dimension, over which the op is mapped.
 
-A rule takes the op, the mapped dimension's size and its index in each argument (or None), and all arguments by
-position. It returns the outputs and the dimension's index in each.
+A rule takes the op, the size of the mapped dimension, its index in each argument (None if the argument is not mapped),
+and all arguments by position. The rule returns the outputs, and the mapped dimension's index in each output.
 """
 
 from collections.abc import Callable, Sequence
@@ -44,8 +44,8 @@ def _dims_of(in_dims: Sequence[Any], args: Sequence[Any]) -> list[int | None]:
 def rows(*positions: int, least: int = 1) -> Rule:
     """Make a rule for an op whose arguments at ``positions``, and all outputs, may have any leading dimensions.
 
-    If only these arguments are mapped, the op is called once. With fewer than ``least`` dimensions besides the mapped
-    one, the op is called for each index and raises its usual error.
+    If only these arguments are mapped, the op is called once. If the first of them has fewer than ``least`` dimensions
+    besides the mapped one, the op is called for each index, and raises its usual error.
     """
 
     def rule(op: Callable[..., Any], size: int, in_dims: Sequence[Any], args: Sequence[Any]) -> tuple[Any, Any]:
@@ -64,7 +64,7 @@ def rows(*positions: int, least: int = 1) -> Rule:
 def rows_and_sums(*positions: int) -> Rule:
     """Make a rule for a backward whose first output has rows and whose other outputs are sums over all rows.
 
-    The first output needs one call; the sums need a call for each index.
+    One call computes the first output for all indices. The sums need a call for each index.
     """
     over_rows = rows(*positions)
 
@@ -115,6 +115,6 @@ def _unfold(t: Tensor, size: int) -> Tensor:
 
 
 def offset_tokens(tokens: Tensor, vocab_size: Any) -> Tensor:
-    """Shift the tokens of embedding b by b * vocab_size, for one lookup in all embeddings. Invalid tokens become -1."""
+    """Shift ``tokens[b]`` by b * vocab_size, so that one call of an op processes all b. Invalid tokens become -1."""
     first = torch.arange(tokens.shape[0], device=tokens.device).view(-1, *(1,) * (tokens.dim() - 1)) * vocab_size
     return torch.where((tokens >= 0) & (tokens < vocab_size), tokens + first, -1)

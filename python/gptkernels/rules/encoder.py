@@ -35,8 +35,9 @@ class Encoder(torch.autograd.Function):
 class TiedEncoder(torch.autograd.Function):
     """The encoder with wte as a second output, which the tied LM head uses as its weight.
 
-    The backward adds the tokens' gradient in place to the LM head's gradient of wte, so that only one such gradient is
-    written.
+    The backward adds the tokens' gradient in place to the LM head's gradient of wte, so that no second gradient of
+    wte's size is written. With ``create_graph=True``, or if the LM head's gradient has another dtype or is not
+    contiguous, the addition is not in place.
     """
 
     @staticmethod

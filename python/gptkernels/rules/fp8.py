@@ -16,7 +16,7 @@ ALIGNMENT = 16
 
 
 def new_history(device=None) -> Tensor:
-    """An amax history without calls makes the first call compute the scale from the tensor itself."""
+    """Make an amax history without calls, with which the first call computes the scale from the tensor itself."""
     return torch.zeros(CALLS + 2, dtype=torch.int32, device=device)
 
 
@@ -28,7 +28,7 @@ def is_history(tensor: Tensor) -> bool:
 
 
 def padded(rows):
-    """Round up to a multiple of 16, because a float8 matmul that reads the transposed copy sums over the rows."""
+    """Round the number of rows up to a multiple of 16, which a float8 matmul that sums over the rows requires."""
     return (rows + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
 
 

@@ -1,6 +1,6 @@
 """Layernorm, optionally after an addition to the residual stream, with float8 output for the following matmul.
 
-The op has no derivative: autograd's node in ``block/node.py`` has one.
+The op has no derivative. For training, ``fp8_layer`` calls the C++ function of this op.
 """
 
 import torch

@@ -20,7 +20,10 @@ def refuse_tangents(inputs, tangents, outputs):
 
 
 def refuse_second_derivatives():
-    """The derivative of the backward would be wrong, because the unquantised operands are not saved."""
+    """Raise an error if the backward is recorded.
+
+    Its derivative would be wrong, because the unquantised operands are not saved.
+    """
     if torch.is_grad_enabled():
         raise RuntimeError(
             "gptkernels: float8 layers have no second derivative: not with create_graph=True, not under torch.func"

@@ -1,4 +1,4 @@
-"""linear_cross_entropy with float8 matmuls for its gradients and, with fp8_logits, for the logits in training.
+"""linear_cross_entropy with float8 matmuls for the gradients and, with fp8_logits, for the logits in training.
 
 The gradient of a logit, softmax - onehot, is multiplied by 2^15 and rounded to e5m2; weight and x are rounded to e4m3.
 Float16 gradients are stored in float32 until the backward multiplies them by the loss scale.

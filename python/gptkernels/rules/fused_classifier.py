@@ -1,7 +1,7 @@
 """Softmax, cross-entropy and its gradient in one pass: losses = -log p[target], dlogits = p - onehot(target).
 
-``dlogits`` is also an output, with the Jacobian H = diag(p) - p p^T. Since p = dlogits + onehot, all higher derivatives
-follow from the saved dlogits without the logits.
+``dlogits`` is a differentiable output: its Jacobian is H = diag(p) - p p^T. Since p = dlogits + onehot, all higher
+derivatives follow from the saved dlogits without the logits.
 """
 
 import torch
@@ -141,7 +141,7 @@ class FusedClassifierBackward(torch.autograd.Function):
 
 
 def tangent(inputs, tangents, outputs):
-    """A row's loss has the tangent sum(dlogits * v), and its dlogits have the Jacobian times v."""
+    """If v is the tangent of a row's logits, the loss has the tangent sum(dlogits * v), and dlogits the tangent H v."""
     _, targets, _, ignore_index, dlosses = inputs
     if dlosses is not None:
         refuse_scaled()
@@ -151,7 +151,7 @@ def tangent(inputs, tangents, outputs):
 
 
 def vmap_rule(op, size, in_dims, args):
-    """Move the mapped dimension to the front; a dlosses that is 0-dim for each index is expanded to rows."""
+    """Move the mapped dimension to the front. If dlosses is 0-dim for each index, expand it to the rows."""
     mapped = [leading(a, d, size) for a, d in zip(args, in_dims, strict=True)]
     rows = max(t.dim() for t in mapped if isinstance(t, Tensor)) - 1
     shape = next(t for t in mapped if isinstance(t, Tensor) and t.dim() > rows).shape[:-1]
@@ -163,7 +163,7 @@ def vmap_rule(op, size, in_dims, args):
     return outputs, 0 if isinstance(outputs, Tensor) else (0, 0)
 
 
-# There is no autocast rule: the losses are float32 for all dtypes of logits, as autocast requires of cross_entropy.
+# There is no autocast rule: the losses are float32 (float64 for float64), as autocast requires of cross_entropy.
 register.fake("fused_classifier", _fake)
 register.fake("fused_classifier_", _fake_losses)
 register.fake("fused_classifier_backward", like(1))

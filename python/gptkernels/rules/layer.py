@@ -1,6 +1,7 @@
 """A layer of GPT-2 in training as one operator, which takes less host time than an operator for each of its parts.
 
-The operator has no derivative: autograd's node in ``block/node.py`` has one.
+The operator has no derivative of its own. The autograd node in ``block/node.py`` calls it, and ``layer_backward`` for
+the gradients.
 """
 
 from gptkernels.block.tensors import BlockParameters, LayerSaved, Weights
@@ -51,7 +52,7 @@ def _fake(*, stream, values, qkv_weight, fc_weight, mlp_proj_weight, num_heads, 
 
 
 def fake_gradients(dout, residual_1, qkv, pre_gelu, weights, output_mask, apart, adds_past):
-    """Make the fake gradients of ``layer_backward``.
+    """Make the fake gradients of ``layer_backward`` and ``fp8_layer_backward``.
 
     ``apart`` is True if the gradient of the argument ``values`` (the pending addition to the residual stream) differs
     from that of ``stream``.

@@ -39,7 +39,10 @@ class LayerNorm(torch.autograd.Function):
 
 
 def formula(x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float):
-    """In forward mode's second derivative, torch's layer_norm would treat the statistics as constants."""
+    """Compute layernorm without torch's layer_norm.
+
+    The second forward-mode derivative of torch's layer_norm treats the statistics as constants.
+    """
     wide = accumulate_dtype(x.dtype)
     x = x.to(wide)
     centred = x - x.mean(-1, keepdim=True)

@@ -1,8 +1,8 @@
 """loss = cross_entropy(x @ weight^T, targets) in chunks of rows, so that only one chunk's logits are stored.
 
 The forward computes dx and dweight for dloss = 1, and the backward multiplies them by dloss. In three cases the
-backward computes the logits a second time instead: for "none"; for float16, because its gradients must be multiplied by
-the loss scale before rounding; and with ``create_graph=True``.
+backward computes the logits a second time instead: for the reduction "none"; for float16, whose gradients must be
+multiplied by the loss scale before they are rounded; and with ``create_graph=True``.
 """
 
 import torch
@@ -68,7 +68,10 @@ def scale_saved(dloss, saved, mask) -> tuple[Tensor | None, ...]:
 
 
 def is_last_backward(saved) -> bool:
-    """The saved tensors may be overwritten if autograd does not keep the graph."""
+    """Return whether the saved tensors may be overwritten.
+
+    They may if autograd does not keep the graph, and the backward is neither traced nor under a transform.
+    """
     return (
         all(type(t) is Tensor for t in saved)  # no tracing
         and not torch._C._are_functorch_transforms_active()

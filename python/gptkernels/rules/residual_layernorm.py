@@ -121,7 +121,7 @@ class ResidualLayerNormBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        """dsum is only added to dresidual, so that dsum's gradient is the incoming gradient of dresidual."""
+        """dsum is only added to dresidual, so the gradient of dsum equals the whole gradient of dresidual."""
         dout, sum, weight, rstd, *dropout = saved(ctx)
         ddx, ddweight, ddbias, ddx_bias, ddresidual = (*present(grads, ctx.output_mask), None, None)[:5]
         ddx = ddx if ddx is None else ddx.to(sum.dtype)
@@ -149,8 +149,9 @@ def _vmap(op, size, in_dims, args):
 def as_torchs_steps(op, cast, x, residual, weight, bias, eps=1e-5, x_bias=None, dropout_p=0.0, seed=None, offset=None):
     """Use the dtypes that torch's separate ops have under CUDA's autocast.
 
-    Autocast leaves an addition and dropout in their operands' dtype, and computes layer_norm in float32. With float32
-    arguments, the fused op's sum would be float32, so separate ops compute a 16-bit sum.
+    Autocast leaves an addition and dropout in their operands' dtype, and computes layer_norm in float32. If x and the
+    residual have the same 16-bit dtype, the sum has it, too. The fused op cannot return a 16-bit sum and a float32
+    norm, so separate ops compute them.
     """
     if torch.promote_types(x.dtype, residual.dtype) in (torch.float32, torch.float64):
         args = (cast(t, torch.float32) for t in (x, residual, weight, bias))

@@ -17,7 +17,10 @@ __all__ = ["Report", "Result", "assert_as_exact_as_torch", "gradcheck_ops", "op_
 
 
 def op_names() -> list[str]:
-    """Return the names of the operators that :func:`gradcheck_ops` checks, each together with its ``_backward`` ops."""
+    """Return the names of the operators that :func:`gradcheck_ops` checks.
+
+    A name stands for the operator and its ``_backward`` ops.
+    """
     return list(dict.fromkeys(case.operator.name for case in CASES))
 
 
@@ -31,9 +34,10 @@ def gradcheck_ops(
 
     - For two sizes and each supported dtype of float64, float32, bfloat16 and float16, the results and all gradients
       are compared with the formula in float64. The error may be twice torch's largest error, plus one rounding of the
-      result. A larger error is compared again with up to 39 other sets of numbers, because torch may happen to be
-      exact for a few numbers. A second call must give the same bits.
-    - :func:`torch.autograd.gradcheck` and :func:`torch.autograd.gradgradcheck` are called in float64.
+      result. If the error is larger, the call is repeated with up to 39 other sets of numbers, because torch may
+      happen to be exact for a few numbers. A second call with the same numbers must give the same bits.
+    - :func:`torch.autograd.gradcheck` and :func:`torch.autograd.gradgradcheck` are called in float64, for the operators
+      that have a derivative and support float64.
     - :func:`torch.library.opcheck` is called for the operator and its ``_backward`` ops.
 
     The state of torch's random number generators is restored.
@@ -44,7 +48,7 @@ def gradcheck_ops(
         progress: called with the results of each case after its checks.
 
     Returns:
-        The results, also of checks that fail (``Report.passed``).
+        A report with the results of all checks. A check that fails raises no error; ``Report.passed`` is then False.
 
     Raises:
         ValueError: if there is no such operator or device, or no kernels are loaded for the device.

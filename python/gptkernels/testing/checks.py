@@ -55,7 +55,7 @@ def hold_to_the_rule(call: Call, view: str = "contiguous", unused: Sequence[int]
     """Check the rule of exactness, and that a second call gives equal bits.
 
     Return the largest ratio of our error to the allowed error. A call that violates the rule is repeated with other
-    numbers, because torch may happen to be exact for a few.
+    numbers, because torch may happen to be exact for a few numbers.
     """
     args = list(call.args.values())
     generator = torch.Generator().manual_seed(1)
@@ -91,10 +91,10 @@ def hold_to_the_rule(call: Call, view: str = "contiguous", unused: Sequence[int]
 def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any], linear: bool = False) -> Tensor | None:
     """Return an argument with other numbers of similar magnitudes.
 
-    Zeros and infinities remain, equal elements remain equal, and strides are kept unless the tensor is expanded. In
-    even trials every dimension is permuted, and all elements are multiplied by one random factor between 7/8 and 1. In
-    odd trials each element changes by a relative amount of at most 2^-13 or four epsilons, whichever is larger. If the
-    results are ``linear`` in the argument, all elements are then also multiplied by such a factor.
+    Zeros stay zeros, infinities stay infinities, equal elements stay equal, and strides are kept unless the tensor is
+    expanded. In even trials every dimension is permuted, and all elements are multiplied by one random factor between
+    7/8 and 1. In odd trials each element changes by a relative amount of at most 2^-13 or four epsilons, whichever is
+    larger. If the results are ``linear`` in the argument, odd trials also multiply all elements by such a factor.
     """
     if t is None or not t.is_floating_point():
         return t

@@ -1,6 +1,7 @@
-"""Draws the arguments of a call by named random choices, so that a failing call can be repeated with some replaced.
+"""Draws the arguments of a call by named random choices. A failing call can be repeated with some choices replaced.
 
-A choice depends only on (seed, index, name), so that replacing one leaves all others unchanged.
+The random numbers of a choice depend only on (seed, index, name), so that replacing one choice does not change the
+random numbers of the others.
 """
 
 import math
@@ -12,7 +13,7 @@ VIEWS = ["transposed", "sliced", "misaligned", "expanded"]
 FLOATING = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 LAYOUTS = ["contiguous", *VIEWS, "padded rows", "permuted"]
 
-# The largest number of elements of one tensor. Most calls use the first number.
+# About the largest number of elements of one tensor. Most calls use the first number.
 MOST_ELEMENTS = (2_000, 60_000, 2**20)
 
 # Sizes at whose multiples the kernels in csrc/cuda behave differently: rows, columns and terms of tiles, threads of a
@@ -46,7 +47,7 @@ class Draw:
 
     Attributes:
         real: whether the call fills a GPU several times (on the CPU, a GPU of two SMs).
-        most_elements: the largest number of elements of one tensor.
+        most_elements: about the largest number of elements of one tensor.
         most_products: the largest number of multiplications of one matmul in a call of real size.
     """
 
@@ -79,10 +80,10 @@ class Draw:
         return self.choose(name, (False, True), (1 - probability, probability))
 
     def size(self, name, most, least=0, real=None):
-        """Small numbers are more frequent.
+        """Draw a number from ``least`` to ``most``, small numbers more frequently.
 
-        In a call of real size the largest number is ``real``, and the number may also be uniformly drawn, or near a
-        multiple of one of ``EDGES``.
+        In a call of real size, ``real`` replaces ``most`` if it is given, and the number may also be uniformly
+        distributed, or near a multiple of one of ``EDGES``.
         """
         random = self.random(name)
         most = max(real, least) if self.real and real is not None else most
@@ -112,7 +113,10 @@ class Draw:
         return each * self.multiprocessors + more
 
     def rows(self, name="x", most_dims=4):
-        """At real size the rows fill several tiles for each SM, and the last tile has fewer rows."""
+        """Draw the sizes of the dimensions before the last.
+
+        At real size, the rows fill about one to five tiles for each SM, and the last tile may have fewer rows.
+        """
         dims = self.choose(f"{name}.dims", range(most_dims), weights=(2, 6, 3, 1)[:most_dims])
         sizes = []
         if self.real and dims:
@@ -142,7 +146,7 @@ class Draw:
         Args:
             scale: the standard deviation of ordinary values.
             special: which special values may occur: "all" (infinities and NaN), "nan" or "none".
-            huge: the largest number that the formula supports in this dtype; None for no huge values.
+            huge: the largest magnitude that the formula supports in this dtype; None for no huge values.
             denormal: whether all values may be denormal.
         """
         kinds = {"normal": 60, "zeros": 2, "constant": 4, "whole": 6, "wide": 8}
@@ -221,7 +225,11 @@ class Draw:
 
 
 class Plain(Draw):
-    """A call without randomness. ``choices`` has all sizes; a choice that it does not name is the first option."""
+    """A call whose choices are not random.
+
+    ``choices`` has the values of all sizes, and may have the values of other choices. A choice that is not in
+    ``choices`` is the first option. A chance that is not there is True if its probability is above 0.5.
+    """
 
     def __init__(self, choices, dtype, device, seed=0, view="contiguous"):
         self.key, self.device, self.view = f"plain {seed}", torch.device(device), view

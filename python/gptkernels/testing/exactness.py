@@ -15,9 +15,9 @@ def assert_as_exact_as_torch(
 ) -> None:
     """Check that a result satisfies the rule.
 
-    Where the formula gives NaN or an infinity, our result must be the same. Where the formula's finite value overflows
-    the dtype, our result must be infinite, or may be finite if the value is closer to the largest number than the
-    allowed error. Torch's result only determines the allowed error, from its finite elements.
+    Where the formula gives NaN or an infinity, our result must be the same. Where the formula's value is finite, our
+    result may differ from it by the allowed error, or may be infinite if the value plus the allowed error overflows the
+    dtype. Torch's result only determines the allowed error, from its finite elements.
 
     Args:
         ours, torchs: the results of our kernel and of torch, in the same dtype.
@@ -83,7 +83,7 @@ def last_rounding(exact: Tensor, dtype: torch.dtype) -> float:
 
 
 def error_of(result: Tensor, exact: Tensor) -> float:
-    """Elements that are not finite in the result or in the rounded formula do not count."""
+    """Return the largest error of the elements that are finite in the result and in the rounded formula."""
     return _largest_or_nan(_finite_errors(result, exact))
 
 
@@ -104,10 +104,10 @@ def assert_norm_as_exact_as_torch(
 ) -> None:
     """Check that the root mean square error is at most four times torch's, plus the rounding of an average element.
 
-    The root mean square averages rounding errors, and so detects smaller faults, such as a few missing terms of a long
-    sum. Equal elements have equal rounding errors, which do not average out; therefore the mean's rounding is added. A
-    factor of two would be too strict if a few elements have most of the error. Fewer than 1000 elements are too few for
-    an average.
+    The root mean square averages rounding errors, and so detects smaller faults than the largest error does, such as a
+    few missing terms of a long sum. The rounding of the mean is added, because equal elements have equal rounding
+    errors, which do not average out. The factor is four, because two would be too strict if a few elements have most of
+    the error. Results in float64, and results of fewer than 1000 elements, too few for an average, are not checked.
     """
     if exact.numel() < 1000 or ours.dtype == torch.float64:
         return
@@ -130,7 +130,7 @@ def assert_product(
 
     This is Freivalds' check: ``out @ r`` and ``a @ (b @ r)`` are compared in float64 for 64 vectors r of random signs.
     The mean square of the difference estimates the squared Frobenius norm of the error. The allowed norm is
-    ``1.25 (u |out| + c e (|out| + s))``, where
+    ``1.25 (u |out| + c e (|out| + s))``, plus an allowance for underflow, where
 
     - 1.25 allows for the error of the estimate;
     - u and e are half of the machine epsilons of the output's dtype and of the sum's dtype;
@@ -139,9 +139,9 @@ def assert_product(
       roundings of partial sums, and its second term for equal terms, with which |out| is sqrt(K) s; K / 16 for tensor
       cores, which truncate after every 16 terms.
 
-    For float64, K is replaced by K + N, because the check's sums are rounded too. If an element of the result or of an
-    operand is not finite, nothing is checked. ``accumulation`` is the relative error of a sum of random terms with
-    fewer bits than float32; the error of a sum of equal terms is ``1 + K / 256`` times as large.
+    For float64, K is replaced by K + N, because the check's own sums are rounded, too. If an element of the result or
+    of an operand is not finite, nothing is checked. If the sums have fewer bits than float32, ``accumulation`` is the
+    relative error of a sum of random terms; that of a sum of equal terms is ``1 + K / 256`` times as large.
     """
     if not out.numel():
         return
@@ -174,15 +174,15 @@ def assert_product(
 class Errors:
     """Our and torch's largest errors of one result in several trials.
 
-    All trials are compared by their root mean square error, because the largest error may occur in only a few random
-    trials. Errors are scaled down if a trial's result is larger than the first trial's.
+    The root mean squares of the two errors over all trials are compared, because the largest error may occur in only a
+    few random trials. A trial's errors are scaled down if its result is larger than the first trial's.
 
-    A result no larger than torch's error consists only of the rounding errors of terms that cancel, which depend on the
-    order of the sum. Torch's error is then multiplied by four, and is at least ``noise``; otherwise it is multiplied by
-    ``luck``.
+    If torch's error is at least as large as the result, the result consists only of the rounding errors of terms that
+    cancel, which depend on the order of the sum. Torch's error is then multiplied by four, and is at least ``noise``.
+    For a larger result, torch's error is multiplied by ``luck``.
 
     If torch's error is 0 in all trials, its order of summation suits the numbers, as for 64 equal terms that are added
-    in pairs. It then counts as one rounding of the output.
+    in pairs. Torch's error then counts as one rounding of the output.
     """
 
     def __init__(self, noise: float = 0.0, luck: float = 1.0) -> None:
@@ -211,7 +211,7 @@ class Errors:
         return max(self.torchs) or self.rounding
 
     def worst_norm(self) -> float:
-        """Return the largest of torch's root mean square errors, or a quarter of a rounding if all of them are 0."""
+        """Return torch's largest root mean square error, or a quarter of the output's rounding if all of them are 0."""
         return max(self.norms) or self.rounding / 4
 
     def share(self) -> float:

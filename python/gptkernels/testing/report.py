@@ -15,7 +15,7 @@ class Result:
         case: the operator's name, followed by the variant's.
         check: one of ``CHECKS``: a dtype, or torch's ``gradcheck``, ``gradgradcheck`` or ``opcheck``.
         passed: whether the check passed.
-        error: for a dtype, our largest error divided by the allowed error, at most 1; otherwise None.
+        error: our largest error divided by the allowed error, at most 1; None if the check failed or is one of torch's.
         message: the error message of a check that failed.
     """
 
@@ -64,7 +64,7 @@ class Report:
         return "\n".join([*failures, self.line()])
 
 
-_NAME = 36  # the width of the first column; no case has a longer name
+_NAME = 36  # the width of the first column
 HEADER = "A number is our largest error as a fraction of the allowed error, so that 1.00 would be the limit.\n"
 HEADER += "op".ljust(_NAME) + "".join(f"  {check:>8}" for check in CHECKS)
 

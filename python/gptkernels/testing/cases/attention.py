@@ -27,10 +27,10 @@ def attention_formula(q, k, v, scale=None, product=torch.matmul, seen=None, adde
 
 
 def attention_noise(args, douts, dtype, scale):
-    """Return the largest error of a query's gradient that is 0: the query sees one key, or all values are equal.
+    """Return the largest error of a query's gradient that is 0, because the query sees one key or all values are equal.
 
-    In float32 the error comes from the matmuls with dout. In 16-bit dtypes it comes from the rounding of out: if all
-    values are equal, torch's out may be exact, while ours may differ by one rounding.
+    In float32 and float64 the error comes from the matmuls with dout. In 16-bit dtypes it comes from the rounding of
+    out: if all values are equal, torch's out may be exact, while ours may differ by one rounding.
     """
     size = largest_of(douts) * largest_of(args[-1:]) * largest_of(args[:2]) * abs(scale or 1)
     return (8 if dtype.itemsize > 2 else 1) * torch.finfo(dtype).eps * size
@@ -59,7 +59,7 @@ def by_sequences(function, scores, *args):
 def reversed_product(a, b):
     """Compute a @ b with the terms of the sums in reverse order.
 
-    In float64 its rounding errors then differ from those of the formula, as a kernel's do.
+    In float64, the rounding errors then differ from those of the formula, as a kernel's do.
     """
     return a.flip(-1) @ b.flip(-2)
 
@@ -123,10 +123,11 @@ def flash_attention(q, k, v, scale=None, seen=None, added=None, kept=None):
 
 
 def reference_exponents(exponents, dtype):
-    """Return the number that is subtracted from a row's exponents of 2, before their powers are rounded to the dtype.
+    """Return the number that is subtracted from a row's exponents of 2, before the powers are rounded to the dtype.
 
-    The row's largest exponent would make the largest power 1, which has no rounding error. In 16-bit dtypes a kernel
-    may subtract less, so that the result is up to 8 lower, by another amount in each row.
+    For float32 and float64 it is the row's largest exponent, which makes the largest power 1, without a rounding error.
+    A kernel may subtract less for 16-bit dtypes. For these the number is lower than the largest exponent, by an amount
+    below 8 that differs between rows.
     """
     largest = exponents.amax(-1, keepdim=True)
     largest = largest.masked_fill(largest == -math.inf, 0)
@@ -160,7 +161,11 @@ COMMON_HEAD_SIZES = [3 if size in (32, 64, 128) else 1 for size in HEAD_SIZES]
 
 
 def many_heads(draw, batch, heads, scores, queries, elements):
-    """In calls of real size, each SM has several tiles of 256 queries. The last three arguments count one head's."""
+    """Draw the batch size and the number of heads. ``scores``, ``queries`` and ``elements`` are those of one head.
+
+    In calls of real size, each SM has about one to five tiles of 256 queries, or fewer if the limits of ``draw`` demand
+    it.
+    """
     if not draw.real:
         return draw.size("batch", batch), draw.size("heads", heads, 1)
     pairs = math.ceil(draw.tiles("queries") / math.ceil(queries / 256))
@@ -230,7 +235,7 @@ ATTENTION_SIZES = [
     (1, 65, 2, 33), (1, 127, 3, 80), (2, 129, 2, 128), (1, 200, 1, 256), (1, 1000, 1, 64), (1, 1024, 2, 64),
     (1, 300, 1, 96),
 ]  # fmt: skip
-# (B, T, NH, HS): more sequences than heads, more heads than sequences, and every size of WIDTHS as T or HS.
+# (B, T, NH, HS): more sequences than heads, more heads than sequences, and the sizes of WIDTHS up to 1600 as T or HS.
 PROBABILITIES_SIZES = [
     (1, 1, 1, 1), (2, 3, 1, 7), (1, 7, 2, 3), (3, 17, 2, 33), (5, 33, 3, 17), (2, 127, 3, 8), (7, 2, 3, 127),
     (1, 200, 12, 64), (2, 1, 4, 768), (1, 768, 1, 2), (1, 3, 1, 1600),
@@ -290,7 +295,7 @@ def attention_probabilities(draw):
 
 
 def attention_mask(draw, batch, heads, queries, keys, dtype):
-    """Some rows may mask all keys."""
+    """Draw a mask. Some of its rows may hide all keys."""
     kind = draw.choose("mask", ("none", "bool", "added"), (4, 3, 3))
     if kind == "none":
         return None

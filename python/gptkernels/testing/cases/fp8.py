@@ -55,7 +55,7 @@ def fp8_size(draw, name, *others, most=20):
 
 
 def fp8_history(draw, name):
-    """The history's amaxes may be smaller than the amax of the tensor with which it is used."""
+    """Draw an amax history, or None. The history's amaxes may be smaller than the amax of its tensor."""
     kind = draw.choose(f"{name}.history", ("none", "new", "some", "full"))
     if kind == "none":
         return None
@@ -96,7 +96,7 @@ def exact_fp8_product(a, b, fast):
 
 
 def torchs_fp8_product(a, b, fast):
-    """On CUDA, tensor cores are used, whose sums have as few bits as the operator's."""
+    """Compute a @ b^T, on CUDA with tensor cores, whose sums have as few bits as the operator's."""
     (a, scale_a), (b, scale_b) = a, b
     if a.device.type == "cpu" or not a.numel():
         return (a.float() @ b.float().T) * (scale_a * scale_b)
@@ -248,7 +248,7 @@ def copied(history, device):
 
 @operator(weight=0.5, sizes={**NORM_SIZES, "width": [4, 33, 256]}, dtypes=DTYPES)
 def fp8_layernorm(draw):
-    """The reference calls our norm, because the last bit of a norm can decide which float8 number is the nearest."""
+    """The reference calls our ops, because the last bit of a norm can decide which float8 number is the nearest."""
     dtype, rows = fp8_dtype(draw), draw.rows()
     width = draw.width("width", rows)
     added = draw.chance("has residual", 0.7)
@@ -322,7 +322,7 @@ def fp8_linear(draw):
         return product.view(*x.shape[:-1], outer).to(x.dtype)
 
     def products(tensors):
-        """The operands are those after rounding to float8."""
+        """The operands of the matmuls are rounded to float8."""
         read = {name: t for name, t in tensors.items() if name != "dbias"}  # dbias is the sum of dout before rounding
         forms = (E4M3, histories[0]), (E4M3, None), (E5M2, histories[1])
         for name, form in zip(("x", "weight", "dout"), forms, strict=True):

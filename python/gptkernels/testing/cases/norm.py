@@ -60,9 +60,9 @@ def flat(exact, dims):
 
 
 def torchs_layer_norm(x, shape, weight, bias, eps):
-    """With more than 65 536 rows in a call, torch's backward on CUDA fails or writes outside its memory.
+    """Call torch's function for at most 65536 rows at a time.
 
-    See docs/notes/layernorm.md.
+    With more rows, its backward on CUDA fails or writes outside its memory (docs/notes/layernorm.md).
     """
     rows = x.flatten(0, -len(shape) - 1) if x.dim() > len(shape) else x[None]
     parts = [F.layer_norm(part, shape, weight, bias, eps) for part in rows.split(2**16)]
@@ -70,7 +70,10 @@ def torchs_layer_norm(x, shape, weight, bias, eps):
 
 
 def norm_noise(args, eps):
-    """The norm of equal numbers, exactly 0 in torch, may have an error of 2^-42 times their magnitude times rstd."""
+    """Return the error that our norm of equal numbers may have: 2^-42 times their magnitude times rstd.
+
+    Torch's norm of equal numbers is exactly 0.
+    """
     return 2.0**-42 * largest_of(args) / math.sqrt(eps)
 
 

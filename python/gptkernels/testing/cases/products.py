@@ -23,10 +23,10 @@ MLP_SIZES = [
 
 
 class Linear(torch.autograd.Function):
-    """A linear layer and its gradients by this package's BLAS calls, so that the rounding errors are equal.
+    """A linear layer and its gradients, with the BLAS calls of our ops, so that the rounding errors are equal.
 
-    F.linear may make other calls, such as a matrix-vector function for one row. ``chunk`` is the number of rows of x
-    (or dout) in each BLAS call for out and dx.
+    F.linear may make other BLAS calls, such as that of a matrix-vector product for one row. ``chunk`` is the number of
+    rows of x (or dout) in each BLAS call for out and dx.
     """
 
     @staticmethod
@@ -44,7 +44,10 @@ class Linear(torch.autograd.Function):
 
 
 def linear_products(tensors, accumulation=(0.0, 0.0)):
-    """``accumulation`` has the relative errors of sums over features and of sums over rows."""
+    """Yield the arguments of ``assert_product`` for each matmul of a linear layer.
+
+    ``accumulation`` has the relative errors of sums over features and of sums over rows.
+    """
     matrices = {
         name: tensors[name].flatten(0, -2) if tensors[name].dim() > 1 else tensors[name][None]
         for name in ("x", "weight", "out", "dout", "dx", "dweight")

@@ -37,8 +37,8 @@ class Call:
         fixed: the names of arguments that never require a gradient.
         any_threads: whether the bits are independent of the number of threads, because torch's BLAS is not called.
         tied: the names of arguments that must have the same dtype and last dimension.
-        nan_gradients: whether a NaN in the result's gradient must make the same gradients NaN as in the formula. For
-            losses it need not, because an element of dlogits that is exactly 0 stays 0.
+        nan_gradients: whether a NaN in the result's gradient must make the same gradients NaN as in the formula. This
+            is False for losses, because an element of dlogits that is exactly 0 stays 0.
         denormal_gradients: whether the results' gradients may be all denormal.
         takes_floating_alone: whether the op must raise an error for an integer tensor in place of a floating one.
         noise: computes from all arguments and douts the error that cancelling sums in the results may have.
@@ -89,12 +89,13 @@ class Operator:
 
     Attributes:
         weight: the relative frequency among the fuzzer's calls; 0 for no calls.
-        sizes: the choices of a plain call by name: a value, or a list of values for SMALL (finite differences), ODD
-            (rows whose length is no multiple of a vectorized load) and ORDINARY. None if only the fuzzer calls the
-            operator.
-        variants: the choices of each case, by the variant's name.
+        sizes: the choices of a call by ``Plain``, by name: a value, or a list of values for SMALL (finite differences
+            and opcheck), ODD (rows whose length is no multiple of a vectorized load) and ORDINARY. None if only the
+            fuzzer calls the operator.
+        variants: the choices of each variant, by its name.
         costs: computes the costs of forward and backward from the differentiable arguments.
-        edges: lists of choices with sizes at which the operator changes to another kernel.
+        edges: the choices of more calls in the tests. Most of them have a size near one at which the operator changes
+            to another kernel.
         autocast: "none", "lower" (autocast's dtype), "float32 on CUDA", or "torch's steps" (the dtypes of the torch
             functions that the op replaces).
         functions: the backward ops, and the op with all of its outputs, for tests of their derivatives.
@@ -116,7 +117,7 @@ class Operator:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """A variant of an operator, for plain calls."""
+    """A variant of an operator, for calls without random choices (``Plain``)."""
 
     operator: Operator
     variant: str = ""
