@@ -1,6 +1,7 @@
 """Checks a checkpoint before a run is resumed from it, because another program may have made or changed the file.
 
-Every size is compared with the file's tensors, after the file's checksums are verified.
+The sizes in the options and the configuration must be those of the file's tensors, whose checksums
+`load_training_state` has already verified.
 """
 
 import math
