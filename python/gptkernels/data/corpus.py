@@ -41,8 +41,8 @@ class Document:
     def text(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[str]:
         """Yield the text in pieces, decoded as UTF-8 with "surrogateescape".
 
-        A piece ends before whitespace, where GPT-2's words end, too. Encoding the pieces therefore gives the same tokens
-        as encoding the whole text. Only where there is no whitespace in `chunk_bytes` bytes, the text is cut in a word.
+        A piece ends before whitespace, where GPT-2's words end, too. Encoding the pieces therefore gives the same
+        tokens as encoding the whole text. A word is cut only if `chunk_bytes` bytes of text have no whitespace.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         rest = ""

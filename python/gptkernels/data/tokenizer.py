@@ -31,8 +31,8 @@ MAX_TRAINING_WORD = 256
 class Tokenizer(ABC):
     """Converts text to tokens and back.
 
-    ``vocabulary`` has the bytes of every token. ``eot`` is the end-of-text token, which precedes every document and ends
-    generation, or None.
+    ``vocabulary`` has the bytes of every token. ``eot`` is the end-of-text token, which precedes every document and
+    ends generation, or None.
     """
 
     def __init__(self, vocabulary: Sequence[bytes], eot: int | None) -> None:

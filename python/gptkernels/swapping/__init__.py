@@ -235,7 +235,7 @@ def _width(linear: Any) -> int:
     return int(linear.weight.shape[1])
 
 
-# Batch size, length and scale of the inputs. The lengths detect windowed attention, and the scales branches on large
+# Batch size, length and scale of the inputs. The lengths detect windowed attention; the scales detect branches on large
 # values.
 _INPUTS = ((1, 1, 1.0), (3, 17, 1e-3), (2, 9, 1e3), (1, 128, 1.0))
 
@@ -271,7 +271,10 @@ _STATES = ("training", True), ("evaluation", False)
 
 
 def _model(module: Any, decisions: Any, longest: int) -> Decision:
-    """The tested copies have all layers and positions, but a small vocabulary and stand-ins for attention and MLPs."""
+    """Test the replacement of a whole model on copies with all of its layers and positions.
+
+    The copies have a small vocabulary, and stand-ins for attention and MLPs.
+    """
     trunk = module.transformer
     if any(type(one) is not torch.nn.Embedding for one in (trunk.wte, trunk.wpe)):
         return "its embeddings are not torch.nn.Embedding"
