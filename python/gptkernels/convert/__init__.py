@@ -7,7 +7,7 @@
 | llm.c | `.bin` | versions 1 and 3 (float32), 5 (bfloat16) | versions 3 and 5 |
 | this package | `.safetensors` | models and training states | models |
 
-Weights that the target cannot represent exactly raise a ValueError, unless `dtype` tells to round them.
+Weights that the target cannot represent exactly raise a ValueError, unless `dtype` permits rounding.
 `Converted.notes` says what else the target does not store.
 """
 

@@ -27,7 +27,7 @@ _HEAD = "lm_head.weight"
 def read_nanogpt(path: Path) -> Model:
     """Read a checkpoint.
 
-    The model has the exact GELU, unless `config` has the entry `activation`, which `write_nanogpt` adds.
+    The model has the exact GELU, unless the checkpoint's `config` has the entry `activation` that `write_nanogpt` adds.
     """
     checkpoint = read_pickle(path)
     entries = {}

@@ -92,8 +92,8 @@ def find_documents(
     """Return the named files, and the files in the named folders, as documents.
 
     A file with several names is used once. A folder's files are in a fixed random order (by a hash of their names), so
-    that the last files are a representative sample. Hidden and binary files in it, linked folders, tokenizer files that
-    `prepare` wrote, and `outputs` are skipped. Empty files are always skipped.
+    that the last files are a representative sample. In a folder, hidden and binary files, linked folders, tokenizer
+    files that `prepare` wrote, and `outputs` are skipped. Empty files are always skipped.
 
     Raises:
         ValueError: if a path does not exist, is neither a regular file nor a folder, or is one of `outputs`, or if

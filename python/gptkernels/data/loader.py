@@ -33,7 +33,7 @@ class DataLoader:
         sequence_length: T.
         vocab_size: every returned token is checked to be in 0..vocab_size-1.
         seed: the seed of the order, or of the random offsets.
-        shuffle: False returns the windows in the file's order, for validation.
+        shuffle: False returns the windows in the file's order, as for validation.
         rank, world_size: the index of this loader, and the number of loaders that share the file.
         random_offsets: draw windows at random offsets instead of each window once in an epoch.
         pin_memory: return batches in page-locked memory, for `.to(device, non_blocking=True)`.

@@ -35,8 +35,8 @@ class StepResult:
     """The results of a step, on the device. The device also copies them to the host, for :meth:`read`.
 
     ``loss`` is 0-dim float32 (float64 for float64): the mean of the micro-batches' losses before the update.
-    ``grad_norm`` has the same dtype. It is the norm of all gradients before clipping, or None if the optimizer has no
-    ``max_grad_norm``.
+    ``grad_norm`` has the same dtype. It is the norm of all gradients before clipping, or None if the optimizer's
+    ``max_grad_norm`` is not set.
     """
 
     def __init__(self, numbers: Tensor) -> None:

@@ -42,8 +42,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     - 1: the training diverged, a model computed NaN or infinite logits, or a check failed
     - 2: the command or its input is wrong, or there is not enough memory
     - 3: the disk is full or failing
-    - 4: the training hung; the watchdog then ends the process without returning from here
-    - 128 + N: signal N stopped the command, as 130 for Ctrl-C; 141: the reader of the output closed the pipe
+    - 4: the training hung; the watchdog then ends the process, so that this function does not return
+    - 141: the program that reads the output has closed the pipe
+    - 128 + N: signal N stopped the command, for example 130 for Ctrl-C
     """
     prepare_streams()
     try:

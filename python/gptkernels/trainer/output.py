@@ -74,7 +74,7 @@ def prepare_streams() -> None:
 
 
 def write_error(text: str) -> None:
-    """Write to standard error, but not through `sys.stderr`: a write or another thread may hold its buffer's lock."""
+    """Write to standard error past `sys.stderr`, whose buffer an interrupted write or another thread may lock."""
     if sys.__stderr__ is not None:
         with suppress(OSError, ValueError):
             os.write(sys.__stderr__.fileno(), text.encode(errors="backslashreplace"))

@@ -7,8 +7,9 @@ from torch import Tensor
 
 
 class Mark:
-    """A point in time: on the CPU, when the object is made; on CUDA, when the current CUDA stream has done all earlier
-    work.
+    """A point in time.
+
+    On the CPU it is when the object is made. On CUDA it is when the current CUDA stream has done its earlier work.
     """
 
     def __init__(self, device: torch.device) -> None:

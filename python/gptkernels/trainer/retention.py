@@ -28,7 +28,7 @@ def retain(newest: Path, step: int, keep_last: int, keep_every: int) -> None:
     """Give the newest checkpoint a second name with its step, if it is to be kept, and remove older kept checkpoints.
 
     Checkpoints whose step is a multiple of `keep_every` are kept for good. If `keep_last` is above 1, the last
-    `keep_last` checkpoints are kept, too, and all others are removed. The second name is a hard link, or belongs to a
+    `keep_last` checkpoints are kept, too, and earlier ones are removed. The second name is a hard link, or belongs to a
     copy if the file system has no hard links.
     """
     folder = newest.parent

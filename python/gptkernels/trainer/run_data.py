@@ -51,7 +51,7 @@ class HeldOutData:
 
     @property
     def first_token(self) -> int:
-        """The token with which samples begin: the tokenizer's `start`, or GPT-2's end-of-text token."""
+        """The token before a sample: the tokenizer's `start`, or GPT-2's end-of-text token without a tokenizer."""
         return self.tokenizer.start if self.tokenizer else GPT2_VOCAB_SIZE - 1
 
     def text(self, tokens: list[int]) -> str:

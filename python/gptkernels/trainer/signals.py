@@ -20,7 +20,7 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """Record SIGINT and SIGTERM. If the same signal comes a second time, it has its usual effect.
 
-    Python handles signals only in the main thread. In another thread, none is recorded.
+    Python allows handlers only in the main thread, so that in another thread no signal is recorded.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

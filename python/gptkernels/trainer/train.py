@@ -78,7 +78,7 @@ class TrainResult(NamedTuple):
 def train(config: TrainConfig) -> TrainResult:
     """Train a new model.
 
-    If nothing (no forward pass, for example) is finished for `config.watchdog` minutes, the process ends with status 4.
+    If no work (such as a forward pass) is finished for `config.watchdog` minutes, the process ends with status 4.
 
     Raises:
         ValueError: if an option or the data is invalid; the message is a sentence for the user.
@@ -91,7 +91,7 @@ def train(config: TrainConfig) -> TrainResult:
 
 
 def resume(run: str | None = None, **given: Any) -> TrainResult:
-    """Continue a run from its checkpoint. The results are bitwise those of an uninterrupted run.
+    """Continue a run from its checkpoint. With the same options, the results are bitwise those of a run without a stop.
 
     Args:
         run: the folder of the run; None means the folder in runs/ with the newest checkpoint.
