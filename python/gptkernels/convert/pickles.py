@@ -1,4 +1,4 @@
-"""Reads files written by torch.save without running code in them, and writes such files atomically."""
+"""Reads the files that torch.save writes, without running code in them, and writes such files atomically."""
 
 import os
 import pickle

@@ -73,7 +73,7 @@ def prepare(
 
 
 def prepare_standard_library(out_prefix: str | os.PathLike[str], max_bytes: int = 16 << 20) -> dict[str, Any]:
-    """Run `prepare` on the sources of Python's standard library, with bytes as tokens."""
+    """Convert the sources of Python's standard library as `prepare` does, with bytes as tokens."""
     return _write(*standard_library(max_bytes), out_prefix, ByteTokenizer())
 
 

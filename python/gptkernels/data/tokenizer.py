@@ -86,7 +86,7 @@ class Tokenizer(ABC):
 
 
 def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text of tokens as they arrive; a character that several tokens spell is yielded with the last one."""
+    """Yield the text of tokens as they arrive; a character of several tokens is yielded with the last of them."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         if text := decoder.decode(tokenizer.decode_bytes([token])):
@@ -130,7 +130,7 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def of_texts(cls, texts: Iterable[str]) -> CharTokenizer:
-        """Make a tokenizer of the texts' characters, ordered by code point; bytes that are not UTF-8 are U+FFFD."""
+        """Make a tokenizer of the texts' characters, ordered by code point; bytes that are not UTF-8 become U+FFFD."""
         characters: set[str] = set()
         for text in texts:
             characters.update(_replace_surrogates(text))

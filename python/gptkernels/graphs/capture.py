@@ -328,7 +328,7 @@ class _Program:
 
 
 class _Rate:
-    """A param group's learning rate on the device. In float64 it gives the same updates as a Python float."""
+    """A param group's learning rate on the device, in float64, so that updates are the same as with a Python float."""
 
     def __init__(self, group: dict[str, Any], device: torch.device) -> None:
         self._group = group

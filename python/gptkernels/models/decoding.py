@@ -46,7 +46,7 @@ class Draw(NamedTuple):
             raise ValueError(f"GPT2: top_p must be above 0 and at most 1, got {self.top_p}")
 
     def noise(self, rows: int, vocabulary: int, device: torch.device) -> Tensor | None:
-        """Draw a step's random numbers as ``torch.multinomial`` does; None at temperature 0."""
+        """Draw a step's random numbers as ``torch.multinomial`` does; return None at temperature 0."""
         if not self.temperature:
             return None
         noise = torch.empty((rows, vocabulary), dtype=torch.float32, device=device)

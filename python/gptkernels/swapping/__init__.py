@@ -36,8 +36,8 @@ def swap(model: Model, *, leave: str | Iterable[str] = (), return_logits: bool |
 
     Args:
         model: any module.
-        leave: names of modules that are not replaced, as in ``named_modules``, with ``*`` and ``?``. The modules inside
-            them are replaced unless they are named too.
+        leave: names of modules that are not replaced, as in ``named_modules``, with the wildcards ``*`` and ``?``. The
+            modules inside them are replaced unless they are named too.
         return_logits: what a language model returns in training when it is given labels or targets: all logits if
             True, None if False (then only one chunk of rows is stored), or logits without a gradient if "detached".
 

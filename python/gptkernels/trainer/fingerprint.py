@@ -1,4 +1,4 @@
-"""A fingerprint of the training data, which detects that the data of a resumed run has changed."""
+"""A fingerprint of the training data, by which a resumed run notices that its data has changed."""
 
 import zlib
 from collections.abc import Sequence

@@ -76,7 +76,7 @@ class Writer:
         self._generator = torch.Generator(self.device).manual_seed(seed)
 
     def write(self, prompt: str = "", sampling: Sampling = DEFAULT_SAMPLING) -> Iterator[str]:
-        """Yield the continuation of `prompt` in pieces, up to the end-of-text token or `max_new_tokens`.
+        """Yield the continuation of `prompt` in pieces, up to the end-of-text token or `max_new_tokens` tokens.
 
         An empty prompt starts a new document.
 

@@ -69,8 +69,8 @@ class TrainingLog:
     The log has llm.c's lines: `s:STEP trl:LOSS` for training, `s:STEP tel:LOSS` for validation, and `s:STEP
     eval:ACCURACY` for questions.
 
-    If the files exist, lines of `first_step` and later steps are removed from their ends, because the run wrote these
-    lines after its last checkpoint. With `keep_log` the log keeps such lines, because they may be of other runs. An
+    Lines of `first_step` and later steps are removed from the ends of existing files, because the run wrote these lines
+    after its last checkpoint. With `keep_log` the log keeps such lines, because they may be of other runs. An
     unfinished last line is always removed.
     """
 

@@ -83,7 +83,7 @@ def write_error(text: str) -> None:
 def flush_streams() -> None:
     """Flush standard output and error. A stream that cannot be flushed becomes /dev/null.
 
-    Python's own flush at exit would fail, too, and change the exit status.
+    Otherwise Python's own flush at exit would fail, too, and change the exit status.
     """
     for stream in (sys.stdout, sys.stderr):
         try:

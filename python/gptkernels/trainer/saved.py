@@ -37,7 +37,7 @@ _DESCRIPTIONS: dict[tuple[type, ...], str] = {
 
 
 def saved_options(saved: TrainingState, path: Path) -> TrainConfig:
-    """Check a checkpoint's options, model, counters and generators, and return the options."""
+    """Check a checkpoint's options, model, counters and random generators, and return the options."""
     options = _check_options(saved.trainer.get("options"), path)
     _check_model(saved, options, path)
     _check_counters(saved.trainer, options, path)

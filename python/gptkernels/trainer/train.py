@@ -62,8 +62,9 @@ MEMORY_EVERY = 16
 class TrainResult(NamedTuple):
     """The result of a run. Losses are in nats per token; a value that was not computed is None.
 
-    `train_loss` is the loss of the last step before its update. `val_loss` and `accuracy`, the fraction of correctly
-    answered questions of `eval_file`, are those of the saved model. `signal` is the signal that stopped the run, or 0.
+    `train_loss` is the last step's loss, computed before its update. `val_loss` and `accuracy`, the fraction of
+    correctly answered questions of `eval_file`, are those of the saved model. `signal` is the signal that stopped the
+    run, or 0.
     """
 
     step: int
