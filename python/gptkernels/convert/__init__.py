@@ -7,7 +7,8 @@
 | llm.c | `.bin` | versions 1 and 3 (float32), 5 (bfloat16) | versions 3 and 5 |
 | this package | `.safetensors` | models and training states | models |
 
-Weights that the target cannot represent exactly raise a ValueError. Notes tell what else the target cannot store.
+Weights that the target cannot represent exactly raise a ValueError, unless `dtype` permits rounding.
+`Converted.notes` says what else the target does not store.
 """
 
 from gptkernels.convert.conversion import Converted, convert

@@ -47,7 +47,7 @@ def convert(
     bias: bool = False,
     overwrite: bool = False,
 ) -> Converted:
-    """Write the model at `source` as `target`, each parameter with the same bits unless `dtype` changes its dtype.
+    """Write the model at `source` as `target`, each parameter with the same value unless `dtype` rounds it.
 
     Args:
         source: a Hugging Face folder, a nanoGPT checkpoint, a `.bin` of llm.c, a `.safetensors` of this package (a

@@ -71,7 +71,7 @@ def _find_in(folder: Path) -> tuple[Form, Path]:
 
 
 def _refuse_headerless(path: Path, beginning: bytes) -> None:
-    """Numbers without a header do not give the shapes of the model."""
+    """Raise a ValueError for a file without a header of llm.c: numbers alone do not give the shapes of the model."""
     magic = int.from_bytes(beginning[:4], "little", signed=True)
     if len(beginning) >= 4 and magic != MODEL_MAGIC and describe_magic(magic) == str(magic):
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Downloads models from the Hugging Face hub by `huggingface_hub`."""
+"""Downloads models from the Hugging Face hub with `huggingface_hub`."""
 
 import os
 import re

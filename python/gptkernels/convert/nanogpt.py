@@ -25,7 +25,10 @@ _HEAD = "lm_head.weight"
 
 
 def read_nanogpt(path: Path) -> Model:
-    """The model has the exact GELU, unless the checkpoint's `config` has the entry `activation` of `write_nanogpt`."""
+    """Read a checkpoint.
+
+    The model has the exact GELU, unless the checkpoint's `config` has the entry `activation` that `write_nanogpt` adds.
+    """
     checkpoint = read_pickle(path)
     entries = {}
     for name in ("model", "model_args"):
@@ -70,7 +73,7 @@ def _progress(checkpoint: Mapping[str, Any], model: Model) -> dict[str, Any]:
 
 
 def _finite(loss: Any) -> float | None:
-    """Return None for nanoGPT's initial value, and for a value that is not a finite number."""
+    """Return a loss as a float, or None for nanoGPT's initial value (1e9) and for what is not a finite number."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
         loss = loss.item()
     known = type(loss) in (int, float) and math.isfinite(loss) and loss < _NO_LOSS

@@ -1,4 +1,4 @@
-"""Reads files written by torch.save without running code in them, and writes such files atomically."""
+"""Reads the files that torch.save writes, without running code in them, and writes such files atomically."""
 
 import os
 import pickle
@@ -23,7 +23,10 @@ def is_pickle(beginning: bytes) -> bool:
 
 
 def read_pickle(path: Path) -> Any:
-    """A ValueError says that the file is damaged or compressed, or that reading it would run code."""
+    """Return the content of a file of torch.save, with tensors on the CPU.
+
+    A ValueError says that the file is damaged or compressed, or that reading it could run code.
+    """
     with open_regular(path) as file:
         is_zip = file.read(4) == _ZIP
         if is_zip:
@@ -47,7 +50,10 @@ def _check_zip(path: Path) -> None:
 
 
 def _check_legacy(path: Path) -> None:
-    """Read a file with fake tensors, because torch's reader allocates memory before it reads the tensors' bytes."""
+    """Raise a ValueError if the file is shorter than the tensors in it.
+
+    The tensors are read as fake tensors, because torch's reader allocates their memory before it reads their bytes.
+    """
     from torch._subclasses import FakeTensorMode  # the import takes a second
 
     with FakeTensorMode():

@@ -41,8 +41,8 @@ class Document:
     def text(self, chunk_bytes: int = CHUNK_BYTES) -> Iterator[str]:
         """Yield the text in pieces, decoded as UTF-8 with "surrogateescape".
 
-        A piece ends before whitespace, where GPT-2's words end too, so that encoding the pieces gives the same tokens
-        as encoding the whole text. A text without whitespace is cut after `chunk_bytes` bytes.
+        A piece ends before whitespace, where GPT-2's words end, too. Encoding the pieces therefore gives the same
+        tokens as encoding the whole text. A word is cut only if `chunk_bytes` bytes of text have no whitespace.
         """
         decoder = codecs.getincrementaldecoder("utf-8")("surrogateescape")
         rest = ""
@@ -92,8 +92,8 @@ def find_documents(
     """Return the named files, and the files in the named folders, as documents.
 
     A file with several names is used once. A folder's files are in a fixed random order (by a hash of their names), so
-    that the last files are a representative sample. Empty, hidden and binary files, linked folders, tokenizer files
-    that `prepare` wrote, and `outputs` are skipped.
+    that the last files are a representative sample. In a folder, hidden and binary files, linked folders, tokenizer
+    files that `prepare` wrote, and `outputs` are skipped. Empty files are always skipped.
 
     Raises:
         ValueError: if a path does not exist, is neither a regular file nor a folder, or is one of `outputs`, or if
@@ -143,7 +143,7 @@ def _walk(root: Path, skip: Container[str] = ()) -> list[Path]:
 
 
 def _raise(error: OSError) -> NoReturn:
-    """os.walk would otherwise skip a folder that it cannot read."""
+    """Without this handler, os.walk would skip a folder that it cannot read."""
     raise error
 
 
@@ -157,10 +157,10 @@ def _is_text(file: Path) -> bool:
 
 
 def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Document], list[Document]]:
-    """Split documents into training text and validation text, about the last `val_fraction` of the bytes.
+    """Split documents into training text and validation text.
 
-    If possible, the validation text begins at the start of a line. A ValueError says that val_fraction is not between 0
-    and 1, or that there are too few bytes for both parts.
+    The validation text is about the last `val_fraction` of the bytes. If possible, it begins at the start of a line. A
+    ValueError says that val_fraction is not between 0 and 1, or that there are too few bytes for both texts.
     """
     if not 0 < val_fraction < 1:
         raise ValueError(f"val_fraction is {val_fraction}, must lie between 0 and 1, both excluded")
@@ -185,8 +185,8 @@ def split(documents: Sequence[Document], val_fraction: float) -> tuple[list[Docu
 def standard_library(max_bytes: int = 16 << 20, val_fraction: float = 0.05) -> tuple[list[Document], list[Document]]:
     """Split the sources of the running Python's standard library into training and validation documents.
 
-    The order and the split depend only on the files' names, so that they are the same on every machine. `max_bytes` is
-    the largest total size.
+    The order and the split depend only on the files' names, not on the order in which the file system lists them.
+    `max_bytes` is the largest total size.
     """
     root = Path(sysconfig.get_path("stdlib"))
     train: list[Document] = []

@@ -24,16 +24,16 @@ class DataLoader:
     contains every window once, in an order that depends on (seed, epoch), or in the file's order without `shuffle`.
     Rank 0 gets the first B windows, rank 1 the next B, and so on, as from one batch of `world_size * B`.
 
-    With `random_offsets` a window starts at a random token, which depends only on (seed, the window's index); then some
-    tokens occur more often than others, as in nanoGPT.
+    With `random_offsets` a window starts at a random token, which depends only on the seed, the number of tokens and
+    the window's index. Some tokens then occur more often than others, as in nanoGPT.
 
     Args:
         data: a token file or its path, or several files as one.
         batch_size: B, the sequences of a batch on this rank.
         sequence_length: T.
         vocab_size: every returned token is checked to be in 0..vocab_size-1.
-        seed: the seed of the order.
-        shuffle: off for validation, so that `reset()` gives the same batches again.
+        seed: the seed of the order, or of the random offsets.
+        shuffle: False returns the windows in the file's order, as for validation.
         rank, world_size: the index of this loader, and the number of loaders that share the file.
         random_offsets: draw windows at random offsets instead of each window once in an epoch.
         pin_memory: return batches in page-locked memory, for `.to(device, non_blocking=True)`.
@@ -146,7 +146,7 @@ class DataLoader:
         return np.concatenate(orders)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position, and the options that define the sequence of windows, equal on every rank."""
+        """Return the position and the options that define the sequence of windows. They are equal on every rank."""
         return {
             "position": self.position,
             "seed": self.seed,
@@ -184,9 +184,10 @@ class DataLoader:
 def permute(indices: NDArray[np.int64], n: int, key: tuple[int, ...]) -> NDArray[np.int64]:
     """Map `indices`, each in 0..n-1, by a pseudo-random permutation of 0..n-1 that `key` selects.
 
-    For small n, random numbers are sorted, because the other method yields only some permutations. For larger n, the
-    numbers are arranged in a nearly square table. Each of four rounds shifts each row by a hash of the column, and each
-    column by a hash of the row. Results from n on are mapped again until they are below n ("cycle walking").
+    An index is written as a row number and a column number of a nearly square table. Each of four rounds adds a hash of
+    the column number to the row number, and then a hash of the row number to the column number. Results that are not
+    below n are mapped again until they are ("cycle walking"). For small n, random numbers are sorted instead, because
+    the rounds would yield only some of the permutations.
     """
     if n <= MAX_SORTED:
         return _sorted_order(n, key)[indices]

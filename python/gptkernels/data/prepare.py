@@ -50,12 +50,12 @@ def prepare(
         tokenizer: "bytes", "gpt2", "bpe" (trained here on the training text), "char" (the characters of the text),
             or an argument of `load_tokenizer`.
         vocab_size: for "bpe" only: the largest number of tokens; None is 4096.
-        val_fraction: the last part of the text, for validation; between 0 and 1, both excluded.
+        val_fraction: the fraction of the text that is for validation, from its end; between 0 and 1, both excluded.
         progress: called after every piece of text.
 
     Returns:
-        The paths `train`, `val` and `tokenizer`, the numbers `train_tokens`, `val_tokens` and `vocab_size`, and `eot`,
-            the end-of-text token or None.
+        A dict with the paths `train`, `val` and `tokenizer`, the numbers `train_tokens`, `val_tokens` and `vocab_size`,
+            and `eot`, the end-of-text token or None.
 
     Raises:
         ValueError: if a file is missing, there is too little text, the tokenizer is not available, lacks a character or
@@ -73,7 +73,7 @@ def prepare(
 
 
 def prepare_standard_library(out_prefix: str | os.PathLike[str], max_bytes: int = 16 << 20) -> dict[str, Any]:
-    """Run `prepare` on the sources of Python's standard library, with bytes as tokens."""
+    """Convert the sources of Python's standard library as `prepare` does, with bytes as tokens."""
     return _write(*standard_library(max_bytes), out_prefix, ByteTokenizer())
 
 

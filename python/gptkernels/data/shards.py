@@ -67,9 +67,9 @@ def is_pattern(name: str) -> bool:
 
 
 def find_files(pattern: str) -> list[Path]:
-    """Return the files that match a pattern, sorted, or the existing file of this name.
+    """Return the files that match a pattern, sorted. If there is a file named `pattern`, return only this file.
 
-    A ValueError says that there is none.
+    A ValueError says that no file was found.
     """
     if os.path.exists(pattern):
         return [Path(pattern)]

@@ -31,8 +31,8 @@ MAX_TRAINING_WORD = 256
 class Tokenizer(ABC):
     """Converts text to tokens and back.
 
-    ``vocabulary`` has the bytes of every token. ``eot`` is the token before every document, at which generation also
-    ends, or None.
+    ``vocabulary`` has the bytes of every token. ``eot`` is the end-of-text token, which precedes every document and
+    ends generation, or None.
     """
 
     def __init__(self, vocabulary: Sequence[bytes], eot: int | None) -> None:
@@ -53,7 +53,7 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def encode(self, text: str) -> list[int]:
-        """Encode a text. The name of a special token in it is ordinary text, so that the result never contains `eot`.
+        """Encode a text, in which the name of a special token is ordinary text.
 
         Raises:
             ValueError: if the vocabulary cannot encode this text.
@@ -75,7 +75,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def _missing(self) -> list[int]:
-        """Bytes that are not tokens can be encoded only as a part of longer tokens."""
+        """The bytes that are not tokens. They can be encoded only as parts of longer tokens."""
         single = {token for rank, token in enumerate(self.vocabulary) if rank != self.eot}
         return [byte for byte in range(256) if bytes([byte]) not in single]
 
@@ -86,7 +86,7 @@ class Tokenizer(ABC):
 
 
 def stream_text(tokenizer: Tokenizer, tokens: Iterable[int]) -> Iterator[str]:
-    """Yield the text of tokens as they arrive; a character that several tokens spell is yielded with the last one."""
+    """Yield the text of tokens as they arrive; a character of several tokens is yielded with the last of them."""
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     for token in tokens:
         if text := decoder.decode(tokenizer.decode_bytes([token])):
@@ -130,7 +130,7 @@ class CharTokenizer(Tokenizer):
 
     @classmethod
     def of_texts(cls, texts: Iterable[str]) -> CharTokenizer:
-        """Make a tokenizer of the texts' characters, ordered by code point; bytes that are not UTF-8 are U+FFFD."""
+        """Make a tokenizer of the texts' characters, ordered by code point; bytes that are not UTF-8 become U+FFFD."""
         characters: set[str] = set()
         for text in texts:
             characters.update(_replace_surrogates(text))
@@ -145,10 +145,10 @@ class CharTokenizer(Tokenizer):
 
 
 class LLMCTokenizer(Tokenizer):
-    """A tokenizer with the vocabulary of an llm.c tokenizer file, which is made for decoding.
+    """A tokenizer with the vocabulary of an llm.c tokenizer file, which llm.c uses only for decoding.
 
-    If the file has the tokens in the order of their merges, as GPT-2's file has, they define a byte-pair encoding,
-    which `encode` computes with tiktoken.
+    If the tokens are in the order of their merges, as in GPT-2's file, they define a byte-pair encoding, which `encode`
+    computes with tiktoken.
     """
 
     def encode(self, text: str) -> list[int]:
@@ -252,7 +252,7 @@ def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:
 
     Args:
         source: "bytes"; "gpt2" (tiktoken's); an llm.c tokenizer (`.bin`), also one of bytes or characters; a
-            `tokenizer.json`; a `vocab.json` beside a `merges.txt`; or a folder of these files.
+            `tokenizer.json`; a `vocab.json` beside a `merges.txt`; or a folder with these JSON files.
 
     Raises:
         ValueError: if there is no such name or file, or the file is damaged; the message says what is wrong.
@@ -333,7 +333,10 @@ def _vocabulary(tokenizer: tokenizers.Tokenizer) -> list[bytes]:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """In GPT-2's alphabet, a printable byte is its Latin-1 character; the other bytes are U+0100, U+0101, ..."""
+    """Return the byte for each character of GPT-2's alphabet.
+
+    A printable byte is spelled as its Latin-1 character, and the other bytes as U+0100, U+0101, ...
+    """
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(256 + i): byte for i, byte in enumerate(others)}

@@ -24,7 +24,7 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 
 @contextmanager
 def open_regular(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
-    """If reading fails in the context, the OSError names the file."""
+    """Open a regular file for reading. If reading fails in the context, the OSError names the file."""
     check_regular(path)
     try:
         with open(path, "rb") as file:

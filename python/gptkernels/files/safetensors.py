@@ -1,6 +1,7 @@
 """Reads and writes safetensors files with checksums, and writes files without checksums for other programs.
 
-The metadata contains the CRC-32 of every tensor and of all other entries. They detect damage, not forgery.
+The metadata contains the CRC-32 of every tensor, and that of all other entries. These checksums detect damage, not
+forgery.
 
 The safetensors library is not used for writing: its temporary files are readable only by the owner and have names that
 cannot be recognised after a kill, and a full disk raises no OSError.

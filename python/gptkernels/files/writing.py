@@ -36,7 +36,7 @@ def check_replaceable(path: str | os.PathLike[str]) -> None:
 def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
     """Write a file atomically: yield a temporary path, which is renamed to `path` when the file is on the disk.
 
-    If the body raises, `path` is unchanged. A killed process leaves a hidden file `.NAME.PID.tmp`, which
+    If the body raises, `path` is unchanged. A killed process may leave a hidden file `.NAME.PID.tmp`, which
     `remove_unfinished` removes. The message of an OSError names `path`.
     """
     path = Path(path)

@@ -36,7 +36,7 @@ class StepResult:
 
     ``loss`` is 0-dim float32 (float64 for float64): the mean of the micro-batches' losses before the update.
     ``grad_norm`` has the same dtype. It is the norm of all gradients before clipping, or None if the optimizer's
-    ``max_grad_norm`` is None.
+    ``max_grad_norm`` is not set.
     """
 
     def __init__(self, numbers: Tensor) -> None:
@@ -68,7 +68,7 @@ def graphed_step(
     before_update: Callable[[], object] | None = None,
     capture: bool = True,
 ) -> "GraphedStep":
-    """Make a training step that is captured once as a CUDA graph, and then replayed without host work.
+    """Make a training step that is captured as a CUDA graph, and then replayed with little host work.
 
     ::
 
@@ -148,7 +148,7 @@ class GraphedStep:
     def __call__(self, *batches: Batch) -> StepResult:
         """Launch one update of the parameters; return the loss and the gradients' norm without waiting for them.
 
-        Each micro-batch is a sequence of tensors on the host or on the parameters' device.
+        Each argument is a micro-batch: a tuple or list of tensors on the host or on the parameters' device.
         """
         signatures = _signatures(batches)
         if self.eager_because is None and self._may_replay(signatures):
@@ -172,7 +172,10 @@ class GraphedStep:
     # ---- eager -------------------------------------------------------------------------------------------------------
 
     def _run_eagerly(self, batches: Sequence[Batch]) -> Tensor:
-        """If the host waits for the device in the last step before a capture, no step is captured."""
+        """Run a step without a graph.
+
+        If the loss or a hook waits for the device in the last step before a capture, no step is captured.
+        """
         signatures = _signatures(batches)
         count = self._eager_steps[signatures] = self._eager_steps.get(signatures, 0) + 1
         watch = self.eager_because is None and count == _WARM_UP
@@ -235,10 +238,10 @@ class GraphedStep:
         return result
 
     def _capture(self, signatures: tuple[Signature, ...]) -> "_Program":
-        """A step with one batch is one graph, unless ``before_update`` is given.
+        """Capture the graphs of a step: only one if the step has one batch and no ``before_update``.
 
         Otherwise there is a graph for the first batch, one for each shape of the other batches, and one for the update.
-        The graphs share the memory of intermediate results, because they never run at the same time.
+        The graphs can share the memory of intermediate results, because they never run at the same time.
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -273,7 +276,7 @@ class GraphedStep:
         return program
 
     def _graph(self, function: Callable[..., Any], *args: Any) -> tuple[torch.cuda.CUDAGraph, Any]:
-        """Return the graph and the function's result, which replays overwrite."""
+        """Capture a function. Return the graph, and the function's result, which each replay overwrites."""
         graph = torch.cuda.CUDAGraph()
         # Another thread may make calls that are not allowed in a capture, for example to pin a data loader's memory.
         capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
@@ -325,7 +328,7 @@ class _Program:
 
 
 class _Rate:
-    """A param group's learning rate on the device. In float64 it gives the same updates as a Python float."""
+    """A param group's learning rate on the device, in float64, so that updates are the same as with a Python float."""
 
     def __init__(self, group: dict[str, Any], device: torch.device) -> None:
         self._group = group
@@ -421,7 +424,7 @@ def _setting(optimizer: torch.optim.Optimizer) -> object:
 
 
 def _reset_when_loaded(step: GraphedStep, optimizer: torch.optim.Optimizer) -> None:
-    """After ``load_state_dict`` the graphs would use the optimizer's former state."""
+    """Reset the step after ``load_state_dict``, because its graphs would use the optimizer's former state."""
     reference = weakref.ref(step)
 
     def reset(_: object) -> None:

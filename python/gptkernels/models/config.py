@@ -85,9 +85,9 @@ class GPT2Config:
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> "GPT2Config":
-        """Return the configuration of "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl", with the fields ``changes``.
+        """Return the configuration of "gpt2", "gpt2-medium", "gpt2-large" or "gpt2-xl".
 
-        Another name raises a ValueError.
+        ``changes`` are fields with other values. Another name raises a ValueError.
         """
         if name not in PRESETS:
             raise ValueError(f"GPT2Config: no preset {name!r}; there are {', '.join(PRESETS)}")

@@ -1,8 +1,8 @@
 """Text generation, one token at a time: the implementation of ``GPT2.stream``, with CUDA graphs on CUDA.
 
 A buffer (B, columns) on the device contains the tokens, padded on the right; new tokens overwrite a sequence's padding.
-``ops.decode`` and ``ops.sample_`` read and append tokens on the device, so that the host launches several steps before
-it reads their tokens.
+``ops.decode`` reads tokens on the device and ``ops.sample_`` appends them there, so that the host can launch several
+steps before it reads their tokens.
 """
 
 import collections
@@ -46,7 +46,7 @@ class Draw(NamedTuple):
             raise ValueError(f"GPT2: top_p must be above 0 and at most 1, got {self.top_p}")
 
     def noise(self, rows: int, vocabulary: int, device: torch.device) -> Tensor | None:
-        """Draw a step's random numbers as ``torch.multinomial`` does; None at temperature 0."""
+        """Draw a step's random numbers as ``torch.multinomial`` does; return None at temperature 0."""
         if not self.temperature:
             return None
         noise = torch.empty((rows, vocabulary), dtype=torch.float32, device=device)
@@ -78,10 +78,10 @@ class TokenStream(Iterator[Tensor]):
 
 @torch.no_grad()
 def steps(model: "GPT2", prompt: Tensor, lengths: list[int], count: int, draw: Draw) -> Iterator[Tensor]:
-    """Generate the tokens of ``count`` steps, int64 (B,) on the host.
+    """Yield the tokens of each of ``count`` steps, int64 (B,) on the host.
 
-    The rows of ``prompt`` (B, T) are padded on the right by any tokens; ``lengths`` counts each row without its
-    padding. A FloatingPointError says that a step's logits are NaN or infinite.
+    The rows of ``prompt`` (B, T) are padded on the right with any tokens; ``lengths`` has the lengths of the rows
+    without padding. A FloatingPointError says that a step's logits are NaN or infinite.
     """
     kept = _Kept.take(model, prompt, count)
     state = _State(model, prompt, lengths, kept.buffers, draw)
@@ -318,9 +318,10 @@ class _Graphs:
         return *options, draw[:3], *((t.data_ptr(), t.dtype, t.shape) for t in tensors)
 
     def run(self, state: _State, weights: _Weights, length: int, count: int) -> Iterator[Tensor]:
-        """The host launches a second graph before it reads the tokens of the first one.
+        """Yield the tokens of ``count`` steps.
 
-        If the caller stops early, the random generator is set back to its state after the last step that was read.
+        The host launches a graph before it reads the tokens of the previous graph. If the caller stops early, the
+        random generator is set back to its state after the last step that was read.
         """
         generator = state.draw.generator or torch.cuda.default_generators[state.sequences.device.index]
         start = generator.get_offset() if self._offset else 0
@@ -355,7 +356,7 @@ class _Graphs:
             generator.set_offset(generator.get_offset() + size * self._offset)
 
     def _fetch(self, state: _State, begin: int, size: int) -> _Chunk:
-        """A separate stream lets the next launch start before the copy ends."""
+        """Copy new tokens to the host on another CUDA stream, so that the next graph can start before the copy ends."""
         self._copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._copies):
             from_device = state.new_tokens(begin, size)
@@ -418,7 +419,10 @@ class _Kept:
 
     @classmethod
     def take(cls, model: "GPT2", prompt: Tensor, count: int) -> "_Kept":
-        """Until ``put_back`` is called, another generation cannot take the same buffers."""
+        """Take the buffers and graphs that are kept for the model if they fit, or make new buffers.
+
+        Until ``put_back`` is called, another generation cannot take these buffers.
+        """
         block_size, columns = model.config.block_size, prompt.shape[1] + count
         kept = cls._of_models.pop(model, None)
         if not prompt.is_cuda or prompt.shape[0] > MOST_SEQUENCES or columns > block_size + 1:

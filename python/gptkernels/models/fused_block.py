@@ -18,8 +18,8 @@ FP8_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 def run(block: torch.nn.Module, stream: Tensor, pending: Pending | None) -> tuple[Tensor, Pending] | None:
     """Compute a ``Block`` without its last residual addition, bitwise as its modules would.
 
-    Return the stream (B, T, C) and the pending addition, or None if the modules must be called one by one: one of them
-    was replaced, hooked or parametrised, the block is traced or transformed, or no gradients are recorded.
+    Return the stream (B, T, C) and the pending addition, or None if the modules must be called one by one, for example
+    because one of them was replaced or hooked, the block is traced, or no gradients are recorded.
     """
     dtypes = dtypes_of(stream)
     if dtypes is None or stream.device.type not in KEYS:
@@ -73,7 +73,10 @@ def run(block: torch.nn.Module, stream: Tensor, pending: Pending | None) -> tupl
 
 
 def _histories(*layers: nn.Linear) -> list[Tensor] | None:
-    """Return both amax histories of each linear layer with float8 matmuls, or None if only some layers have them."""
+    """Return both amax histories of every linear layer, or an empty list if no layer has amax histories.
+
+    Return None if only some layers have them, or if a layer would not use float8 matmuls in this call.
+    """
     found: list[Tensor] = []
     for layer in layers:
         buffers = layer.__dict__["_buffers"]

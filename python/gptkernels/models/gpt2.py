@@ -80,7 +80,7 @@ class GPT2(Files, NanoGPT):
             targets: (B, T), int64 or int32; None for no loss.
             return_logits: False, if targets are given, computes the loss in chunks of rows and stores only one chunk's
                 logits, unless ``lm_head`` was replaced or hooked.
-            ignore_index: the target of positions that have no target; nanoGPT and llm.c use -1.
+            ignore_index: the entry of ``targets`` for a position without a target; nanoGPT and llm.c use -1.
 
         Returns:
             The logits (B, T, V), a view of the padded (B, T, Vp), or None; the loss, 0-dim float32 (float64 for
@@ -109,7 +109,10 @@ class GPT2(Files, NanoGPT):
         return logits if return_logits else None, losses.sum() / (flat != ignore_index).sum()
 
     def _hidden_and_head(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
-        """For a tied LM head, ``TiedEncoder`` adds the weight's two gradients without an extra pass."""
+        """Return the transformer's output and the LM head's weight.
+
+        If the LM head is tied, ``TiedEncoder`` adds the weight's two gradients without an extra pass.
+        """
         transformer, weight = self.transformer, self.lm_head.weight
         if (
             not (is_unmodified(transformer, Transformer) and transformer.embeds_in_one())

@@ -79,8 +79,8 @@ class NanoGPT(torch.nn.Module):
         Args:
             fwdbwd_per_iter: the number of sequences of ``block_size`` tokens in a step.
             dt: the duration of the step in seconds.
-            peak_flops: the peak in flops per second. None is the dense bfloat16 peak of the parameters' device, and not
-                nanoGPT's 312e12 of the A100.
+            peak_flops: the peak in flops per second. None is the dense bfloat16 peak of the parameters' device; nanoGPT
+                always assumes an A100's 312e12.
 
         Raises:
             ValueError: if the device's peak is unknown, or a number is not above 0.

@@ -1,4 +1,4 @@
-"""Recomputes layers in the backward, with the random numbers and float8 scales of the first forward."""
+"""Recomputes layers in the backward, with the random numbers and, if not compiled, the float8 scales of the forward."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext

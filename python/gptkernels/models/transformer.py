@@ -28,7 +28,7 @@ class Block(torch.nn.Module):
         self.resid_dropout = nn.Dropout(config.dropout)  # used in both additions
 
     def forward(self, x: Tensor, cache: nn.KeyValueCache | None = None) -> Tensor:
-        """(B, T, C) -> (B, T, C). With a cache, x are the tokens that follow the cached ones."""
+        """Map x (B, T, C) to (B, T, C). With a cache, x has the positions that follow the cached ones."""
         return add(*self.without_last_addition(x, None, cache))
 
     def without_last_addition(
@@ -65,7 +65,7 @@ def _pending(values: Tensor, bias: Tensor | None, dropout: torch.nn.Module) -> P
 
 
 def _add_and_norm(stream: Tensor, pending: Pending | None, norm: nn.LayerNorm) -> tuple[Tensor, Tensor]:
-    """One kernel adds ``pending`` and normalises if possible; return the normalised stream, and the stream."""
+    """Add ``pending`` and normalise, in one kernel if possible; return the normalised stream, and the stream."""
     if pending is None or not is_unmodified(norm, nn.LayerNorm) or norm.normalized_shape != stream.shape[-1:]:
         stream = add(stream, pending)
         return norm(stream), stream
@@ -108,7 +108,7 @@ class Transformer(torch.nn.Module):
         self.ln_f = nn.LayerNorm(C, bias=config.bias, device=device, dtype=dtype)
 
     def forward(self, tokens: Tensor, caches: Sequence[nn.KeyValueCache] | None = None) -> Tensor:
-        """Tokens (B, T) -> the final norm's output (B, T, C). With caches, the tokens follow the cached ones."""
+        """Map tokens (B, T) to the final norm's output (B, T, C). With caches, the tokens follow the cached ones."""
         return self.after_embedding(self._embed(tokens, 0 if caches is None else caches[0].length), caches)
 
     def after_embedding(self, stream: Tensor, caches: Sequence[nn.KeyValueCache] | None = None) -> Tensor:

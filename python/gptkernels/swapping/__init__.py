@@ -36,8 +36,8 @@ def swap(model: Model, *, leave: str | Iterable[str] = (), return_logits: bool |
 
     Args:
         model: any module.
-        leave: names of modules that are not replaced, as in ``named_modules``, with ``*`` and ``?``. The modules inside
-            them are replaced unless they are named too.
+        leave: names of modules that are not replaced, as in ``named_modules``, with the wildcards ``*`` and ``?``. The
+            modules inside them are replaced unless they are named too.
         return_logits: what a language model returns in training when it is given labels or targets: all logits if
             True, None if False (then only one chunk of rows is stored), or logits without a gradient if "detached".
 
@@ -235,7 +235,7 @@ def _width(linear: Any) -> int:
     return int(linear.weight.shape[1])
 
 
-# Batch size, length and scale of the inputs. The lengths detect windowed attention, and the scales branches on large
+# Batch size, length and scale of the inputs. The lengths detect windowed attention; the scales detect branches on large
 # values.
 _INPUTS = ((1, 1, 1.0), (3, 17, 1e-3), (2, 9, 1e3), (1, 128, 1.0))
 
@@ -271,7 +271,10 @@ _STATES = ("training", True), ("evaluation", False)
 
 
 def _model(module: Any, decisions: Any, longest: int) -> Decision:
-    """The tested copies have all layers and positions, but a small vocabulary and stand-ins for attention and MLPs."""
+    """Test the replacement of a whole model on copies with all of its layers and positions.
+
+    The copies have a small vocabulary, and stand-ins for attention and MLPs.
+    """
     trunk = module.transformer
     if any(type(one) is not torch.nn.Embedding for one in (trunk.wte, trunk.wpe)):
         return "its embeddings are not torch.nn.Embedding"

@@ -1,6 +1,7 @@
 """Finds the modules of a swapped transformer block, so that it can be computed as one node of autograd's graph.
 
-The modules are found once and compared at each call, which takes less host time than ``checks.untouched`` for each one.
+The modules are found once. Later calls only check that they are still the same, which takes less host time than
+``checks.untouched`` for each module.
 """
 
 import dataclasses
@@ -25,7 +26,7 @@ KINDS = ("LayerNorm", "Linear", "Linear", "LayerNorm", "Linear", "GELU", "Linear
 
 @dataclasses.dataclass(eq=False)
 class Parts:
-    """The modules of a transformer block, without a reference to the block, which is a weak key of ``_known``."""
+    """The modules of a transformer block, but not the block itself, which ``_known`` must not keep alive."""
 
     ln_1: Any
     c_attn: Any

@@ -49,7 +49,7 @@ def count(module: torch.nn.Module, reason: str) -> None:
 
 
 def bare(module: torch.nn.Module) -> bool:
-    """Return whether a call runs only the class's forward; transformers' hooks that record outputs do not count."""
+    """Return whether a call runs only the class's forward. Hooks of transformers that record outputs are ignored."""
     return runs_only_its_forward(module, passive="transformers.utils.output_capturing")
 
 

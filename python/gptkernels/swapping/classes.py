@@ -1,8 +1,8 @@
-"""A module is replaced by a subclass of its class, so that it keeps its parameters, buffers and hooks.
+"""Replaces the class of a module by a subclass of it, so that the module keeps its parameters, buffers and hooks.
 
-The subclass has the original's name, by which other libraries choose modules to wrap, shard or save, and visibly
-overrides only ``forward``. ``copy.deepcopy`` and pickling store the original class and the replacement's name, so that
-a copy or a loaded module is replaced too.
+The subclass has the name of the original class, because other libraries choose modules to wrap, shard or save by this
+name. ``copy.deepcopy`` and pickling store the original class and the replacement's name, so that a copy or a loaded
+module is replaced too.
 """
 
 import functools
@@ -89,9 +89,9 @@ def is_patched(derived: Any) -> bool:
 
 
 def _setattr(self: Any, name: str, value: Any) -> None:
-    """Mark the module as changed, so that its original forward runs, if the user's code may read the attribute.
+    """Set an attribute. If the user's forward may read it, mark the module as changed; the original forward then runs.
 
-    Names with an underscore do not count, because torch and other libraries mark modules with them.
+    Names that begin with an underscore do not count, because torch and other libraries mark modules with them.
     """
     plain = not isinstance(value, torch.nn.Module | torch.nn.Parameter)
     if plain and name not in READ and not name.startswith("_"):
@@ -111,8 +111,9 @@ def original_of(module: torch.nn.Module) -> type | None:
 
 
 def kind_of(module: torch.nn.Module) -> str | None:
-    """Return the name of the module's replacement, or None. A subclass of a replacement has none.
+    """Return the name of the module's replacement, or None.
 
+    None is also returned for a subclass of a replacement, and if the original class's forward was patched since.
     The ``__dict__`` of the class is not read, because ``torch.compile`` cannot trace it in ``functional_call``.
     """
     kind = type(module)

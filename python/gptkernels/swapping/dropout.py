@@ -15,7 +15,7 @@ from gptkernels.swapping.checks import dropout_of
 
 
 class Draws:
-    """A function that returns a forward pass's next dropout; one launch draws for ``dropouts`` of them."""
+    """Returns the next dropout of a forward pass at each call; one launch draws the numbers of ``dropouts`` of them."""
 
     def __init__(self, dropouts: int, like: Tensor) -> None:
         self._dropouts, self._like = dropouts, like

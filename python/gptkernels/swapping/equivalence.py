@@ -1,8 +1,9 @@
 """Trial runs that test whether a replacement computes the same as a user's own module.
 
-Two copies of the module, one of them replaced, have equal random float64 parameters on the CPU. Their outputs and
-gradients must agree in evaluation mode, in training mode without dropout, and with one dropout of probability 1 at a
-time, which shows where each dropout is applied. At the end, two copies of the whole model are compared.
+Two copies of the module, one of them replaced, have equal random float64 parameters on the CPU. Their outputs must
+agree in evaluation mode, in training mode without dropout, and with one dropout of probability 1 at a time, which shows
+where each dropout is applied. Gradients are compared in training mode without dropout. At the end, two copies of the
+whole model are compared.
 """
 
 import contextlib
@@ -122,7 +123,7 @@ def copy_sharing_parameters(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def difference(original: torch.nn.Module, replaced: torch.nn.Module, *trials: Trial) -> str | None:
-    """Return a description of the first difference in any state and trial, or None."""
+    """Run each trial in each state, and return the first reason why ``replaced`` does not fit, or None."""
     calls = _calls_of_dropouts(original)
     before = _stored(original)
     first, second = _states(original), _states(replaced)
@@ -192,7 +193,7 @@ def difference_of_models(
 ) -> str | None:
     """Compare the outputs of two models for tokens, with the models' own parameters and on their device.
 
-    None means no difference beyond rounding, or that the models do not take tokens.
+    None means that no difference beyond rounding was found, or that the models cannot be compared.
     """
     parameters = list(original.parameters())
     if not parameters or any(

@@ -37,7 +37,7 @@ def looks_like_attention(module: Any) -> bool:
 
 
 def attention_dropout(module: Any) -> float | None:
-    """Return None if ``attn_dropout`` and the attribute ``dropout`` leave the probability unknown."""
+    """Return the probability of dropout, or None if ``attn_dropout`` must be called or the two attributes disagree."""
     p = 0.0
     if "attn_dropout" in module._modules:
         found = dropout_of(module.attn_dropout)
@@ -191,7 +191,7 @@ def model(original: Any, ignore_index: int, last_only: bool) -> Namespace:
 
 
 def like_torchs(loss: Tensor, x: Tensor) -> Tensor:
-    """Use F.cross_entropy's dtype: float32 in autocast, otherwise the logits' dtype."""
+    """Give the loss the dtype of F.cross_entropy: float32 in autocast, otherwise the logits' dtype."""
     return loss if autocast_dtype(x.device.type) else loss.to(x.dtype)
 
 

@@ -1,6 +1,6 @@
 """The LM head and the loss of a language model.
 
-Shapes: C channels, V vocabulary, Vp V rounded up to a multiple of 64.
+Shapes: C channels, V vocabulary; Vp is V rounded up to a multiple of 64.
 """
 
 from collections.abc import Sequence
@@ -84,7 +84,11 @@ def _counted(targets: Tensor, ignore_index: int) -> Tensor:
 def compiled_head_and_loss(
     hidden: Tensor, weight: Tensor, targets: Tensor, ignore_index: int, divisor: Any, low: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    """Dynamo puts a call of this function into its graph (``allow_in_graph``); AOTAutograd records its operators."""
+    """Compute LM head and loss under ``torch.compile``.
+
+    Dynamo puts a call of this function into its graph (``allow_in_graph``). AOTAutograd then records the operators that
+    the function calls.
+    """
     if _jvp.active():  # under a transform of torch.func
         return _by_operators(hidden, weight, targets, ignore_index, divisor)
     return _CompiledHeadAndLoss.apply(hidden, weight, targets, ignore_index, divisor, low)  # type: ignore[no-any-return]

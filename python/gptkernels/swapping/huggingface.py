@@ -145,7 +145,10 @@ def _why_not_attention(self: Any, hidden: Tensor, options: dict[str, Any]) -> st
 
 
 def scale_of(attention: Any) -> float | None:
-    """Transformers 4.57 divides by the layer's number only in its eager attention."""
+    """Return the scale of attention's scores, or None for the default, 1 / sqrt(HS).
+
+    Transformers 4.57 divides the scale by the layer's number only in its eager attention.
+    """
     if hasattr(attention, "scaling"):
         return float(attention.scaling)
     if attention.config._attn_implementation != "eager":
@@ -289,7 +292,10 @@ def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
 
 
 def _blocks(self: Any) -> list[tuple[Any, Parts | None]] | str:
-    """Return each transformer block with its modules (or None), or the reason why one loop cannot compute the model."""
+    """Return each transformer block with its ``Parts``, or the reason why the original forward must run.
+
+    The ``Parts`` of a transformer block that cannot be one node are None.
+    """
     found: list[tuple[Any, Parts | None]] = []
     for one in self.h:
         parts = parts_of(one, KINDS)
@@ -341,9 +347,9 @@ Masks = tuple[Tensor | None, Tensor | None, Tensor | None]  # attn_mask, key_beg
 def _masks(attention_mask: Tensor | None, start: int, keys: int) -> Masks:
     """Convert a mask (B, Tk) of the keys, 0 for padding, to the attention op's arguments.
 
-    Except in compiled code the mask is read, and a mask of ones is dropped, as in transformers. With cached keys,
-    padding becomes a range of keys, outside which decoding reads nothing. Without a cache the mask stays a mask,
-    because the kernels for sm_90a support masks but not ranges.
+    Except in compiled code, the host reads the mask, and drops a mask of ones, as transformers does. With cached keys,
+    a mask that leaves one range of keys in each row becomes that range, outside which decoding reads nothing. Without
+    cached keys it stays a mask, because the kernels for sm_90a support masks but not ranges.
     """
     if attention_mask is None:
         return None, None, None
@@ -389,7 +395,10 @@ def _attend(masks: Masks, cache: Any, index: int, draws: Draws, self: Any, x: Te
 
 
 def _cached(cache: Any, key: Tensor, value: Tensor, index: int) -> tuple[Tensor, Tensor]:
-    """An empty layer of the cache stores the views of qkv without a copy."""
+    """Add keys and values to a layer of the cache, and return all keys and values of this layer.
+
+    An empty layer stores the views of qkv without a copy.
+    """
     if index < len(cache.layers) and not cache.layers[index].is_initialized:
         one = cache.layers[index]
         one.dtype, one.device, one.is_initialized = key.dtype, key.device, True

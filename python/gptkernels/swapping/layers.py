@@ -13,7 +13,7 @@ from gptkernels.swapping.classes import Namespace, replacement
 
 @replacement("LayerNorm")
 def layer_norm(original: Any, eps: float | None = None) -> Namespace:
-    """``eps`` is None for ``torch.nn.LayerNorm``; a user's class normalises over its weight's shape."""
+    """``eps`` is a number for a user's class, whose weight has the normalised shape, and None for torch's LayerNorm."""
 
     def forward(self: Any, input: Tensor) -> Tensor:
         weight, bias, epsilon = norm_of(self)

@@ -68,7 +68,7 @@ def mlp(x: Tensor, fc: Any, act: Any, proj: Any, bias: bool = True) -> Tensor:
 
 
 def pending_of(values: Tensor, proj: Any, module: Any, draws: Draws) -> Pending:
-    """``module`` is the dropout module that is applied to proj's output, or None."""
+    """Make the pending addition of ``proj``'s output, to which the dropout ``module`` (None: no dropout) is applied."""
     pending = Pending(values, proj.bias if untouched(proj, "Linear") else None)
     if module is None:
         return pending

@@ -38,9 +38,13 @@ _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit status.
 
-    0 is success. 1: the training diverged, or a check failed. 2: the command or its input is wrong. 3: the disk is full
-    or failing. 4: the training hung, and its watchdog ended it. 128 + N: signal N stopped the command; 130 stands for
-    Ctrl-C, and 141 for a closed output pipe.
+    - 0: success
+    - 1: the training diverged, a model computed NaN or infinite logits, or a check failed
+    - 2: the command or its input is wrong, or there is not enough memory
+    - 3: the disk is full or failing
+    - 4: the training hung; the watchdog then ends the process, so that this function does not return
+    - 141: the program that reads the output has closed the pipe
+    - 128 + N: signal N stopped the command, for example 130 for Ctrl-C
     """
     prepare_streams()
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Preset:
-    """The size of `--model NAME`, and the defaults of other options for it."""
+    """The size of the model `--model NAME`, and the defaults that other options have with this model."""
 
     layers: int
     heads: int
@@ -52,7 +52,7 @@ GROUPS = {
 }
 """The titles of the groups of flags, in the order of the help."""
 
-# Pairs of options that exclude each other. In a resumed run, a given option replaces the other one.
+# Pairs of options that exclude each other. In a resumed run, an option that is given replaces the other of its pair.
 _EXCLUSIVE = (
     ("steps", "epochs"),
     ("data", "train_files"),
@@ -62,7 +62,10 @@ _EXCLUSIVE = (
 
 
 def _option(group: str, default: Any, help: str, **metadata: Any) -> Any:
-    """`at_least`, `at_most`, `above` and `below` are bounds; a `fixed` option cannot change in a resumed run."""
+    """In `metadata`, `at_least`, `at_most`, `above` and `below` are bounds of the option's value.
+
+    A `fixed` option cannot change in a resumed run.
+    """
     return field(default=default, metadata={"help": help, "group": group, **metadata})
 
 
@@ -71,13 +74,14 @@ _data, _model, _batch, _optimizer, _evaluation, _checkpoints, _speed = (partial(
 
 @dataclass
 class TrainConfig:
-    """The options of `gptkernels train`, a field for each flag (`batch_size` is `--batch-size`).
+    """The options of `gptkernels train`, a field for each flag except `--resume` (`batch_size` is `--batch-size`).
 
     The model's preset replaces a None in `layers`, `heads`, `channels`, `batch_size`, `sequence_length` and
-    `learning_rate`. If `steps` and `epochs` are None, the preset's steps or one epoch is set.
+    `learning_rate`. If `steps` and `epochs` are both None, the preset's number of steps is used, or one epoch if the
+    preset has none.
 
     Raises:
-        ValueError: if a value is out of its range; the message names the flag, the value and the range.
+        ValueError: if a value is out of its range, or options contradict each other; the message names the flags.
     """
 
     data: str | None = _data(

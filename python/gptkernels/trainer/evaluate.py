@@ -16,7 +16,10 @@ from gptkernels.trainer.saved import naming, saved_options
 
 
 class Evaluation(NamedTuple):
-    """The validation loss in nats per token, and the score on `eval_file`'s questions; None without data for it."""
+    """The validation loss in nats per token, and the score on the questions of `eval_file`.
+
+    The loss is None without validation data, and the score is None without `eval_file`.
+    """
 
     val_loss: float | None
     score: Score | None
@@ -35,10 +38,10 @@ def evaluate(config: TrainConfig) -> Evaluation:
 
 
 def evaluate_run(run: str | None = None, **given: Any) -> Evaluation:
-    """Evaluate the model of a run's checkpoint on the data of the run, which may still be training.
+    """Evaluate the model of a run's checkpoint on the run's data, and print the results. The run may still be training.
 
     Args:
-        run: the folder of the run; None is the latest in runs/.
+        run: the folder of the run; None means the folder in runs/ with the newest checkpoint.
         given: options of TrainConfig to change, such as `val_max_batches`.
 
     Raises:

@@ -32,7 +32,10 @@ class Score(NamedTuple):
 def mean_loss(
     loss: Callable[[Tensor, Tensor], Tensor], data: DataLoader, max_batches: int, processes: Processes
 ) -> float:
-    """Average the loss (nats per token) of the first `max_batches` batches of an epoch over all processes."""
+    """Return the mean loss in nats per token over the processes, each of which reads up to `max_batches` batches.
+
+    The batches are the first ones of `data`, and at most those of one epoch.
+    """
     data.reset()
     batches = min(data.batches_per_epoch, max_batches)
     total = torch.zeros((), device=processes.device)
@@ -55,9 +58,10 @@ def answer(
     processes: Processes,
     tick: Callable[[], object] = lambda: None,
 ) -> Score:
-    """The model's answer is the ending with the lowest mean loss, as in llm.c's accuracy normalised by length.
+    """Let the model answer the questions, of which each process computes a part, and return the score of all of them.
 
-    The processes share the questions.
+    The answer to a question is the ending with the lowest mean loss per token, as in llm.c's length-normalised
+    accuracy.
     """
     own = questions[processes.rank :: processes.world_size]
     losses = []

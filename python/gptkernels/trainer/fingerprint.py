@@ -1,4 +1,4 @@
-"""A fingerprint of the training data, which detects that the data of a resumed run has changed."""
+"""A fingerprint of the training data, by which a resumed run notices that its data has changed."""
 
 import zlib
 from collections.abc import Sequence
@@ -12,10 +12,11 @@ MAX_BLOCKS = 1 << 10
 
 
 def fingerprint(paths: Sequence[Path]) -> str:
-    """Return the size of a file, and the CRC-32 of at most 256 MiB of it, in evenly spaced blocks.
+    """Return a description of the files' contents. The names of the files have no effect.
 
-    For several files it is their number, and the CRC-32 of their fingerprints, which share the 256 MiB. File names have
-    no effect.
+    For one file it has the size, and a CRC-32 of the file, or of 256 MiB in evenly spaced blocks if the file is larger.
+    For several files it has their number, and a CRC-32 of the files' own descriptions. The 256 MiB are then divided
+    among the files, but at least one block of each file is read.
     """
     if len(paths) == 1:
         return _of_file(paths[0], MAX_BLOCKS)

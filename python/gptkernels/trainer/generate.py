@@ -1,4 +1,4 @@
-"""Generates text by a trained model: `gptkernels generate`."""
+"""Generates text with a trained model: `gptkernels generate`."""
 
 import importlib
 import sys
@@ -29,11 +29,11 @@ _VOCAB_SIZES = {"bytes": 256, "gpt2": 50257}
 
 
 class Sampling(NamedTuple):
-    """The options with which at most `max_new_tokens` tokens are drawn.
+    """The options of generation, which adds at most `max_new_tokens` tokens.
 
-    A token is drawn from the `top_k` likeliest tokens (None: all), and of these from the smallest set of likeliest
-    tokens whose total probability reaches `top_p` (None: all). Logits are divided by `temperature`; at 0 the likeliest
-    token is taken.
+    The logits are divided by `temperature`; at temperature 0 the likeliest token is taken. Otherwise a token is drawn
+    from the `top_k` likeliest tokens (None: all), and of these only from the smallest set of likeliest tokens whose
+    total probability reaches `top_p` (None: all).
     """
 
     max_new_tokens: int = 256
@@ -51,14 +51,14 @@ class Writer:
     Args:
         checkpoint: the folder of a run, a training checkpoint, or a model in any format that `gptkernels.convert`
             reads.
-        tokenizer: a name or file for `load_tokenizer`; None is the checkpoint's. If the checkpoint has none, 256 tokens
-            are taken as bytes, and 50257 as GPT-2's.
+        tokenizer: a name or file for `load_tokenizer`. None selects the checkpoint's tokenizer. If the checkpoint has
+            none, a vocabulary of 256 tokens is taken as bytes, and one of 50257 as GPT-2's.
         device: the name of a device; "auto" is CUDA if available.
         seed: the seed of the random numbers.
 
     Raises:
-        ValueError: if a file is damaged, there is no tokenizer, its vocabulary has another size than the model's, a
-            weight is NaN or infinite, or the seed is not an int64.
+        ValueError: if a file is damaged, no tokenizer is found, the tokenizer's vocabulary has another size than the
+            model's, a weight is NaN or infinite, the device is unknown, or the magnitude of the seed is above 2^63 - 1.
         OSError: if a file cannot be read.
     """
 
@@ -76,7 +76,7 @@ class Writer:
         self._generator = torch.Generator(self.device).manual_seed(seed)
 
     def write(self, prompt: str = "", sampling: Sampling = DEFAULT_SAMPLING) -> Iterator[str]:
-        """Yield the continuation of `prompt` in pieces, up to the end-of-text token or `max_new_tokens`.
+        """Yield the continuation of `prompt` in pieces, up to the end-of-text token or `max_new_tokens` tokens.
 
         An empty prompt starts a new document.
 
@@ -105,9 +105,10 @@ class Writer:
         sys.stdout.write("\n")
 
     def converse(self, sampling: Sampling) -> None:
-        """Read lines from standard input and print their continuations, until end of file. Ctrl-C ends a continuation.
+        """Read lines from standard input until its end, and print each line with its continuation.
 
-        A line that the tokenizer cannot encode prints an error. Bytes that are not UTF-8 become surrogate escapes.
+        Ctrl-C ends a continuation. If the tokenizer cannot encode a line, an error is printed. Input bytes that are not
+        UTF-8 are read as surrogate escapes.
         """
         with suppress(ImportError):
             importlib.import_module("readline")

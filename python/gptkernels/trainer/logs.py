@@ -1,4 +1,4 @@
-"""The logs of a run: llm.c's log, a CSV, and optionally TensorBoard's files."""
+"""The logs of a run: a log in llm.c's format, a CSV file, and optionally TensorBoard's files."""
 
 import csv
 import math
@@ -18,10 +18,11 @@ _MAX_LINE = 4096
 
 
 class TrainingStep(NamedTuple):
-    """The metrics of a training step. The loss (nats per token) was computed before the update.
+    """The metrics of a training step.
 
-    `loss_z` and `gradient_z` are z-scores (`OutlierDetector`), NaN in the first steps. `mfu` is a fraction, or None if
-    the device's peak is unknown. `memory` is in bytes.
+    `loss` is in nats per token, and was computed before the update. `loss_z` and `gradient_z` are the z-scores of
+    `OutlierDetector`. `mfu`, the model flops utilisation, is a fraction, or None if the device's peak rate is unknown.
+    `memory` is the peak memory in bytes.
     """
 
     step: int
@@ -37,7 +38,7 @@ class TrainingStep(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """The format that a file must have to be continued."""
+    """The format that an existing file must have, so that a run may append to it."""
 
     headers: tuple[bytes, ...]
     line: re.Pattern[bytes]  # its first group is the step
@@ -68,8 +69,9 @@ class TrainingLog:
     The log has llm.c's lines: `s:STEP trl:LOSS` for training, `s:STEP tel:LOSS` for validation, and `s:STEP
     eval:ACCURACY` for questions.
 
-    Lines of `first_step` and later steps at the end of existing files, which a run wrote after its last checkpoint, are
-    removed. With `keep_log` the log also has lines of other runs, and nothing is removed from it.
+    Lines of `first_step` and later steps are removed from the ends of existing files, because the run wrote these lines
+    after its last checkpoint. With `keep_log` the log keeps such lines, because they may be of other runs. An
+    unfinished last line is always removed.
     """
 
     def __init__(

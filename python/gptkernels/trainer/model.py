@@ -106,14 +106,14 @@ def _check_fits(sizes: dict[str, Any], sequence_length: int, vocab_size: int) ->
 
 
 class BatchLoss:
-    """Computes the loss of a batch in the precision of the options, by a compiled model if they request it."""
+    """Computes the loss of a batch in the precision of the options; with `--compile` the model is compiled."""
 
     def __init__(self, model: GPT2, config: TrainConfig) -> None:
         self._call = torch.compile(model) if config.compile else model
         self._autocasts = config.dtype == "autocast"
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Tokens and targets, (B, T) each -> nats per token, 0-dim float32."""
+        """Return the loss in nats per token, 0-dim float32, of tokens and targets, (B, T) each."""
         with self.precision(tokens.device):
             return self._call(tokens, targets, return_logits=False)[1]
 

@@ -10,10 +10,11 @@ WINDOW = 128
 
 
 class OutlierDetector:
-    """The last 128 losses and gradient norms, from which a step's z-scores are computed.
+    """Computes the z-scores of each step's loss and gradient norm.
 
-    A z-score is the number of standard deviations above the mean, and NaN until there are 128 earlier values. The
-    computation does not synchronise, and changes the window in place, so that a CUDA graph can capture it.
+    A z-score says by how many standard deviations a value is above the mean of the last 128 values, of which it is the
+    newest. It is NaN until there are 128 earlier values. A CUDA graph can capture `scores`, because it does not
+    synchronise with the device, and changes the stored values in place.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:

@@ -20,7 +20,8 @@ class SafeOutput(io.TextIOBase):
     """A stream that writes to another stream without raising errors.
 
     Characters that the stream's encoding lacks become escapes such as `\\xe9`. Text is lost if the stream is a closed
-    pipe, on a full disk, or None, as `sys.stdout` is if it was closed when the process started.
+    pipe or a file on a full disk. It is also lost if the stream is None; `sys.stdout` is None if standard output was
+    closed when the process started.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -56,7 +57,10 @@ class SafeOutput(io.TextIOBase):
 
 
 def prepare_streams() -> None:
-    """Open closed standard streams, so that no other file becomes one, and escape characters that cannot be printed."""
+    """Open closed standard streams as /dev/null, and make standard output escape what its encoding lacks.
+
+    Otherwise the next file that is opened would get the descriptor of a closed standard stream.
+    """
     for descriptor in range(3):
         try:
             os.fstat(descriptor)
@@ -70,14 +74,17 @@ def prepare_streams() -> None:
 
 
 def write_error(text: str) -> None:
-    """Bypass `sys.stderr`'s buffer, which an interrupted write or a thread may have locked."""
+    """Write to standard error past `sys.stderr`, whose buffer an interrupted write or another thread may lock."""
     if sys.__stderr__ is not None:
         with suppress(OSError, ValueError):
             os.write(sys.__stderr__.fileno(), text.encode(errors="backslashreplace"))
 
 
 def flush_streams() -> None:
-    """Python's flush at exit could fail and change the exit status."""
+    """Flush standard output and error. A stream that cannot be flushed becomes /dev/null.
+
+    Otherwise Python's own flush at exit would fail, too, and change the exit status.
+    """
     for stream in (sys.stdout, sys.stderr):
         try:
             if stream is not None:

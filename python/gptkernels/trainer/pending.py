@@ -1,4 +1,4 @@
-"""A step that is launched and whose numbers are not yet read."""
+"""A step that was launched, but whose numbers are not yet read."""
 
 import time
 
@@ -7,7 +7,10 @@ from torch import Tensor
 
 
 class Mark:
-    """A point in time. On the CPU it is now; on CUDA it is when the device has completed all earlier launches."""
+    """A point in time.
+
+    On the CPU it is when the object is made. On CUDA it is when the current CUDA stream has done its earlier work.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self._event: torch.cuda.Event | None = None
@@ -29,7 +32,7 @@ class Mark:
 
 
 class PendingStep:
-    """A tensor of numbers (those of `Step` and a request to stop), which is copied from the device until `end`."""
+    """A launched step. The copy of `numbers` (those of `Step`, and a request to stop) to the host is done at `end`."""
 
     def __init__(self, step: int, learning_rate: float, numbers: Tensor) -> None:
         self.step = step

@@ -14,9 +14,9 @@ Value = TypeVar("Value")
 
 
 class Processes:
-    """The rank and device of this process, and the exchange of values.
+    """The rank and device of this process, and the exchange of values with the other processes.
 
-    For "auto" and "cuda" each process has its own GPU.
+    If `device` is "cuda", or is "auto" and there are GPUs, each process has its own GPU.
     """
 
     def __init__(self, device: str = "auto") -> None:

@@ -1,4 +1,7 @@
-"""The progress display of a command: a bar on a terminal, lines in a file or pipe, nothing in other processes."""
+"""The progress displays of commands. Training shows a bar on a terminal, and lines in a file or a pipe.
+
+Only the main process has a display.
+"""
 
 import math
 import sys
@@ -12,7 +15,7 @@ SECONDS_BETWEEN_LINES = 2.0
 
 
 def printable(text: str) -> str:
-    """Control characters could change a terminal's state."""
+    """Replace unprintable characters except tabs and newlines, because some of them change a terminal's state."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "\ufffd" for letter in text)
 
 
@@ -30,7 +33,7 @@ class Progress:
 
 
 class Lines(Progress):
-    """Lines for the first and the last step, and at most one every two seconds for other steps."""
+    """Prints lines: for the first step, for the last step, and for other steps at most every two seconds."""
 
     def __init__(self, total_steps: int, output: SafeOutput) -> None:
         self._total = total_steps
@@ -94,9 +97,9 @@ def _use(record: TrainingStep, separator: str) -> str:
 
 
 class ByteProgress:
-    """A display on stderr of how much text is read: one line that is overwritten on a terminal, otherwise lines.
+    """Shows on standard error how much text was processed. On a terminal, each line overwrites the previous one.
 
-    The first line is printed after `SECONDS_BETWEEN_LINES`, so that a short text has no display.
+    The first line is printed after `SECONDS_BETWEEN_LINES`, so that nothing is shown for a short text.
     """
 
     def __init__(self) -> None:

@@ -25,10 +25,11 @@ def kept_steps(folder: Path) -> list[int]:
 
 
 def retain(newest: Path, step: int, keep_last: int, keep_every: int) -> None:
-    """Keep the newest checkpoint under a name with its step, and remove older checkpoints.
+    """Give the newest checkpoint a second name with its step, if it is to be kept, and remove older kept checkpoints.
 
-    The last `keep_last` are kept, and those whose step is a multiple of `keep_every`. With a `keep_last` of 1 nothing
-    is removed. The name is a hard link, which takes no space, or on a file system without hard links a copy.
+    Checkpoints whose step is a multiple of `keep_every` are kept for good. If `keep_last` is above 1, the last
+    `keep_last` checkpoints are kept, too, and earlier ones are removed. The second name is a hard link, or belongs to a
+    copy if the file system has no hard links.
     """
     folder = newest.parent
     if keep_last > 1 or _is_multiple(step, keep_every):

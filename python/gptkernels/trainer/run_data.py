@@ -27,8 +27,8 @@ class HeldOutData:
 
     Attributes:
         tokenizer: the tokenizer of the data, or None; without a tokenizer, tokens are assumed to be GPT-2's.
-        vocab_size: the number of tokens; by default the tokenizer's.
-        val: the validation data of this process, or None, for the reason `why_no_val`.
+        vocab_size: the size of the vocabulary, by default the tokenizer's.
+        val: the validation data of this process, or None; `why_no_val` is then the reason.
         questions: the questions of `eval_file`.
     """
 
@@ -51,7 +51,7 @@ class HeldOutData:
 
     @property
     def first_token(self) -> int:
-        """The end-of-text token, which precedes every document, if there is one."""
+        """The token before a sample: the tokenizer's `start`, or GPT-2's end-of-text token without a tokenizer."""
         return self.tokenizer.start if self.tokenizer else GPT2_VOCAB_SIZE - 1
 
     def text(self, tokens: list[int]) -> str:

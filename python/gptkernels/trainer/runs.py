@@ -25,7 +25,11 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 def new_run(folder: str | None, model: str) -> Path:
-    """A ValueError says that the named folder has a checkpoint, or another program's file with the name of a run's."""
+    """Make and return the folder of a new run: `folder`, or by default runs/MODEL, runs/MODEL-2, ...
+
+    A ValueError says that `folder` already contains a checkpoint, or a file of another program that has the name of a
+    run's file.
+    """
     if folder is not None:
         path = Path(folder)
         _check_own(path)
@@ -56,9 +60,10 @@ def _check_own(folder: Path) -> None:
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Lock a folder while the body runs, or until the process is killed.
+    """Lock a folder while the body of the `with` statement runs. If the process is killed, the lock ends.
 
-    If another process has the lock, a ValueError gives its process id. A file system without locks locks nothing.
+    If another process has the lock, a ValueError gives that process's id. On a file system without locks, nothing is
+    locked.
     """
     descriptor = os.open(folder / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     try:

@@ -1,6 +1,7 @@
 """Checks a checkpoint before a run is resumed from it, because another program may have made or changed the file.
 
-Every size is compared with the file's tensors, after the file's checksums are verified.
+The sizes in the options and the configuration must be those of the file's tensors, whose checksums
+`load_training_state` has already verified.
 """
 
 import math
@@ -36,7 +37,7 @@ _DESCRIPTIONS: dict[tuple[type, ...], str] = {
 
 
 def saved_options(saved: TrainingState, path: Path) -> TrainConfig:
-    """Check a checkpoint's options, model, counters and generators, and return the options."""
+    """Check a checkpoint's options, model, counters and random generators, and return the options."""
     options = _check_options(saved.trainer.get("options"), path)
     _check_model(saved, options, path)
     _check_counters(saved.trainer, options, path)

@@ -11,16 +11,16 @@ ACKNOWLEDGEMENT = "\nstopping after this step, with a checkpoint; once more stop
 
 
 class StopRequest:
-    """A request to stop; `signal` is the number of the signal, or 0."""
+    """A request to stop. `signal` is the number of the last signal, or 0 if there was none."""
 
     signal = 0
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Record the first SIGINT or SIGTERM; a second signal has its usual effect.
+    """Record SIGINT and SIGTERM. If the same signal comes a second time, it has its usual effect.
 
-    Outside the main thread Python cannot handle signals, and none is recorded.
+    Python allows handlers only in the main thread, so that in another thread no signal is recorded.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():

@@ -40,7 +40,7 @@ class Step:
         self._skipping = Skipping(*max_scores, processes.device) if any(max_scores) else None
         self.outliers = OutlierDetector(processes.device if self._skipping else "cpu")
         if self._skipping:
-            # A captured graph uses the addresses of these three tensors, so that every step writes them in place.
+            # A captured graph uses the addresses of these three tensors, so every step must write them in place.
             self._total, self._scores = (torch.zeros(shape, device=processes.device) for shape in ((), (2,)))
             optimizer.found_inf = torch.zeros((), device=processes.device)
         interrupts = self._skipping is not None or processes.world_size > 1
@@ -55,7 +55,8 @@ class Step:
         """Update the parameters with the mean gradient of the batches, or skip the update.
 
         Return a tensor (2,) on the device: this process's loss and the norm of the averaged gradients. If updates may
-        be skipped, it is (5,), with the two z-scores, and 1 if this update was skipped, otherwise 0.
+        be skipped, the tensor is (5,): the z-scores of the loss and of the norm follow, and a 1 if this update was
+        skipped, else a 0.
         """
         self._batches = len(batches)
         if self._skipping:

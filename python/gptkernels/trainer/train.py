@@ -62,8 +62,9 @@ MEMORY_EVERY = 16
 class TrainResult(NamedTuple):
     """The result of a run. Losses are in nats per token; a value that was not computed is None.
 
-    `train_loss` is the loss of the last step before its update. `val_loss` and `accuracy`, the fraction of correctly
-    answered questions of `eval_file`, are those of the saved model. `signal` is the signal that stopped the run, or 0.
+    `train_loss` is the last step's loss, computed before its update. `val_loss` and `accuracy`, the fraction of
+    correctly answered questions of `eval_file`, are those of the saved model. `signal` is the signal that stopped the
+    run, or 0.
     """
 
     step: int
@@ -78,12 +79,12 @@ class TrainResult(NamedTuple):
 def train(config: TrainConfig) -> TrainResult:
     """Train a new model.
 
-    If nothing is finished for `config.watchdog` minutes, the process ends with status 4.
+    If no work (such as a forward pass) is finished for `config.watchdog` minutes, the process ends with status 4.
 
     Raises:
         ValueError: if an option or the data is invalid; the message is a sentence for the user.
         OSError: if a file cannot be read or written. The last checkpoint is kept.
-        FloatingPointError: if the loss or a weight is not finite. The last checkpoint is kept.
+        FloatingPointError: if training diverges, so that for example the loss is NaN. The last checkpoint is kept.
     """
     trainer = Trainer(config)
     with open_run(trainer.output, trainer.processes.is_main):
@@ -91,16 +92,16 @@ def train(config: TrainConfig) -> TrainResult:
 
 
 def resume(run: str | None = None, **given: Any) -> TrainResult:
-    """Continue a run from its checkpoint, with bitwise the same results as without a stop.
+    """Continue a run from its checkpoint. With the same options, the results are bitwise those of a run without a stop.
 
     Args:
-        run: the folder of the run; None is the latest in runs/.
+        run: the folder of the run; None means the folder in runs/ with the newest checkpoint.
         given: options of TrainConfig to change, such as `steps`.
 
     Raises:
         ValueError: if there is no such run, an option in `given` cannot change, or an option or the data is invalid.
         OSError: if a file cannot be read or written. The last checkpoint is kept.
-        FloatingPointError: if the loss or a weight is not finite. The last checkpoint is kept.
+        FloatingPointError: if training diverges, so that for example the loss is NaN. The last checkpoint is kept.
     """
     folder = find_run(run)
     checkpoint = folder / CHECKPOINT
@@ -154,7 +155,7 @@ class Trainer:
         self.total_steps = self._count_steps()
         self._schedule = self._make_schedule()
         self._watchdog = Watchdog(config.watchdog, self._report_stall)
-        self.step = 0  # the number of updates
+        self.step = 0  # the number of launched steps
         self._finished_step: int | None = None
         self._saved_step: int | None = None
         self._runs_ahead = processes.device.type != "cpu"
@@ -204,7 +205,10 @@ class Trainer:
     # ---- training ----------------------------------------------------------------------------------------------------
 
     def run(self) -> TrainResult:
-        """Train to the end, or until Ctrl-C or SIGTERM; then write the checkpoint and the plot. Can be called once."""
+        """Train to the end, or until Ctrl-C or SIGTERM, and then write the checkpoint and the plot.
+
+        This method can be called only once.
+        """
         self._progress = show_progress(self.total_steps, self.step, self.processes.is_main)
         self._log: TrainingLog | None = None
         try:
@@ -234,7 +238,8 @@ class Trainer:
                     self._answer()
             if self.step and _is_due(self.step, config.sample_every):
                 self._sample()
-            # On a GPU the numbers of a step are read after the launch of the next step, so that the GPU is never idle.
+            # On a GPU the numbers of a step are read after the launch of the next step, which the GPU can then begin at
+            # once.
             previous, self._pending = self._pending, self._launch_step()
             self._finish(previous)
             if not self._runs_ahead:

@@ -13,11 +13,12 @@ REPORT_SECONDS = 10.0
 
 
 class Watchdog:
-    """Ends the process if no unit of work is finished for some minutes.
+    """Ends the process if no unit of work is finished for `minutes` minutes (0: never).
 
-    The thread counts intervals, not seconds, so that a stop of the process (Ctrl-Z, a debugger) counts as one interval.
-    Only work inside `watch` is watched, because printing, for example, may wait for a reader. Another thread first
-    calls `report` with the argument of `watch`; the process ends when it returns, or after `REPORT_SECONDS`.
+    The watchdog's thread counts intervals, not seconds, so that a stop of the process (Ctrl-Z, a debugger) counts as
+    one interval. Only work inside `watch` is watched, because other work, such as printing, may wait for a reader.
+    Before the process ends, another thread calls `report` with the argument of `watch`. The process ends when `report`
+    returns, or after `REPORT_SECONDS`.
     """
 
     def __init__(self, minutes: float, report: Callable[[str], object]) -> None:
