@@ -15,7 +15,7 @@ P = 0.1
 
 
 class Mask:
-    """Checks a result without its mask: kept elements must be exact, and about a share P of the elements dropped."""
+    """Checks a result without its mask: kept elements must be exact, and a share of about P must be dropped."""
 
     def __init__(self, values):
         self.kept = values / (1 - P)
