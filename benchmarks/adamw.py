@@ -57,7 +57,7 @@ class State:
         )
 
     def torchs(self):
-        """Torch's fused kernel has no master weights, so that a step also casts 16-bit gradients and parameters."""
+        """Torch's fused kernel has no master weights, so in 16 bits a step also casts gradients and parameters."""
         if self.low:
             torch._foreach_copy_(self.wide_grads, self.grads)
         torch._fused_adamw_(self.masters, self.wide_grads, *self.moments, [], self.steps, **self.torchs_options)

@@ -141,9 +141,9 @@ def formula(query, key, value, allowed):
 
 
 def checked(inputs, dout, seen):
-    """Yield the exact results of a few heads, because all heads would take too long.
+    """Yield the exact results of a few heads of the first sequence, because all heads would take too long.
 
-    Queries that see no key are left out, because implementations differ in their outputs.
+    Outputs of queries that see no key are left out, because implementations differ in these outputs.
     """
     query, key, _ = inputs
     heads = max(1, min(4, MOST_SCORES // (query.shape[2] * key.shape[2])))

@@ -15,13 +15,13 @@ P = 0.1
 
 
 class Mask:
-    """Checks a result without its mask: kept values are exact, and about the share P of the elements is dropped."""
+    """Checks a result without its mask: kept elements must be exact, and a share of about P must be dropped."""
 
     def __init__(self, values):
         self.kept = values / (1 - P)
 
     def look(self, dropped, added=0.0):
-        """Put kept values in place of dropped ones; the second result is 1.0 if about P were dropped, else 0.0."""
+        """Replace dropped elements by the exact ones; also return 1.0 if about a share P was dropped, else 0.0."""
         drops = dropped == added
         deviations = (drops.double().mean() - P) / (P * (1 - P) / drops.numel()) ** 0.5
         return dropped + drops * self.kept, (deviations.abs() < 5).double()

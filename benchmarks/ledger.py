@@ -1,4 +1,4 @@
-"""``python -m benchmarks.ledger`` writes docs/ledger.md: the kernel variants' lines of code and the time saved."""
+"""``python -m benchmarks.ledger`` writes docs/ledger.md: the lines of each kernel variant, and the time it saves."""
 
 import json
 from pathlib import Path

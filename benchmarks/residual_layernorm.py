@@ -41,7 +41,7 @@ def cases(device, dtype, rows, width):
 
 
 def dropout_cases(x, residual, weight, bias, dout, dsum):
-    """Every variant draws its own mask."""
+    """The results are checked by ``Mask``, because every variant draws a different mask."""
     rows, width = x.shape
     shape = f"{rows}x{width} p={P}"
     x = x + x.sign()  # far enough from 0 that the mask can be read from the sums

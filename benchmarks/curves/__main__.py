@@ -1,6 +1,7 @@
-"""``python -m benchmarks.curves`` trains GPT-2 with and without float8 matmuls from one seed, and plots the losses.
+"""``python -m benchmarks.curves`` trains GPT-2 with and without float8 matmuls from one seed, and compares the losses.
 
-Several processes may train variants and seeds, each with its own ``--json``; ``--from A.json B.json`` joins the files.
+Several processes may divide the variants and seeds, each with a different ``--json`` file. ``--from A.json B.json``
+joins the files.
 """
 
 import argparse

@@ -56,7 +56,7 @@ def _beside(curve, first):
 
 
 def _over_seeds(curves) -> list[str]:
-    """Compare variants with the mean of the first one and CONTROL, which varies less than the first one alone."""
+    """Compare variants with the first one, and with the mean of the first one and CONTROL, as this mean varies less."""
     ends = {curve["variant"]: _ends(curves, curve["variant"]) for curve in curves}
     firsts, controls = ends.pop(curves[0]["variant"]), ends.get(CONTROL, {})
     lines = []

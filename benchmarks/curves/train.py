@@ -1,4 +1,4 @@
-"""Trains a model of one variant with one seed, and records its losses: a curve."""
+"""Trains a model of one variant with one seed, and records its curve of losses."""
 
 import time
 from collections.abc import Callable
@@ -27,7 +27,7 @@ KEEP_EVERY = 25  # steps
 
 
 def train(variant: str, settings: dict, files: dict, device: torch.device, keep: Callable[[dict], object]) -> dict:
-    """Train a model whose weights, batches and learning rates depend only on the settings; return its curve."""
+    """Train one variant. The initial weights, batches and learning rates depend only on the settings and the files."""
     curve = {"variant": variant, "settings": settings, "machine": describe(device)}
     curve |= {"losses": [], "seconds": 0.0, "validation": None}
     model = _model(variant, settings, device)
@@ -72,7 +72,7 @@ def _model(variant, settings, device):
 
 
 def _in_order(batch, variant):
-    """Reverse the control's sequences, so that its gradients are sums of the same terms in another order."""
+    """Reverse the order of the control's sequences, so that its gradients sum the same terms in another order."""
     return [part.flip(0) for part in batch] if variant == CONTROL else batch
 
 

@@ -19,11 +19,11 @@ class Case:
     """One op at one size.
 
     Args:
-        exact: yields ``(i, part, value)``: output ``i`` must equal the float64 ``value`` at ``[part]``.
+        exact: yields ``(i, part, value)``: ``[part]`` of output ``i`` must be close to the float64 ``value``.
         bytes: the fewest bytes: each input is read once, and each output written once.
         flops: approximate if the op is memory-bound.
         peers: the baselines, by their names in ``peers.PEERS``.
-        look: selects the tensors to verify from a variant's result, which may be fewer than ``exact`` yields.
+        look: returns the outputs to verify from a variant's result; outputs may be missing at the end.
         reset: restores the tensors that variants overwrite, before each verification.
         rounded: the dtype whose precision the matmuls have, if the outputs have a higher precision.
     """

@@ -1,4 +1,4 @@
-"""Compares a run with an earlier run, and lists the kernels that have become slower."""
+"""Compares a run with an earlier run, and lists our kernels that have become slower or fail now."""
 
 import statistics
 
@@ -8,7 +8,7 @@ LEAST = 0.03
 
 
 def slower(old_rows, new_rows):
-    """List the rows whose time grew by more than 3 % and by more than the two runs' spreads together.
+    """List the rows that fail now, or whose time grew by more than 3 % and by more than the sum of both runs' spreads.
 
     Machines differ by a few per cent, so each ratio of times is divided by the median ratio of the copies' times.
     """

@@ -33,9 +33,10 @@ class Settings:
 
 
 def copy(nbytes, device):
-    """A small kernel is compared with a small copy, because neither reaches the rate of a large copy.
+    """Make a copy that reads and writes ``nbytes`` bytes in total.
 
-    The bytes are random, because zeros can be copied faster.
+    Each kernel is compared with a copy of its size, because small copies do not reach the rate of large ones. The bytes
+    are random, because zeros can be copied faster.
     """
     source = torch.randint(256, (max(1, nbytes // 2),), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)

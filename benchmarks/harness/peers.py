@@ -44,7 +44,7 @@ def compiled(function):
 
 
 def training(function, *inputs):
-    """The function saves what its backward needs."""
+    """Make a call of the function that saves what its backward needs."""
     leaves = [t.detach().requires_grad_() for t in inputs]
     return lambda: function(*leaves)
 

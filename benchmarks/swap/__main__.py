@@ -1,6 +1,6 @@
 """``python -m benchmarks.swap`` times training steps of third-party GPT-2 models, unswapped and swapped.
 
-A step has bfloat16 autocast, T=1024, gradient clipping and torch's fused AdamW.
+A step has bfloat16 autocast, T=1024 (``--length``), gradient clipping and torch's fused AdamW.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Writes kept runs as the table of docs/swap.md and the README."""
+"""Makes the table of docs/swap.md and the README from a run."""
 
 import dataclasses
 import json

@@ -100,7 +100,7 @@ def _device(model):
 
 
 def torchs_update(model) -> Callable[[], None]:
-    """For 16-bit parameters, fused AdamW updates float32 masters."""
+    """For 16-bit parameters, AdamW updates float32 masters, which are then copied to the parameters."""
     parameters = list(model.parameters())
     low = parameters[0].dtype != torch.float32
     masters = {p: p.detach().float().requires_grad_() if low else p for p in parameters}
