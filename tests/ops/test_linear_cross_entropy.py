@@ -386,7 +386,7 @@ def test_bad_input_of_the_other_ops(device):
 
 @pytest.fixture
 def exponentials(sm_90a, monkeypatch):
-    """Use our kernel of the LM head's matmul, which stores exponentials, at all sizes that it supports."""
+    """Use our kernel for the LM head's matmul, which stores exponentials, at all sizes that it supports."""
     monkeypatch.setenv("GPTKERNELS_MATMUL", "own")
 
 
@@ -399,7 +399,7 @@ def head(rows, width, vocabulary, device, scale=0.3):
 
 
 def check_head(x, weight, targets, chunk_size=None, **options):
-    """Check that loss and gradients are as exact as torch's, and that a call without gradients has the loss's bits.
+    """Check that loss and gradients are as exact as torch's, and that a call without gradients returns the same loss.
 
     Returns torch's gradients, and the gradients in float64.
     """
