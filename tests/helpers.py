@@ -100,7 +100,7 @@ def tolerance(dtype):
 
 
 def assert_close_in_scale(a, b, dtype):
-    """Compare relative to the largest magnitude in ``b``, but to at least 1.
+    """Compare after dividing by the largest magnitude in ``b``, or by 1 if that is smaller.
 
     After several matmuls, a small element is a difference of large numbers, and has their rounding errors.
     """

@@ -132,10 +132,11 @@ def test_deterministic(case, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=name_of)
 @all_cases
 def test_opcheck(case, dtype, device):
-    """This test calls opcheck in float64 and bfloat16, ``gptkernels check`` calls it in float32.
+    """This test calls opcheck in float64 and bfloat16, and ``gptkernels check`` calls opcheck in float32.
 
-    The fake kernels for these dtypes differ only in the dtypes of outputs, sums and statistics. Therefore calls are not
-    traced, which would take most of the time, and in float64 only the first variant of each operator is tested.
+    Compared with float32, only the dtypes of outputs, sums and statistics differ, which opcheck compares with those of
+    the fake kernels. Therefore calls are not traced, which would take most of the time, and in float64 only the first
+    variant of each operator is tested.
     """
     if dtype not in case.operator.dtypes:
         pytest.skip("the op does not support the dtype")

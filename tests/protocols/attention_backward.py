@@ -26,7 +26,7 @@ def backward(tiles, dkey, masked=True, group=1, stages=None, most_passed=None, w
         seen = ""
 
         def find_own():
-            """Wait for the next block that the warpgroup computes, or return False if the tile has no more.
+            """Wait for the next block that the warpgroup computes, or return False if the tile has no more blocks.
 
             Hidden blocks are skipped. If ``most_passed`` blocks have been skipped directly before and after the last
             computed block, the next block is computed even if it is hidden.
