@@ -1,4 +1,4 @@
-"""Tests of the libraries' symbols, of incomplete builds, and of csrc without torch."""
+"""Tests of the libraries' symbols, of builds and their tools, and of csrc without torch."""
 
 import collections
 import importlib.util

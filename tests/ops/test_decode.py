@@ -92,7 +92,7 @@ def test_matches_float64(shape, batch, dtype, device):
     ids=["one sequence", "three sequences"],
 )
 def test_long_sequences(shape, room, steps, dtype, device):
-    """The CUDA kernel divides the keys of an attention head among the 8 thread blocks of a cluster."""
+    """The fast CUDA kernel divides the keys of an attention head among the 8 thread blocks of a cluster."""
     model = make(dtype, device, **SHAPES[shape], block_size=room)
     tokens = torch.randint(65, (len(steps[0]), room), device=device)
     torchs, exact = (reference(tokens)[0].detach() for reference in references(model))

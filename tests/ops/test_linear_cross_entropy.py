@@ -173,7 +173,7 @@ def test_with_logits(dtype, chunk_size, scale, device):
 
 @with_dtypes(torch.float32, torch.float64)
 def test_mean_over_many_rows(dtype, device):
-    """A thread block of the mean's kernel needs several iterations for these rows."""
+    """The mean's two kernels are one thread block each, which needs several iterations for these rows."""
     rows = 3 * 8 * 1024 + 77
     x, weight = randn(rows, 2, dtype=dtype, device=device), randn(3, 2, dtype=dtype, device=device)
     targets = torch.randint(3, (rows,), device=device)
