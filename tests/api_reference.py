@@ -1,4 +1,4 @@
-"""Prints docs/api.md: each public name with its signature and the first paragraph of its docstring.
+"""Prints docs/api.md: the public names with their signatures and descriptions, and the operators' schemas.
 
 python tests/api_reference.py > docs/api.md
 """
@@ -59,7 +59,7 @@ def list_public(module):
 
 
 def first_line(value):
-    """Return a docstring's first paragraph on one line, without Sphinx's roles and shapes that begin with (B."""
+    """Return the docstring's first paragraph on one line, without Sphinx's roles, cut before ``: (B`` (a shape)."""
     text = (inspect.getdoc(value) or "").strip()
     assert text, value
     text = re.sub(r":\w+:`([^`]+)`", r"`\1`", text.split("\n\n")[0]).replace("``", "`")
@@ -102,7 +102,7 @@ def inherits_constructor(kind, base):
 
 
 def methods(kind):
-    """Yield (name, function, whether it is a method) for each public method and property that this package defines."""
+    """Yield (name, value, whether it is a method) for a class's public methods and properties, except torch's."""
     ours = [base for base in reversed(kind.__mro__) if base.__module__.startswith("gptkernels")]
     for name, value in {name: value for base in ours for name, value in vars(base).items()}.items():
         function = value.__func__ if isinstance(value, classmethod | staticmethod) else value

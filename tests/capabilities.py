@@ -3,8 +3,8 @@
 python tests/capabilities.py [--same] [pytest's arguments]
 
 ATEN_CPU_CAPABILITY selects the instruction set of torch's kernels, GPTKERNELS_CPU_CAPABILITY that of our kernels. The
-tests (by default those of the operators) run with all pairs that this processor supports, or, with --same, only with
-equal values.
+tests (by default ``OPERATORS``) run with all pairs that this processor supports, or, with --same, only with equal
+values.
 """
 
 import os

@@ -15,8 +15,8 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """On CUDA, tests marked ``large`` run in the same worker of pytest-xdist, because two at a time would exceed the
-    memory.
+    """Skip tests marked ``large`` on the CPU. On CUDA, run them in one worker of pytest-xdist, because two at a time
+    would exceed the memory.
     """
     skip = pytest.mark.skip(reason="more than 2^31 elements: on CUDA only")
     alone = pytest.mark.xdist_group("large")
@@ -50,7 +50,7 @@ def sm_90a(on_cuda):
 
 @pytest.fixture(autouse=True, scope="module")
 def _frozen_garbage():
-    """Exclude the objects that exist before a file's tests from garbage collections, which take a second otherwise."""
+    """Exclude objects that exist before a file's tests from garbage collections, so that these do not take a second."""
     gc.unfreeze()
     gc.collect()
     gc.freeze()
@@ -74,7 +74,7 @@ def one_thread():
 
 @pytest.fixture(params=["own", "cublas"])
 def product(request, monkeypatch, device):
-    """Run a test on CUDA with our matmul kernels where they support a call ("own"), and with cuBLAS alone."""
+    """On CUDA, run a test with our matmul kernels for the calls that they support ("own"), and with cuBLAS alone."""
     if device.type == "cpu" and request.param == "cublas":
         pytest.skip("CUDA only")
     monkeypatch.setenv("GPTKERNELS_MATMUL", request.param)

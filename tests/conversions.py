@@ -27,7 +27,7 @@ def make_model(seed=0, dtype=torch.float32, **changes):
 
 
 def unpad(model):
-    """Return the model's state dict with the embedding cut to ``vocab_size`` rows, as files store it."""
+    """Return the model's state dict with the embedding cut to ``vocab_size`` rows, as ``load`` returns it."""
     state = model.state_dict()
     return state | {name: state[name][: model.config.vocab_size] for name in (WTE, HEAD)}
 

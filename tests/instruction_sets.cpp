@@ -1,6 +1,6 @@
-// Compares attention's kernels for the instruction sets that this processor supports. The results for AVX2 and AVX-512
-// must be bitwise identical. The results of the kernels for any processor must be equal to them within a tolerance.
-// (The library compiles the kernels for all instruction sets, but runs only those for the best one.)
+// Compares the results of attention's CPU kernels for the instruction sets that this processor supports. The results
+// for AVX2 and AVX-512 must be bitwise identical. The results of the kernels for any processor must equal those for
+// AVX2 within a tolerance. (A process that uses the library runs the kernels for one instruction set only.)
 #include <cstdio>
 #include <random>
 #include <vector>

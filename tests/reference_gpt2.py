@@ -67,7 +67,7 @@ class Block(nn.Module):
 
 
 class ReferenceGPT2(nn.Module):
-    """GPT-2 without dropout. `wte` has `padded_vocab_size` rows, the logits have `vocab_size` columns."""
+    """GPT-2 without dropout. `wte` has `padded_vocab_size` rows, and the logits have `vocab_size` columns."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()

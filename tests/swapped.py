@@ -140,9 +140,9 @@ def results(model, call, device, autocast=False, draw=0):
 def assert_as_exact(ours, torchs, exact, others=()):
     """Assert that every result satisfies the rule of ``helpers.assert_as_exact_as_torch``.
 
-    torch's largest error for a small tensor varies from input to input, so the rule uses its largest error over
-    ``others`` too: pairs of torch's results and float64 results for other inputs. A loss's error may happen to be near
-    0, so the rule uses at least the mean error of torch's first output for it.
+    torch's largest error for a small tensor varies from input to input, so the rule uses torch's largest error over
+    ``others``, too. ``others`` has pairs of torch's results and float64 results for other inputs. torch's error of a
+    loss may happen to be near 0, so the rule uses at least the mean error of torch's first output.
     """
     assert ours.keys() == torchs.keys() == exact.keys()
     typical = (torchs["output 0"].double() - exact["output 0"].double()).abs().mean().item()

@@ -306,7 +306,7 @@ def test_a_timeline_counts_every_launch_once():
 
 
 def floors_of(*calls, **options):
-    """Return the lower bounds of times at 1 byte/s and 1 flop/s, by the part that a kernel computes.
+    """Return the lower bound of the time of each part of a training step, at 1 byte/s and 1 flop/s.
 
     Each call is (operator, shapes, names of kernels).
     """

@@ -1,4 +1,4 @@
-"""Tests of the libraries' symbols, of incomplete builds, and of csrc without torch."""
+"""Tests of the libraries' symbols, of builds and their tools, and of csrc without torch."""
 
 import collections
 import importlib.util
@@ -177,7 +177,7 @@ def find_types(source):
 
 @needs_sources
 def test_types_have_one_definition():
-    """Two such types are undefined behaviour, which neither the compiler nor the linker reports."""
+    """Two different definitions of a type are undefined behaviour, which neither compiler nor linker reports."""
     found = collections.defaultdict(set)
     for folder in ("csrc", "ops"):
         for source in (p for p in (ROOT / folder).rglob("*") if p.suffix in (".h", ".cuh", ".cpp", ".cu")):
@@ -270,7 +270,7 @@ def run_make(folder, *arguments, **variables):
 @needs_sources
 @pytest.mark.parametrize(("given", "used"), [({}, "auto"), ({"GPTKERNELS_CUDA": "0"}, "0")])
 def test_make_wheel_builds_the_cuda_library_if_it_can(given, used, tmp_path):
-    """Unlike `make train` and `make test`, `make wheel` also builds it on a machine without a GPU."""
+    """Unlike `make train` and `make test`, `make wheel` builds the CUDA library without a GPU, too."""
     environment = tmp_path / ".venv"
     (environment / "bin").mkdir(parents=True)
     python = environment / "bin" / "python"

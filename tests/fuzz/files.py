@@ -151,7 +151,7 @@ def _use_tokenizer(path: Path) -> Any:
 
 
 class _Folder:
-    """Loads a Hugging Face folder in which a damaged file replaces the intact file with this name."""
+    """Loads a Hugging Face folder in which a damaged file replaces the intact file ``name``."""
 
     def __init__(self, sound: Path, name: str) -> None:
         self._sound, self._name = sound, name
@@ -167,7 +167,7 @@ class _Folder:
 
 
 class _Loader:
-    """Loads a DataLoader's state from a JSON file, with defaults for arguments that are not integers."""
+    """Makes a DataLoader from a JSON file of arguments and state, with defaults for arguments that are not integers."""
 
     def __init__(self, tokens: Path) -> None:
         self._tokens = tokens
@@ -240,7 +240,7 @@ def _remove(rng: random.Random, data: bytes) -> bytes:
 
 
 def _integer(rng: random.Random, data: bytes) -> bytes:
-    """Replace one of the file's first ten int32, which are in the header."""
+    """Replace one of the file's first ten int32, which in llm.c's formats are in the header."""
     at = 4 * rng.randrange(10)
     return data[:at] + struct.pack("<i", rng.choice(INTEGERS)) + data[at + 4 :]
 
@@ -289,8 +289,9 @@ def _safetensors_header(rng: random.Random, data: bytes) -> bytes:
 def judge(call: Call, folder: Path) -> tuple[str, str]:
     """Load a damaged file, and return (outcome, description).
 
-    The outcome is "same" or "other" (only for files without checksums) by comparison with the intact file's content,
-    "refused" for a proper error, or "finding". Only a finding has a description.
+    The outcome is "refused" after a ValueError or an OSError with a message, "same" if the content equals the intact
+    file's, "other" if the content differs and the file has no checksums, or else "finding". Only a finding has a
+    description.
     """
     path = folder / call.kind.name
     _replace_file(path, call.data)
@@ -342,7 +343,7 @@ def _feed(found: Any, content: Any) -> None:
 
 
 def _work(pipe: Connection, seed: int, numbers: range) -> None:
-    """Send (kind, None) before each file is loaded, and (kind, outcome and description) after it."""
+    """Send (the kind's name, None) before a file is loaded, and (the name, (outcome, description)) afterwards."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         torch.set_num_threads(1)

@@ -12,12 +12,12 @@ The largest and the root mean square errors of results and gradients must satisf
 torch. Some calls are repeated and must give the same bits. Some have a wrong argument and must raise an error that
 names the operator.
 
-On CUDA half of the calls have real sizes: their thread blocks fill the GPU several times. With ``--set size=real``, all
+On CUDA half of the calls have real sizes, with about one to five tiles for each SM. With ``--set size=real``, all
 calls do. With ``--jobs``, a call that hangs or ends its process is reported, and a new process makes the next calls.
 
 Over a few numbers, torch's error may happen to be 0. A call that breaks the rule is therefore repeated with other
 numbers (``make_trial``), in up to 400 trials. The first result must then satisfy the rule with torch's largest error in
-all trials, and so must the root mean square of our errors in all trials.
+all trials. The root mean square of our errors in all trials may be at most twice torch's, plus one rounding.
 """
 
 import argparse
@@ -133,7 +133,7 @@ def make_leaves(call, args, wanted):
 
 
 def compute_gradients(outs, leaves, douts):
-    """Return the gradients of the leaves that require one, 0 for leaves that no output with a gradient depends on."""
+    """Return the gradients of the leaves that require one: 0 if no output with a gradient depends on the leaf."""
     inputs = [t for t in leaves if t is not None and t.requires_grad]
     pairs = [(o, d) for o, d in zip(outs, douts, strict=True) if d is not None and o.requires_grad]
     if not inputs or not pairs:
@@ -207,7 +207,7 @@ def compute_formula(trial):
 
 
 def check(draw, first, compared):
-    """Check a call's results, in further trials with other numbers if they break the rules of exactness.
+    """Check a call's results. If they break the rules of exactness, make further trials with other numbers.
 
     ``compared`` is a copy of ``first`` on the device where results are compared.
     """
@@ -226,14 +226,16 @@ def check(draw, first, compared):
 
 
 def assert_as_exact(names, results, errors, norms):
-    """``results`` are (ours, torch's, the formula's). ``errors`` and ``norms`` are torch's largest in other trials."""
+    """For each name, ``results`` has (ours, torch's, the formula's), and ``errors`` and ``norms`` have torch's largest
+    error and root mean square error in other trials.
+    """
     for name, triple, error, norm in zip(names, results, errors, norms, strict=True):
         assert_as_exact_as_torch(*triple, name, torch_error=error)
         assert_norm_as_exact_as_torch(*triple, name, torch_error=norm)
 
 
 def assert_as_exact_in_trials(draw, first, names, results):
-    """Add trials until the first trial's results satisfy the rules with torch's largest error in all trials."""
+    """Add trials until the results satisfy the rules for several trials. If they never do, raise the last error."""
     noise, luck = first.call.noise(first.args, first.douts), 2.0 if first.call.torchs_splits else 1.0
     errors = [Errors(noise, luck) for _ in names]
 
@@ -265,9 +267,9 @@ def assert_as_exact_in_trials(draw, first, names, results):
 
 
 def leave_out_overflows(ours, torchs, exact):
-    """Replace elements that are finite only in the formula by the formula's value in all three results.
+    """Replace elements that are finite only in the formula's result by the formula's value.
 
-    An intermediate result of such an element overflowed both in our and in torch's dtype, but not in float64.
+    An intermediate result of such an element has overflowed in our op and in torch's, but not in float64.
     """
     left_out = exact.isfinite() & ~ours.isfinite() & ~torchs.isfinite()
     return *(torch.where(left_out, exact.to(t.dtype), t) for t in (ours, torchs)), exact
@@ -306,9 +308,10 @@ def break_argument(draw, call):
 
 
 def break_index(draw, call):
-    """Return an argument's name and its tensor with an index out of range, or None.
+    """Return an argument's name and a copy of it with an index out of range, or None if the call has no indices.
 
-    On CUDA the kernels find the index by a device-side assertion, after which the process cannot use the device.
+    On CUDA return None, because the kernels report such an index by a device-side assertion, after which the process
+    cannot use the device.
     """
     name = next((n for n in ("tokens", "targets") if n in call.args), None)
     if name is None or draw.device.type != "cpu" or not call.args[name].numel():
@@ -348,7 +351,7 @@ def find_failure(seed, index, device, op=None, replaced=None):
 
 
 def simplify(draw, error, seed, index, device, op, seconds):
-    """Replace a failing call's choices by simpler ones, one by one, as long as it raises the same exception.
+    """Replace a failing call's choices by simpler ones, one by one, as long as it raises the same type of error.
 
     After a CUDA error no simpler call is tried, because the process cannot use the device.
     """
@@ -522,8 +525,8 @@ class Worker:
     Attributes:
         task: the arguments (start, stop, alone) of ``make_calls``, or None while the process waits for a task.
         why: the reason why an earlier process with this task ended, or None.
-        count: the number of stages that the process had entered at ``since``.
-        since: the time at which the process last entered a stage.
+        count: the number of stages that the process had entered at the last call of ``is_stuck``.
+        since: the time from which ``is_stuck`` measures how long the process has entered no stage.
     """
 
     def __init__(self, arguments):
@@ -541,7 +544,7 @@ class Worker:
             self.pipe.send(task)
 
     def is_stuck(self, patience):
-        """A process has ``patience`` seconds to enter its next stage, and ``START`` to enter its first."""
+        """A process has ``patience`` seconds to enter its next stage, and ``START`` seconds to enter its first."""
         count = self.progress.numbers[1]
         if count != self.count:
             self.count, self.since = count, time.monotonic()
@@ -556,9 +559,9 @@ class Worker:
 def run_in_processes(arguments):
     """Make the calls in several worker processes, and yield what ``make_calls`` yields in them.
 
-    If a process on CUDA hangs or ends, a new process repeats its calls one by one to find the faulty call. While a
-    kernel hangs, kernels of other processes may have to wait for it. Therefore only the process that has entered no
-    stage for the longest time is killed, and the waiting times of the others begin again.
+    If a process on CUDA hangs or ends, the calls that it launched together are repeated one by one to find the faulty
+    call. While a kernel hangs, kernels of other processes may have to wait for it. Therefore only the process that has
+    entered no stage for the longest time is killed, and the waiting times of the others begin again.
     """
     starts = iter(range(0, arguments.calls, LAUNCHED))
     again = []  # (task, why) of tasks that must be repeated because their process hung or ended
@@ -576,7 +579,7 @@ def run_in_processes(arguments):
         """Replace a process that hangs or has ended.
 
         On CUDA, calls that were launched together are repeated one by one. Otherwise the process's current call is
-        reported, and the calls after it are repeated.
+        reported, and the calls after it are made by any free process.
         """
         start, stop, alone = worker.task
         index, stage, call = worker.progress.read()
@@ -648,7 +651,10 @@ def run_in_process(arguments):
 
 
 def run_campaign(arguments):
-    """Return 1 if a call failed. Also after an interrupt, print the number of calls of each operator."""
+    """Make the calls, and print the failures and the number of calls of each operator, even after an interrupt.
+
+    Returns 1 if a call failed or if more than 5 % of the calls were skipped.
+    """
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     begin = shown = time.monotonic()
     counts, failures = Counter(), 0

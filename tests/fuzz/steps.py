@@ -1,4 +1,4 @@
-"""Makes training steps at random lengths, of our GPT-2 and of swapped models: eager, compiled, and as CUDA graphs.
+"""Makes training steps of our GPT-2 and of swapped models at random lengths: eager, compiled, and as CUDA graphs.
 
 `python -m fuzz.steps --steps 300 --seed 1 --device cuda` (in tests/). Every step starts with new weights. Its loss and
 all its gradients are compared with the results of torch's model in float64:
@@ -7,8 +7,8 @@ all its gradients are compared with the results of torch's model in float64:
 - The loss's error may be twice the mean magnitude of the errors of torch's losses of single tokens, plus one rounding
 to float32. (The error of torch's mean loss is at most this mean magnitude, but may happen to be near 0.)
 
-With few tokens, torch's errors may all happen to be small. A step that breaks this rule is therefore repeated with
-other numbers, and the root mean squares of the errors over all repetitions must satisfy the rule. A failing step is
+With few tokens, torch's errors may all happen to be small. A step that breaks these rules is therefore repeated with
+other numbers, and the root mean squares of the errors over all repetitions must satisfy them. A failing step is
 printed as a command that repeats it. A step that takes longer than `SECONDS` ends the process.
 """
 
@@ -53,9 +53,9 @@ SIZES = {"cpu": Sizes(2, 2, 32, 64, 128, (64, 300)), "cuda": Sizes(2, 12, 768, 1
 class Family(NamedTuple):
     """A kind of model.
 
-    `make` returns our model and torch's, whose parameters have the same names. `loss` calls our model for its mean
-    loss, and `logits` calls torch's. If `shifts` is true, the model takes no targets: each token's target is the next
-    token.
+    `make` returns our model and torch's, whose parameters have the same names. `loss` returns the mean loss of our
+    model, and `logits` the logits of torch's model. If `shifts` is true, the models take no targets: each token's
+    target is the next token.
     """
 
     make: Callable

@@ -54,7 +54,7 @@ ATTENTIONS = [
     ids=lambda value: value if isinstance(value, str) else "-".join(value.values()) or "drawn",
 )
 def test_one_more_tile_than_sms(op, choices, device):
-    """``make sanitize`` runs this test, too."""
+    """``make sanitize`` runs this test under compute-sanitizer."""
     for index in range(2):
         fuzzer.run(Draw(17, index, device, ONE_MORE | choices), op)
 
@@ -142,7 +142,7 @@ def count_calls_until_found(change, op, device, most=200, **replaced):
 
 @pytest.mark.parametrize("op", sorted(fuzzer.list_operators()))
 def test_a_fault_of_a_few_ulps_is_found(op, device):
-    """The fault is found in the outputs alone, without gradients, whose many trials would take most of the time."""
+    """Only outputs are checked, because the trials for gradients would take most of the time."""
     assert count_calls_until_found(make_off_by(4), op, device, gradients="none") <= 20
 
 
@@ -152,7 +152,7 @@ def test_a_gradient_off_by_a_few_ulps_is_found(op, device):
 
 
 def test_a_missing_row_is_found_if_torch_misses_it_too(device):
-    """The gradient of linear's weight omits the last row of the input, in ours and in torch's."""
+    """In our linear and in torch's, the gradient of the weight omits the last row of the input."""
 
     def faulty(draw):
         call = OPERATORS["linear"].draw(draw)
@@ -206,7 +206,7 @@ def test_errors_of_several_trials():
 
 
 def test_trials_keep_what_is_special_about_arguments(device):
-    """Equal elements and rows stay equal, zeros, infinities and integers do not change, and absent arguments stay
+    """Equal elements and equal rows stay equal. Zeros, infinities and integers do not change. Absent arguments stay
     absent.
     """
     generator = torch.Generator().manual_seed(0)
@@ -286,7 +286,7 @@ def test_the_campaign_ends_after_its_time(capfd):
 
 @all_dtypes
 def test_attention_of_scale_zero(dtype, device):
-    """A matmul multiplied by 0 makes oneDNN leave the result's memory as it is. NaN in this memory must not stay."""
+    """If a matmul is multiplied by 0, oneDNN does not write the result. NaN in the result's memory must not remain."""
     op = ops.attention_probabilities
     qkv = randn(2, 63, 3 * 120, dtype=dtype, device=device)
     junk = torch.full((2, 5, 63, 63), float("nan"), dtype=dtype, device=device)

@@ -17,7 +17,7 @@ SHORT = ["--steps", "14", "--seed", "14", "--backend", "aot_eager"]
 
 @pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.large)])
 def test_a_short_campaign_finds_nothing(kind, device):
-    """A campaign of 14 steps has no failure. It runs in a separate process, because a step that hangs ends it."""
+    """The campaign runs in a separate process, because a step that hangs ends its process."""
     if kind != device.type:
         pytest.skip(f"--device {kind}")
     command = [sys.executable, "-m", "fuzz.steps", *SHORT, "--device", kind]

@@ -1,4 +1,4 @@
-"""Tests that a transformer block as one autograd node has the bits of its operators called one by one."""
+"""Tests that a transformer block, run as one autograd node, gives the bits of its operators called one by one."""
 
 import contextlib
 import copy
@@ -134,7 +134,7 @@ def count_saved_bytes(model, autocast):
 )
 @both_precisions
 def test_frozen_parameters(options, frozen, device, monkeypatch):
-    """With float8 matmuls, exactly the blocks with a frozen parameter are not single nodes."""
+    """With float8 matmuls, a block is one autograd node if and only if none of its parameters is frozen."""
     model = make_model(device, **options)
     for name, p in model.named_parameters():
         p.requires_grad_(frozen not in name)

@@ -120,7 +120,7 @@ def test_twenty_steps_are_as_exact_as_torch(dtype, device):
 
 @pytest.mark.parametrize("beta2", [0.999, 0.99999])
 def test_first_step_has_the_size_of_lr(beta2, device):
-    """If beta2 were rounded to float32, 1 - beta2 and the first step would be wrong by up to 0.07 %."""
+    """If beta2 were rounded to float32, the first step would be wrong by up to 0.07 %."""
     lists = run([torch.zeros(9, device=device)], [[torch.full((9,), 1e-2, device=device)]], beta2=beta2, lr=1e-3)
     torch.testing.assert_close(lists.params[0], torch.full((9,), -1e-3, device=device), rtol=2e-6, atol=0)
 

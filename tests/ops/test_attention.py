@@ -317,8 +317,8 @@ def test_sequences_are_independent_in_large_batches(size, few, dtype, device):
 def many_heads(device):
     """Return the number of the GPU's SMs, or 3 on a CPU.
 
-    With a multiple of this number of heads (B * NH), up to 64 channels and up to 1024 queries, the backward for sm_90a
-    is attention/sm90/backward_one_pass.cu: one thread block for each head.
+    With a multiple of this number of heads (B * NH), attention/sm90/backward_one_pass.cu computes the backward in 16
+    bits. It supports heads of up to 64 channels and 1024 queries, but no masks, dropout or grouped heads.
     """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
@@ -377,7 +377,8 @@ def test_many_heads_gradient_of_logsumexp(device):
 def test_many_heads_are_independent(device):
     """A head's results do not depend on which head its thread block computed before it.
 
-    Reversed sequences have the same bits in reverse order. A NaN in one head's queries changes no bit of other heads.
+    Sequences in reverse order give the same bits in reverse order. A NaN in one head's queries changes no bit of other
+    heads.
     """
     heads = many_heads(device)
     inputs = tensors(3, heads, heads, 200, 200, 64, torch.bfloat16, device)
@@ -473,8 +474,9 @@ def test_padding_changes_no_bit(rows, causal, dtype, device):
 def test_query_of_one_key_has_no_gradient(dtype, device, on_cpu):
     """A query that sees one key has probability 1 for it and gradient 0.
 
-    The backward computes probability * (dprobability - delta). On the CPU the result is exactly 0, because both are
-    sums of dout * value over the channels in the same order. CUDA's kernels add the terms in different orders.
+    The backward computes probability * (dprobability - delta). On the CPU the result is exactly 0, because dprobability
+    and delta are sums of dout * value over the channels in the same order. CUDA's kernels add the terms in different
+    orders.
     """
     q, k, v, dout = tensors(2, 3, 3, 70, 70, 128, dtype, device)
     dq = gradients(out_of(ours, causal=True), (q, k, v), dout)[0]
@@ -506,7 +508,7 @@ def test_probability_of_a_dominant_key_is_1(scale, dtype, device, on_cpu):
 
 @all_dtypes
 def test_additive_mask_is_not_rounded_if_scores_are_0(dtype, device, on_cpu):
-    """CUDA's kernels would round mask * log2(e)."""
+    """The test runs on the CPU only, because CUDA's kernels round mask * log2(e)."""
     _, k, v, _ = tensors(1, 2, 2, 100, 100, 16, dtype, device)
     mask = randn(1, 2, 100, 100, dtype=dtype, device=device, scale=30)
     exact = mask.double().softmax(-1) @ v.double()
@@ -601,7 +603,9 @@ def test_masks_of_many_blocks(rows, size, dtype, device):
 @pytest.mark.parametrize("size", [64, 128])
 @pytest.mark.parametrize("half", [0, 64])
 def test_masks_that_hide_most_of_half_a_tile(half, size, dtype, device):
-    """64 of each 128 queries see only one to three tiles of 64 keys, and likewise for keys in the transposed mask."""
+    """64 of each 128 queries see only one to three blocks of 64 keys. In the transposed mask, 64 of each 128 keys are
+    seen by only one to three blocks of 64 queries.
+    """
     one_kernel_on_a_cpu(device, size > 64 or dtype == torch.float16)
     rows = 1024
     heads = (1, 1) if device.type == "cpu" else (4, 2)  # the CPU takes a second for one head
@@ -627,7 +631,9 @@ def test_block_masks_of_more_or_fewer_keys_than_queries(dtype, device):
 @low_dtypes
 @pytest.mark.parametrize("size", [64, 96])
 def test_masks_with_values(size, dtype, device):
-    """Values differ by position, head or element. Some hide blocks of 64 x 64, or nearly all of one."""
+    """The masks' values differ by position, head or element. Some masks also hide whole blocks of 64 queries and 64
+    keys, and parts of other blocks.
+    """
     one_kernel_on_a_cpu(device, size > 64 or dtype == torch.float16)
     rows = 300
     inputs = tensors(2, 4, 2, rows, rows, size, dtype, device)
@@ -877,8 +883,8 @@ def test_unscaled_scores_may_exceed_float16(op, device):
 
 @pytest.mark.parametrize("tokens", [1, 3, 4, 5, 66])
 def test_backward_computes_the_forwards_scores(tokens, device):
-    """In another order the scores, about 90 to 110, would differ by several ulps from those in logsumexp. All keys are
-    equal, so that query n sees n keys with probability 1 / n, except for the rounding error of its logsumexp.
+    """Summed in another order, the scores (about 90 to 110) would differ by several ulps from those in logsumexp. All
+    keys are equal, so that query n sees n keys with probability 1 / n, except for the rounding error of its logsumexp.
     """
     dtype = torch.float32
     eps = torch.finfo(dtype).eps
@@ -929,9 +935,9 @@ def test_huge_scores(dtype, device):
 def test_queries_with_one_dominant_key(sizes, factor, dtype, device):
     """If one key has nearly all of a query's weight, out is this key's value, and the query's gradient is nearly 0.
 
-    The last quarter of the tokens has elements that are larger by ``factor``. The dominant probability must not have a
-    rounding error of 16 bits: torch's kernels compute it relative to the largest score, so that it is 1 before the
-    division by the sum.
+    Query, key and value of the last quarter of the tokens are multiplied by ``factor``. The dominant probability must
+    not have a rounding error of the 16-bit dtype: torch's kernels compute it relative to the largest score, so that it
+    is 1 before the division by the sum.
     """
     b, heads, tokens, size = sizes
     if device.type == "cpu":
@@ -984,7 +990,7 @@ def test_nan_and_infinity_in_a_query_stay_in_their_row(dtype, device):
 @pytest.mark.parametrize("size", [8, 24, 32, 40, 72, 80, 96, 128, 136, 160, 256])
 @low_dtypes
 def test_every_head_size_with_all_options(size, dtype, device):
-    """Each call has grouped heads, an offset, bounds, dropout and a gradient of logsumexp. Two also have a mask."""
+    """Each call has grouped heads, an offset, bounds, dropout and a gradient of logsumexp. Two also have masks."""
     q, k, v, dout = tensors(2, 4, 2, 77, 150, size, dtype, device)
     bool_mask = torch.rand(2, 1, 77, 150, device=device) < 0.8
     additive = randn(4, 77, 150, dtype=dtype, device=device).masked_fill(bool_mask[0] & bool_mask[1], -math.inf)
@@ -1010,7 +1016,7 @@ def test_every_head_size_with_all_options(size, dtype, device):
 
 @two_dtypes
 def test_tiles_of_queries_of_several_heads(dtype, device):
-    """In decoding, a tile contains the queries of several heads, which have separate bounds and masks."""
+    """With few queries, as in decoding, a tile contains the queries of several heads, which have different masks."""
     for heads, key_heads, rows, columns, size in [(8, 1, 16, 700, 64), (6, 2, 5, 1030, 40), (2, 2, 3, 300, 128)]:
         q, k, v, _ = tensors(2, heads, key_heads, rows, columns, size, dtype, device)
         mask = torch.rand(2, heads, rows, columns, device=device) < 0.6
@@ -1107,7 +1113,7 @@ def test_dropout_mask_does_not_depend_on_sizes(device):
 
 
 def test_dropout_is_uniform_and_independent(device):
-    """The compared elements are neighbours, or belong to different heads, sequences, seeds or offsets."""
+    """Compared elements are up to 64 rows or columns apart, or of different heads, sequences, seeds or offsets."""
 
     def bins(seed, offset):
         masks = [ops.attention_dropout_mask(2, 3, 400, 500, i / 16, *numbers(device, seed, offset)) for i in range(16)]

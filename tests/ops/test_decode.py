@@ -92,7 +92,7 @@ def test_matches_float64(shape, batch, dtype, device):
     ids=["one sequence", "three sequences"],
 )
 def test_long_sequences(shape, room, steps, dtype, device):
-    """The CUDA kernel divides the keys of an attention head among the 8 thread blocks of a cluster."""
+    """The fast CUDA kernel divides the keys of an attention head among the 8 thread blocks of a cluster."""
     model = make(dtype, device, **SHAPES[shape], block_size=room)
     tokens = torch.randint(65, (len(steps[0]), room), device=device)
     torchs, exact = (reference(tokens)[0].detach() for reference in references(model))
@@ -203,7 +203,7 @@ def test_a_closed_stream_has_drawn_for_its_tokens_alone(device):
 
 @pytest.mark.parametrize("called", ["as one operator", "by modules", "by modules, nine prompts"])
 def test_prompts_of_different_lengths_are_continued_apart(called, device):
-    """In float32, a prompt in a list gets the same tokens as alone, also when its window slides."""
+    """In float32, a prompt is continued by the same tokens in a list as alone, also when its window slides."""
     model = make(torch.float32, device, **SHAPES["64"])
     if called != "as one operator":
         model.transformer.h[1].attn.c_proj.register_forward_hook(lambda *_: None)

@@ -59,7 +59,7 @@ def test_mask_depends_only_on_the_position(device):
 
 
 def test_mask_is_uniform_and_independent(device):
-    """The compared elements are neighbours, or belong to other seeds or offsets, or to attention's mask."""
+    """The compared elements are up to 1024 apart, or belong to other seeds or offsets, or to attention's mask."""
 
     def bins(seed, offset):
         masks = [ops.dropout_mask(600_000, i / 16, *numbers(device, seed, offset)) for i in range(16)]

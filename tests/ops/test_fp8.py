@@ -26,7 +26,7 @@ def bits(t):
 
 
 def expected_scale(amax, fp8):
-    """Return the smallest power of two s from 2^-126 to 2^126 for which amax / s is at most LARGEST[fp8]."""
+    """Return the smallest power of two s from 2^-126 to 2^126 with amax / s <= LARGEST[fp8], or 1 if amax is 0."""
     if amax == 0:
         return 1.0
     exponent = math.ceil(math.log2(amax / LARGEST[fp8]))
@@ -104,7 +104,9 @@ def test_quantized_special_values(dtype, fp8, device):
 
 @both_formats
 def test_scale_is_that_of_the_last_16_calls(fp8, device):
-    """The largest amax of the 16 calls before a call gives its scale. The first call's own amax gives its scale."""
+    """The largest amax of the 16 calls before a call determines its scale. The first call's own amax determines the
+    first call's scale.
+    """
     torch.manual_seed(0)
     history = new_history(device)
     sizes = [3.0, 0.5, 1000.0, *(torch.rand(40) * 10).tolist(), 1e-3, 1e6, 7.0]
@@ -120,7 +122,7 @@ def test_scale_is_that_of_the_last_16_calls(fp8, device):
 
 
 def test_history_of_zeros_counts_as_empty(device):
-    """After calls with only zeros, such as a gradient of 0, the next call's own amax gives its scale."""
+    """After calls with only zeros, such as a gradient of 0, the next call's own amax determines its scale."""
     history = new_history(device)
     ops.fp8_quantize(torch.zeros(5, 16, device=device), history, E5M2)
     check_quantized(torch.full((5, 16), 3e-8, device=device), history, E5M2, torch.tensor(3e-8).item())
@@ -156,7 +158,7 @@ NORM_SHAPES = [(1, 16), (3, 24), (17, 40), (2, 33, 768), (100, 776), (40, 1280),
 @pytest.mark.parametrize("residual", [True, False])
 @pytest.mark.parametrize("shape", NORM_SHAPES, ids=str)
 def test_norm_has_the_bits_of_its_parts(shape, residual, dtype, device):
-    """The history is empty in the first call, and values saturate in the last."""
+    """In the first loop, the history is empty in the first call, and values saturate in the last call."""
     if device.type == "cpu" and len(shape) == 2 and shape[0] > 1000:
         pytest.skip("takes seconds on a CPU")
     ours, parts = new_history(device), new_history(device)
@@ -319,8 +321,9 @@ SHAPES = [
 @low_dtypes
 @pytest.mark.parametrize(("rows", "inner", "hidden"), SHAPES)
 def test_matmul_and_gelu_in_one_kernel(rows, inner, hidden, dtype, device, monkeypatch):
-    """The bits of ``composed_mlp``: the operands are small whole numbers times a power of two, whose sums are exact in
-    any order. The histories are empty in the first call, and values saturate in the third.
+    """``fp8_mlp`` has the bits of ``composed_mlp`` (except in dfc_bias), because the matmuls' operands are small whole
+    numbers times a power of two, whose sums are exact in any order. The histories are empty in the first call, and
+    values saturate in the third.
     """
     if device.type == "cpu" and rows > 1040:
         pytest.skip("takes seconds on a CPU")

@@ -22,7 +22,8 @@ both_reductions = pytest.mark.parametrize("reduction", ["mean", "sum"])
 def problem(rows, inner, width, vocab_size, dtype, device):
     """Return x (N, C), weight (Vp, C) and targets (N), of which some are ignored.
 
-    The elements of x are -1, 0 and 1, the weight's are whole numbers divided by 8: the logits are exact in 16 bits.
+    The elements of x are -1, 0 and 1, and the weight's are whole numbers divided by 8, so that the logits are exact in
+    16 bits.
     """
     x = torch.randint(-1, 2, (rows, inner)).to(dtype) * (torch.rand(rows, inner) < 8 / inner)
     weight = torch.randint(-8, 9, (width, inner)).to(dtype) / 8
@@ -50,8 +51,8 @@ def dequantized(x):
 
 
 def round_dlogits(dlogits):
-    """Return dlogits rounded to E5M2, and by how much each rounded number may change if dlogits has float32's relative
-    error of 2^-18.
+    """Return dlogits rounded to E5M2, and by how much each rounded number may change if dlogits has a relative error of
+    up to 2^-18, which a computation in float32 may have.
     """
 
     def read(d):
@@ -125,7 +126,7 @@ def test_float8_logits(rows, inner, width, vocab_size, chunk_size, reduction, dt
 
 @every_dtype
 def test_gradients_of_logits_are_rounded_once(dtype, device):
-    """x and weight are the identity times 4, so that dx and dweight are 4 times the gradients rounded to E5M2."""
+    """x and weight are the identity times 4, so dx and dweight are 4 times the logits' gradients rounded to E5M2."""
     eye = 4 * torch.eye(32, dtype=dtype, device=device)
     targets = torch.arange(32, device=device).flip(0)
     targets[7] = IGNORED
@@ -165,7 +166,7 @@ def test_no_rows(dtype, reduction, device):
 
 @every_dtype
 def test_nan_and_infinity_stay_in_their_row(dtype, device):
-    """NaN and infinity do not affect the scales, so that the results of other rows are unchanged."""
+    """NaN and infinity do not affect the scales, so that the gradients of x's other rows are unchanged."""
     x, weight, targets = problem(40, 32, 64, 50, dtype, device)
     targets[3] = 7
     options = {"vocab_size": 50, "ignore_index": IGNORED, "chunk_size": 16}

@@ -51,7 +51,7 @@ def test_tanh_is_the_default(device):
 
 @all_forms
 def test_relative_error_where_gelu_is_nearly_0(approximate, device):
-    """A float32 1 + tanh(u) or 1 + erf(u), as in torch's kernels, is 0 for x below about -5.6."""
+    """In float32, 1 + tanh(u) and 1 + erf(u), which torch's kernels compute, are 0 for x below about -5.6."""
     x = torch.linspace(-9, -1, 10001, device=device)
     expected = exact(x.double(), approximate)
     worst = ((ours(x, approximate) - expected) / expected).abs().max()
@@ -62,7 +62,7 @@ def test_relative_error_where_gelu_is_nearly_0(approximate, device):
 @all_forms
 @all_dtypes
 def test_infinities_and_nan(approximate, dtype, device):
-    """Only the formula is compared, because at infinities torch's vectorized kernels depend on the processor."""
+    """At infinities, results are compared with the formula, because torch's vectorized kernels vary with the CPU."""
     x = torch.tensor([math.inf, -math.inf, math.nan, 0.0, -0.0, 1.0], dtype=dtype, device=device)
     for values in (x, x.repeat(11), x[:1]):  # whole SIMD vectors, and the elements that remain
         out = ours(values, approximate)
@@ -74,7 +74,7 @@ def test_infinities_and_nan(approximate, dtype, device):
 @all_forms
 @all_dtypes
 def test_huge_and_tiny_values(approximate, dtype, device):
-    """GELU is x or 0, and its derivative is 1 or 0. (torch's float32 derivative is NaN beyond 1e19.)"""
+    """For huge x, GELU is x or 0, and its derivative is 1 or 0. (torch's float32 derivative is NaN beyond 1e19.)"""
     info = torch.finfo(dtype)
     huge = torch.tensor([40.0, 1e4, info.max / 4, info.max], dtype=dtype, device=device)
     assert torch.equal(ours(huge, approximate), huge)

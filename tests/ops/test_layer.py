@@ -47,7 +47,7 @@ def options(approximate="tanh"):
 
 
 def dropouts(device, *probabilities):
-    """``layer`` has three dropouts: of the values, of attention, and of the second addition to the residual stream."""
+    """``layer`` has three dropouts: of its argument ``values``, of attention, and of attention's projected output."""
     numbers = torch.randint(2**40, (len(probabilities), 2), generator=torch.Generator().manual_seed(6)).to(device)
     return [x for p, pair in zip(probabilities, numbers, strict=True) for x in (p, *(pair if p else (None, None)))]
 
@@ -56,7 +56,7 @@ NONE = dropouts("cpu", 0.0, 0.0, 0.0)
 
 
 def by_operators(args, approximate="tanh", dropped=NONE):
-    """Compute the outputs of ``layer`` with the operators that it calls, so that autograd can differentiate them."""
+    """Compute the outputs of ``layer`` by separate operators, which autograd can differentiate."""
     stream, values, values_bias, *parameters = args
     p, (_, _, eps_1, eps_2) = BlockParameters(*parameters), FP8_OPTIONS
     if values is None:

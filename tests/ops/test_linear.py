@@ -125,7 +125,7 @@ def test_more_than_2_31_elements(device):
 @all_dtypes
 @pytest.mark.parametrize("rows", [1, 5, 64])
 def test_transposed_weight_and_its_gradient_are_not_copied(rows, dtype, device):
-    """The transpose of a tensor (in, out) is a weight as in Hugging Face's Conv1D."""
+    """The weight is the transpose of a tensor (in, out), as in Hugging Face's Conv1D."""
     x = randn(rows, 24, dtype=dtype, device=device)
     weight = randn(24, 40, dtype=dtype, device=device, scale=0.2)
     bias, dout = randn(40, dtype=dtype, device=device), randn(rows, 40, dtype=dtype, device=device)

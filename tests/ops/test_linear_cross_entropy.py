@@ -173,7 +173,7 @@ def test_with_logits(dtype, chunk_size, scale, device):
 
 @with_dtypes(torch.float32, torch.float64)
 def test_mean_over_many_rows(dtype, device):
-    """A thread block of the mean's kernel needs several iterations for these rows."""
+    """The mean's two kernels are one thread block each, which needs several iterations for these rows."""
     rows = 3 * 8 * 1024 + 77
     x, weight = randn(rows, 2, dtype=dtype, device=device), randn(3, 2, dtype=dtype, device=device)
     targets = torch.randint(3, (rows,), device=device)
@@ -386,7 +386,7 @@ def test_bad_input_of_the_other_ops(device):
 
 @pytest.fixture
 def exponentials(sm_90a, monkeypatch):
-    """Use our kernel of the LM head's matmul, which stores exponentials, at all sizes that it supports."""
+    """Use our kernel for the LM head's matmul, which stores exponentials, at all sizes that it supports."""
     monkeypatch.setenv("GPTKERNELS_MATMUL", "own")
 
 
@@ -399,7 +399,7 @@ def head(rows, width, vocabulary, device, scale=0.3):
 
 
 def check_head(x, weight, targets, chunk_size=None, **options):
-    """Check that loss and gradients are as exact as torch's, and that a call without gradients has the loss's bits.
+    """Check that loss and gradients are as exact as torch's, and that a call without gradients returns the same loss.
 
     Returns torch's gradients, and the gradients in float64.
     """

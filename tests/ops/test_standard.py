@@ -132,11 +132,11 @@ def test_deterministic(case, dtype, device):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=name_of)
 @all_cases
 def test_opcheck(case, dtype, device):
-    """opcheck finds no fault in float64 and bfloat16. (``gptkernels check`` calls it in float32.)
+    """This test calls opcheck in float64 and bfloat16, and ``gptkernels check`` calls opcheck in float32.
 
-    What the operators register differs from float32 only in the dtypes of outputs, sums and statistics, which opcheck
-    compares with those of the fake kernels. Therefore no call is traced, which takes most of the time, and in float64
-    only the first variant of each operator is tested.
+    Compared with float32, only the dtypes of outputs, sums and statistics differ, which opcheck compares with those of
+    the fake kernels. Therefore calls are not traced, which would take most of the time, and in float64 only the first
+    variant of each operator is tested.
     """
     if dtype not in case.operator.dtypes:
         pytest.skip("the op does not support the dtype")
@@ -182,7 +182,7 @@ FOLLOWS_TORCH = ("gelu", "softmax", "causal_softmax", "linear", "mlp")
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
 @all_cases
 def test_autocast(case, low, device):
-    """The call equals one whose arguments are cast as the operator's autocast rule says."""
+    """A call under autocast equals a call whose arguments are cast as the operator's autocast rule says."""
     rule = case.operator.autocast
     if torch.float32 not in case.operator.dtypes or rule == "torch's steps":
         pytest.skip("the op does not support float32, or has a test in test_autocast.py")

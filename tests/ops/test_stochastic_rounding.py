@@ -27,7 +27,7 @@ def made(sizes, device, state_dtype=torch.bfloat16):
 
 
 def in_float32(tensors):
-    """Run the step on float32 copies, which rounded to bfloat16 must give the operator's results."""
+    """Return the step's results on float32 copies. Rounded to bfloat16, they must be the results on the originals."""
     lists = [[t.float() for t in part] for part in tensors]
     steps = [torch.ones((), device=p.device) for p in lists[0]]
     ops.adamw_(*lists, steps, lr=torch.tensor(1e-3, dtype=torch.float64), **OPTIONS)

@@ -72,7 +72,7 @@ def test_linear(rows, columns, terms, dtype, product, device):
 
 
 def test_second_derivative_of_linear(terms, dtype, device):
-    """The derivative of dx by the weight is a sum over the rows of dout."""
+    """The gradient of the weight through dx is a sum over the rows of dout."""
     dout = windows(64, terms, dtype, device).T.contiguous()
     x = torch.ones(terms, 40, dtype=dtype, device=device, requires_grad=True)
     weight = torch.ones(64, 40, dtype=dtype, device=device, requires_grad=True)
@@ -96,10 +96,10 @@ def test_mlp(terms, dtype, product, device):
 
 @pytest.mark.parametrize("width", [64, 200])
 def test_linear_cross_entropy(width, terms, dtype, product, device):
-    """dweight is a sum over the rows, dx over the classes.
+    """dweight is a sum over the rows, and dx is a sum over the classes.
 
-    Each row's softmax is 1 at class 0. All rows have target 0 except for up to three groups of 8 rows, so that only
-    these rows' logits have gradients other than 0.
+    For dweight, each row's softmax is 1 at class 0. All rows have target 0 except one or three groups of 8 rows, so
+    that only these rows' logits have gradients other than 0.
     """
     x = torch.ones(terms, width, dtype=dtype, device=device)
     weight = torch.zeros(72, width, dtype=dtype, device=device)
@@ -125,8 +125,8 @@ def test_linear_cross_entropy(width, terms, dtype, product, device):
 
 
 def test_attention_probabilities(terms, dtype, device):
-    """out and dvalue are sums over keys and over queries. All scores are 0, so that all visible keys have one
-    probability.
+    """out is a sum over keys, and dvalue is a sum over queries. All scores are 0, so that a query has the same
+    probability for all keys that it sees.
     """
     if terms > 4200:
         pytest.skip("the probabilities would fill the memory")

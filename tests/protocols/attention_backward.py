@@ -1,8 +1,8 @@
 """Models of the two kernels of attention/sm90/backward.cu, which use backward_loader.cuh and backward_mask.cuh.
 
 The kernel of dq has tiles of queries and blocks of keys, the kernel of dk and dv has tiles of keys and blocks of
-queries. Each half of a tile is a string with a letter for each block: "." if a mask or causality hides the whole block
-from the half, otherwise "x". Without ``masked``, only the first block may be hidden.
+queries. In the models, each half of a tile is a string with a character for each block: "." if a mask or causality
+hides the whole block from the half, otherwise "x". If ``masked`` is false, only the first block may be hidden.
 """
 
 from .checker import Buffers, Model, Staging, add_warps, find_constant, find_ring_size, load_tiles
@@ -26,10 +26,10 @@ def backward(tiles, dkey, masked=True, group=1, stages=None, most_passed=None, w
         seen = ""
 
         def find_own():
-            """Wait for the next block that the warpgroup computes, and return False if the tile has none.
+            """Wait for the next block that the warpgroup computes, or return False if the tile has no more blocks.
 
-            Hidden blocks are skipped. After ``most_passed`` skipped blocks (before and after the last computed block),
-            the next block is computed even if it is hidden.
+            Hidden blocks are skipped. If ``most_passed`` blocks have been skipped directly before and after the last
+            computed block, the next block is computed even if it is hidden.
             """
             nonlocal ring, block, passed
             before, passed = passed, 0

@@ -8,7 +8,7 @@ FORWARD = "attention/sm90/forward.cu"
 
 
 def find_stages(name):
-    """Return kStages, the last template argument of the ForwardTile with this name in the kernel's source."""
+    """Return kStages, the last template argument of the type ``name`` (a ForwardTile) in the kernel's source."""
     return int(re.search(rf"using {name} = ForwardTile<[^;]*, (\d+)>;", (CUDA / FORWARD).read_text())[1])
 
 
@@ -23,7 +23,7 @@ def four_warpgroups(tiles, stages=None, most_skipped=None, warpgroups=2, loaded=
         stages: the size of the ring of key tiles; the kernel's by default.
         most_skipped: the most key tiles that a warpgroup skips in a query tile; the kernel's number by default.
         warpgroups: the number of warpgroups in the model, and of groups in a query tile.
-        loaded: the key tiles that are loaded for each query tile; by default the largest number in its tuple.
+        loaded: the number of key tiles that are loaded for each query tile; by default the most that a group sees.
     """
     stages = stages or find_stages("FourWarpgroups")
     most_skipped = find_constant(FORWARD, "kMostSkipped", kStages=stages) if most_skipped is None else most_skipped

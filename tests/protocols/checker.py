@@ -5,8 +5,8 @@ code. The list must not depend on the interleaving, so each choice that depends 
 leaves visible, has its own model. A state is the position of each process in its list. The positions determine the
 phases of barriers and the contents of buffers.
 
-A wait, the accesses after it and the arrivals after these accesses are one step, because no other process can observe a
-state in between. A TMA copy is a separate process, because it may happen at any time after its start.
+A wait, the accesses after it and the arrivals after these accesses are one step. docs/protocols.md explains why no
+fault is missed. A TMA copy is a separate process, because it may happen at any time after its start.
 """
 
 import itertools
@@ -74,7 +74,7 @@ class Ring:
 
 
 class Buffers(Ring):
-    """A ring of buffers with a barrier "full" and a barrier "empty" each. ``readers`` processes release a buffer."""
+    """A ring of buffers, each with a barrier "full" and a barrier "empty". ``readers`` processes release a buffer."""
 
     def __init__(self, model, name, size, readers, writes=1):
         super().__init__(name, size, writes)
@@ -238,7 +238,8 @@ class Model:
     def compile(self):
         """Combine the operations of each process into steps.
 
-        For each barrier and buffer, a table gives the arrivals or writes of each process before each of its positions.
+        For each barrier or buffer and each process, a table has the number of the process's arrivals or writes before
+        each of its positions.
         """
         self.programs, self.totals = [], defaultdict(list)
         for index, process in enumerate(self.processes.values()):

@@ -8,7 +8,7 @@ from .checker import CUDA, Model, Ring
 def layernorm_ring(rows, stages, prior=None):
     """Model one thread and its copies. One thread is enough, because each thread reads only what it copied itself.
 
-    A wait returns when at most ``prior`` copies are in flight; by default the number in the kernel's source.
+    A wait returns when at most ``prior`` copies are in flight. The default is the number in the kernel's source.
     """
     source = (CUDA / "norm/ring.cuh").read_text()
     priors = dict(re.findall(r"stages_ == (\d)\)\s+__pipeline_wait_prior\((\d)\)", source))

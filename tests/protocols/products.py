@@ -1,8 +1,8 @@
 """Models of gemm/sm90_mainloop.cuh and fp8/sm90_gelu.cu.
 
-A thread block of a cluster may access another's shared memory only between the initialization of its barriers and its
-end. Each thread block has a buffer whose first write is the initialization and whose second write is the end. An
-arrival from another thread block reads this buffer.
+The other thread blocks of a cluster may access a thread block's shared memory only after it has initialized its
+barriers and before it ends. ``Cluster`` has a buffer for each thread block, whose first write is the initialization and
+whose second write is the end. An arrival from another thread block reads this buffer.
 """
 
 from .checker import Buffers, Model, Ring, Staging, add_warps, find_constant, find_ring_size

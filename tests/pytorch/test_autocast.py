@@ -73,8 +73,8 @@ def test_casts_are_freed_with_torchs_cache(device):
 
 
 def test_a_cached_cast_follows_updates_and_records_gradients(device):
-    """A cast made under no_grad is made again when a gradient is needed; torch's cache would reuse it, without a
-    gradient.
+    """A cast made under no_grad is made again when a gradient is needed. torch's cache would return the first cast,
+    which has no gradient.
     """
     weight = torch.randn(7, 5, device=device, requires_grad=True)
     x = torch.randn(3, 5, device=device)

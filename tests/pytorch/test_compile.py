@@ -19,9 +19,9 @@ def make_model_and_tokens(device, n_layer=2, **changes):
 
 
 def test_inductor_compiles_a_deep_model(device, monkeypatch, caplog):
-    """For an op without a rule, Inductor formats its arguments' expressions, whose length is exponential in the number
-    of layers. From torch 2.13 on, it does so only if its log is on, so the test turns the log on. Formatting an
-    expression fails the test.
+    """If an op is not registered with Inductor, Inductor formats the expressions of the op's arguments, whose length is
+    exponential in the number of layers. From torch 2.13 on, it formats them only if its log is on, so the test turns
+    the log on. If an expression is formatted, the test fails.
     """
     import torch._inductor.exc
 

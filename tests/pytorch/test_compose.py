@@ -212,7 +212,7 @@ def test_selective_checkpointing_by_our_ops(contexts, saved, autocast, device):
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_selective_checkpointing_compiled(device):
-    """The policy saves attention's result. The compiled backward recomputes all other ops of a block."""
+    """The policy saves attention's result. The compiled backward recomputes the first norm, but not attention."""
     graphs = []
 
     def remember(graph, _):
@@ -480,7 +480,7 @@ def test_several_devices(device):
 
 
 def test_inference_mode(device):
-    """Autograd refuses to save a tensor made in inference mode, as for torch's ops."""
+    """As for torch's ops, autograd refuses to save a tensor that was made in inference mode."""
     model, (tokens, targets) = make_model(device), make_batch(device)
     with torch.inference_mode():
         logits, _ = model(tokens, targets)
@@ -515,7 +515,7 @@ def fork_and_compare():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fork_after_import():
-    """On the CPU only: a forked process cannot use CUDA if its parent has used CUDA."""
+    """The test runs on the CPU only, because a forked process cannot use CUDA if its parent has used CUDA."""
     code = "import test_compose; test_compose.fork_and_compare()"
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
     subprocess.run([sys.executable, "-c", code], env=os.environ | paths, check=True, timeout=120)
@@ -533,7 +533,7 @@ class Batches(torch.utils.data.Dataset):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_data_loader_workers(context):
-    """The parent has called ops with several OpenMP threads before it forks; a worker has one."""
+    """The parent calls ops with several OpenMP threads before it starts the worker, which has one thread."""
     data = Batches()
     expected = [data[i] for i in range(4)]
     loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=context)

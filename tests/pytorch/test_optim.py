@@ -69,7 +69,7 @@ def test_twenty_steps_match_torch(options, dtype, device):
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_low_precision_matches_torchs_fused_kernel(dtype, device):
-    """Both kernels compute in float32, while torch's other code rounds intermediate results to 16 bits."""
+    """Our kernel and torch's fused kernel compute in float32. torch's other code rounds intermediates to 16 bits."""
     ours, torchs, our_params, torch_params = make_pair(dtype, device, lr=0.1, fused=True)
     for optimizer in (ours, torchs):
         train(optimizer, 20)
@@ -273,7 +273,7 @@ def test_schedulers(as_tensor, device):
 )
 @pytest.mark.parametrize("options", [{}, {"max_grad_norm": 0.5}, {"master_weights": True}], ids=str)
 def test_compiled_steps_with_a_scheduler(options, device):
-    """Compiled steps have the bits of eager steps. One graph makes the state, and one serves all later steps."""
+    """Compiled steps have the bits of eager steps. One graph makes the state, and another runs all later steps."""
     torch._dynamo.reset()
     counters.clear()
     dtype = torch.bfloat16 if "master_weights" in options else torch.float64

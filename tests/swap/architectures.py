@@ -183,7 +183,7 @@ def post_norm(self, forward, x):
 
 @edit(nano, "Block")
 def parallel(self, forward, x):
-    """PaLM, GPT-NeoX"""
+    """PaLM, GPT-NeoX: attention and the MLP have the same input."""
     return x + self.attn(self.ln_1(x)) + self.mlp(self.ln_2(x))
 
 
@@ -275,7 +275,7 @@ def centred_over_the_batch(self, forward, idx, targets=None):
 
 @edit(nano, "GPT")
 def restarts_after_a_separator(self, forward, idx, targets=None):
-    """The separator is the last token of the vocabulary."""
+    """Positions begin again at each separator, which is the last token of the vocabulary."""
     positions = torch.arange(idx.size(1), device=idx.device).expand_as(idx)
     start = torch.where(idx == 64, positions, 0).cummax(dim=1).values
     x = self.transformer.drop(self.transformer.wte(idx) + self.transformer.wpe(positions - start))

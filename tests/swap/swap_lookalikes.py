@@ -1,9 +1,9 @@
 """Twenty small models that resemble GPT-2 but compute slightly different functions, for tests of `swap(model)`.
 
-`MODELS` maps a name to a function that returns `(model, run)`. `run(model, tokens)` returns `(logits, loss)`, which
-depend on the seeds of torch, Python and NumPy only. Ten models change nanoGPT, ten Hugging Face's GPT-2. Some differ
-from GPT-2 only after `run` has set an attribute, in training mode, for long sequences, from the second call on, or for
-large activations.
+`MODELS` maps a name to a function that returns `(model, run)`. `run(model, tokens)` returns `(logits, loss)`. Random
+numbers come only from the generators of torch, Python and NumPy. Ten models change nanoGPT, ten Hugging Face's GPT-2.
+Some differ from GPT-2 only after `run` has set an attribute, in training mode, for long sequences, from the second call
+on, or for large activations.
 """
 
 import math
@@ -72,7 +72,7 @@ def run(model, tokens, **kwargs):
 
 @torch.no_grad()
 def spread(model):
-    """Draw weights with which each change of a model shows in its logits."""
+    """Draw weights so large that each change of a model shows in its logits."""
 
     for p in model.parameters():
         p.copy_(p + 0.1 * torch.randn_like(p) if p.dim() == 1 else 0.12 * torch.randn_like(p))
@@ -94,7 +94,9 @@ def attend(attn, q, k, v, mask=None, scale=None):
 
 @register
 def nano_window_in_training():
-    """Attention sees only the last 2, 4 and 8 tokens in the three layers. Its `forward` is a functools.partial."""
+    """In training mode, attention sees only the last 2, 4 and 8 tokens in the three layers. Its `forward` is a
+    functools.partial.
+    """
 
     def windowed(attn, window, x):
         if not attn.training:
@@ -134,7 +136,7 @@ def nano_value_residual(self, forward, x):
 
 @register
 def nano_token_shift_hook():
-    """Half of the input's channels are shifted by one token, as in RWKV."""
+    """A hook shifts half of the input channels of `c_attn` by one token, as in RWKV."""
 
     def token_shift(module, args):
         near, far = args[0].chunk(2, dim=-1)
@@ -294,7 +296,7 @@ def hf_repeated_block():
 
 @register
 def hf_mlp_property_by_length():
-    """`mlp` is a property of a layer: another MLP for sequences of more than 32 tokens."""
+    """`mlp` is a property, which returns another MLP for sequences of more than 32 tokens."""
 
     class Routed:
         length = 0

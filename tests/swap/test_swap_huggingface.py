@@ -220,7 +220,7 @@ def test_a_cache_can_be_shared_with_the_original(device):
 
 @pytest.mark.parametrize("backend", [None, "aot_eager"])
 def test_gradients_through_the_cache(backend, device, monkeypatch):
-    """A loss may depend on the cached keys and values. In eager mode, a layer's backward computes the layer again."""
+    """If a loss depends on the cached keys and values, a layer's backward computes the layer again in eager mode."""
     torch._dynamo.reset()
     again = []
     differentiably = node._differentiably

@@ -547,7 +547,7 @@ def test_the_gradient_of_the_logits_is_never_whole(device, monkeypatch):
 
 @pytest.mark.parametrize("returned", ["loss", "detached logits"])
 def test_compiled_head_and_loss_are_one_pass(returned, device):
-    """If only the loss has a gradient, one operator of the compiled forward computes loss and gradient of the logits,
+    """If only the loss has a gradient, one operator of the compiled forward computes the loss and the logits' gradient,
     and the compiled backward contains no tensor of the logits' size.
     """
     torch._dynamo.reset()

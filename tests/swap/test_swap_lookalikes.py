@@ -69,7 +69,7 @@ def test_a_model_with_state_outside_its_modules_is_left():
 
 
 def test_random_generators_keep_their_state():
-    """swap's trial of a model may end early."""
+    """``swap`` restores the generators after its trials of a model, even if a trial ends early."""
     for name in ("layer_drop", "loop_by_index"):
         model, _ = architectures.MODELS[name]()
         torch.manual_seed(4), random.seed(4), numpy.random.seed(4)

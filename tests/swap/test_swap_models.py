@@ -120,7 +120,7 @@ def test_ten_steps_of_training(family, autocast, device):
     "family", [p for p in all_families.args[1] if p.values[0] not in ("nanoGPT before torch 2", "llm.c")]
 )
 def test_dropout(family, autocast, device, monkeypatch):
-    """llm.c has no dropout, and nanoGPT before torch 2 has a dropout whose mask torch draws."""
+    """llm.c is left out because it has no dropout, nanoGPT before torch 2 because torch draws one of its masks."""
     models = make_copies_and_call(family, device, dropout=0.2)[:3]
     _, call = make_model_and_call(family, device)
 

@@ -56,7 +56,7 @@ def test_each_conversion_preserves_every_bit(tmp_path, source, target, dtype):
 @pytest.mark.parametrize("target", ["huggingface", "nanogpt", "gptkernels"])
 @pytest.mark.parametrize("source", ["huggingface", "nanogpt", "gptkernels", "training"])
 def test_the_exact_gelu_and_missing_biases_are_preserved(tmp_path, source, target):
-    """Hugging Face's GPT-2 always has biases. They are written as zeros, and config.json gets `"bias": false`."""
+    """Hugging Face's GPT-2 always has biases. Missing biases become zeros, and config.json gets `"bias": false`."""
     model = make_model(bias=False, activation="gelu")
     path = write_as(source, tmp_path / "a", model)
     convert(path, tmp_path / "b" / TARGETS[target])

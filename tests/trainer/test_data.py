@@ -601,7 +601,7 @@ def test_prepare_overwrites_only_its_own_files(text, tmp_path):
 
 
 def test_a_failed_prepare_changes_nothing(text, tmp_path):
-    """It fails late: the tokenizer has no token for the last character of the text."""
+    """The call fails late, because the tokenizer has no token for the last character of the text."""
     text.write_text("abc\n" * 100)
     tokenizer = prepare([text], tmp_path / "x", "char")["tokenizer"]
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}
