@@ -1,10 +1,12 @@
-// b's columns are divided into panels as wide as the block of accumulators of product() (vector.h). A panel is packed
-// (copied to contiguous memory) if its rows are not contiguous, are far apart, or are too short. No include guard:
-// each_instruction_set.h includes the file once for each instruction set.
+// Computes out = a @ b. The columns of b are divided into panels as wide as the block of accumulators of product()
+// (vector.h). A panel is packed (copied to contiguous memory) if its rows are not contiguous, are far apart, or are too
+// short. The threads divide the (panel, tile) pairs. Each thread does this with its pairs:
 //
-//   for each panel of columns, for each 512 inner elements:       (in parallel over the (panel, tile) pairs)
+//   for each panel of columns, for each 512 inner elements:
 //     pack the panel
 //     for each tile of 24 rows: out += a @ panel; after the last inner elements, apply the epilogue to the tile
+//
+// The file has no include guard, because each_instruction_set.h includes it once for each instruction set.
 
 namespace gptkernels::cpu::GPTKERNELS_ISA {
 

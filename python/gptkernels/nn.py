@@ -230,7 +230,7 @@ class MLP(torch.nn.Module):
         return proj.product(self._hidden(x), proj_bias)
 
     def extra_repr(self) -> str:
-        """Return the options that the submodules' reprs do not show."""
+        """Return the activation if it is not the default."""
         return f"activation={self.activation!r}" if self.activation != "gelu_tanh" else ""
 
 
@@ -338,5 +338,5 @@ class CausalSelfAttention(torch.nn.Module):
         return cache.attend(qkv, self.n_head, dropout_p)
 
     def extra_repr(self) -> str:
-        """Return the options that the submodules' reprs do not show."""
+        """Return the number of heads, and the dropout probability if it is not 0."""
         return f"n_head={self.n_head}" + (f", dropout={self.dropout}" if self.dropout else "")

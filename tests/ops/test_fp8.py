@@ -321,9 +321,10 @@ SHAPES = [
 @low_dtypes
 @pytest.mark.parametrize(("rows", "inner", "hidden"), SHAPES)
 def test_matmul_and_gelu_in_one_kernel(rows, inner, hidden, dtype, device, monkeypatch):
-    """``fp8_mlp`` has the bits of ``composed_mlp`` (except in dfc_bias), because the matmuls' operands are small whole
-    numbers times a power of two, whose sums are exact in any order. The histories are empty in the first call, and
-    values saturate in the third.
+    """The results of ``fp8_mlp`` are bitwise identical to those of ``composed_mlp``, except dfc_bias.
+
+    The operands of the two matmuls that are fused with GELU are small whole numbers times a power of two, so sums of
+    their products are exact in any order. The histories are empty in the first call, and values saturate in the third.
     """
     if device.type == "cpu" and rows > 1040:
         pytest.skip("takes seconds on a CPU")

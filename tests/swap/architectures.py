@@ -136,7 +136,10 @@ def layer_drop(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", before=lambda model: model.lm_head.weight.data.mul_(40))
 def confident_exit(self, forward, idx, targets=None):
-    """CALM, DeeBERT: evaluation skips the layers after a confident prediction. At first no prediction is confident."""
+    """As in CALM and DeeBERT, evaluation skips the layers after a confident prediction.
+
+    No prediction is confident until ``run`` multiplies the LM head's weight by 40.
+    """
     x = embed(self, idx)
     for block in self.transformer.h:
         x = block(x)

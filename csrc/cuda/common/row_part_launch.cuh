@@ -101,8 +101,9 @@ inline BlockShape block_shape(int64_t packs, int arrays, int64_t max_threads) {
   return {packs, arrays, threads_for(packs, items)};
 }
 
-// Returns an upper bound on the number of a row's packs, counted from the start of the 128-byte line that contains the
-// first pack (where RowColumns places thread 0 with kOverflow). Up to 7 packs of this line are in front of the row.
+// Returns an upper bound on the number of packs from the start of the 128-byte line that contains a row's first pack to
+// the end of the row. (With kOverflow, RowColumns places thread 0 at the start of this line.) Up to 7 of these packs
+// are in front of the row.
 template <typename T>
 int64_t packs_on_lines(int64_t width, const T* base) {
   const bool begin_there = width * sizeof(T) % 128 == 0 && reinterpret_cast<uintptr_t>(base) % 128 == 0;

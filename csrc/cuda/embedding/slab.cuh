@@ -16,14 +16,19 @@ int64_t slabs(int64_t width) {
 }
 
 // kLanes neighbouring lanes share a row. Lanes beyond the width repeat the work of the last lane within the width:
-// storing the same bytes twice costs no time, unlike a bounds check for every access.
+// storing the same bytes twice costs no time, unlike a bounds check for every access. Only a lane that adds to memory
+// must check `repeats`.
 template <int kVec, int kLanes>
 struct SlabColumns {
   int64_t slab;
   int64_t column;
+  bool repeats;
 
-  __device__ SlabColumns(int64_t slab, int64_t width)
-      : slab(slab), column(min((slab * kLanes + threadIdx.x % kLanes) * kVec, width - kVec)) {}
+  __device__ SlabColumns(int64_t slab, int64_t width) : slab(slab) {
+    const int64_t own = (slab * kLanes + threadIdx.x % kLanes) * kVec;
+    column = min(own, width - kVec);
+    repeats = own > column;
+  }
 };
 
 template <int kVec, typename T, typename LoadWords>

@@ -214,7 +214,7 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
   unsigned row = kNoRow;
   bool any = false;
   const auto write_row = [&](const accumulate_t<T>(&sum)[kVec]) {
-    if (row != kNoRow && (any || !kAccumulate)) write_sum<kAccumulate, kVec>(dwte.row(row), sum);
+    if (row != kNoRow && (!kAccumulate || (any && !at.repeats))) write_sum<kAccumulate, kVec>(dwte.row(row), sum);
   };
   accumulate_t<T> sum[kVec] = {};
   for (int i = 0; i < all_end; i += kLoadsInFlight<kVec>) {
@@ -283,6 +283,7 @@ __device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderW
     const int parts = run.last / kWindow - first_window + 1;
     const auto row_at = [&](int part) { return 2 * (first_window + part) + (part == 0); };
     if (!add_parts<kVec, T>(sum, at, w, window - first_window, parts, row_at)) continue;
+    if (kAccumulate && (at.repeats || threadIdx.x % kWarp >= kLanes<kVec>)) continue;  // another lane adds this sum
     write_sum<kAccumulate, kVec>(column_of(p.dwte, at, w).row(run.token), sum);
   }
 }

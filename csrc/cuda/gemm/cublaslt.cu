@@ -247,23 +247,16 @@ MatmulStatus fused_product(const Matmul<T>& p, const MatmulPlan& plan, void* wor
 }
 
 // ---------------------------------------------------------------------------------------------------------------
-// Our own kernels after a matmul.
+// Our own kernels before and after a matmul.
 
 template <typename T, int kVec>
 __global__ void matmul_bias_kernel(T* out, const T* bias, int64_t rows, int64_t columns, int64_t ld) {
-  using A = accumulate_t<T>;
   const int64_t column = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kVec;
   if (column >= columns) return;
-  A b[kVec];
-  load_wide<kVec>(b, bias + column);
+  const Packed<T, kVec> b = load<kVec>(bias + column);
   const int64_t stride = int64_t(gridDim.y) * blockDim.y;
-  for (int64_t row = int64_t(blockIdx.y) * blockDim.y + threadIdx.y; row < rows; row += stride) {
-    A x[kVec];
-    load_wide<kVec>(x, out + row * ld + column);
-#pragma unroll
-    for (int k = 0; k < kVec; ++k) x[k] += b[k];
-    store_narrow<kVec>(out + row * ld + column, x);
-  }
+  for (int64_t row = int64_t(blockIdx.y) * blockDim.y + threadIdx.y; row < rows; row += stride)
+    store<kVec>(out + row * ld + column, b);
 }
 
 template <typename T, int kVec>
@@ -275,8 +268,9 @@ void launch_bias(const Matmul<T>& p, Stream stream) {
   matmul_bias_kernel<T, kVec><<<grid, dim3(kWarp, kRows), 0, stream>>>(p.out, p.bias, p.rows, p.columns, p.out_ld);
 }
 
+// Sets every row of out to the bias.
 template <typename T>
-cudaError_t add_bias(const Matmul<T>& p, Stream stream) {
+cudaError_t write_bias(const Matmul<T>& p, Stream stream) {
   if (p.rows == 0 || p.columns == 0) return cudaSuccess;
   if (can_vectorize<T>(p.columns, p.out, p.bias) && p.out_ld % kPack<T> == 0)
     launch_bias<T, kPack<T>>(p, stream);
@@ -285,11 +279,13 @@ cudaError_t add_bias(const Matmul<T>& p, Stream stream) {
   return cudaGetLastError();
 }
 
+// The matmul that follows write_bias(). If the bias were added to the rounded products, results near 0 would have the
+// rounding errors of the larger products.
 template <typename T>
-MatmulStatus product_and_bias(const Matmul<T>& p, cublasHandle_t handle, Stream stream) {
-  MatmulStatus status = product(p, handle, stream);
-  if (p.bias && status.ok()) status.cuda = add_bias(p, stream);
-  return status;
+Matmul<T> without_bias(Matmul<T> p) {
+  p.bias = nullptr;
+  p.accumulate = true;
+  return p;
 }
 
 template <typename T>
@@ -317,23 +313,33 @@ MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle) {
   if (matmul_sm90_supports(p)) return {.sm90 = true, .workspace = matmul_sm90_workspace(p)};
   const cublasComputeType_t compute = compute_type<T>(handle);
   const bool uses_lt = supports_epilogue(p) || may_drop_terms(p, compute);
-  const MatmulPlan plan = uses_lt ? lt_plan(p, compute, handle) : MatmulPlan{};
-  if (plan.cublaslt || gelu_matrix(p) == nullptr) return plan;
-  MatmulPlan first = matmul_plan(without_gelu(p), handle);
-  first.separate_gelu = true;
-  return first;
+  MatmulPlan plan = uses_lt ? lt_plan(p, compute, handle) : MatmulPlan{};
+  if (plan.cublaslt) return plan;
+  if (gelu_matrix(p)) {
+    plan = matmul_plan(without_gelu(p), handle);
+    plan.separate_gelu = true;
+  } else if (p.bias) {
+    plan = matmul_plan(without_bias(p), handle);
+    plan.separate_bias = true;
+  }
+  return plan;
 }
 
 template <typename T>
 MatmulStatus matmul(const Matmul<T>& p, const MatmulPlan& plan, void* workspace, cublasHandle_t handle, Stream stream) {
-  const Matmul<T> first = plan.separate_gelu ? without_gelu(p) : p;
+  Matmul<T> first = plan.separate_gelu ? without_gelu(p) : p;
   MatmulStatus status;
+  if (plan.separate_bias) {
+    status.cuda = write_bias(first, stream);
+    first = without_bias(first);
+  }
+  if (!status.ok()) return status;
   if (plan.sm90)
     status.cuda = matmul_sm90(first, workspace, stream);
   else if (plan.cublaslt)
     status = fused_product(first, plan, workspace, handle, stream);
   else
-    status = product_and_bias(first, handle, stream);
+    status = product(first, handle, stream);
   if (plan.separate_gelu && status.ok()) status.cuda = gelu(p, stream);
   return status;
 }

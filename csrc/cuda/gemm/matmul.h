@@ -43,9 +43,10 @@ struct Matmul {
 struct MatmulPlan {
   // If `cublaslt`, cublasLtMatmul computes the matmul and the epilogue. If `sm90`, our kernel (gemm/sm90_gelu.h)
   // computes both, and column_sums, which the caller computes otherwise. If neither, cublasGemmStridedBatchedEx
-  // computes the matmul, and our kernel adds the bias. `cublaslt` and `sm90` are never both true.
+  // computes the matmul. `cublaslt` and `sm90` are never both true.
   bool cublaslt;
   bool separate_gelu;  // the epilogue is without GELU or its gradient, which our kernels compute afterwards
+  bool separate_bias;  // the bias is first written to out by our kernel, and the matmul adds to it
   bool sm90;
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes

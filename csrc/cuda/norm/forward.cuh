@@ -1,16 +1,16 @@
 // out = (x - mean) * rstd * weight + bias over the rows of an (N, C) matrix. With a residual, x is replaced by sum =
 // dropout(x + x_bias) + residual, rounded to T, and the sum is written, too.
 //
-// layernorm_forward_registers_kernel computes rows that fit into registers, with one team (a warp or a thread block)
-// per row:
+// layernorm_forward_registers_kernel computes rows of whole packs that fit into registers, except float64, with one
+// team (a warp or a thread block) per row:
 //
 //   load the row; add the residual and store the sum
 //   mean = sum(x) / C
 //   variance = sum((x - mean)^2) / C, corrected by the rounding error of the mean (moments.cuh)
 //   normalise, scale, shift, store
 //
-// layernorm_forward_simple_kernel computes all other rows by the same steps, but reads the row from memory in each
-// pass.
+// layernorm_forward_simple_kernel computes all other rows, and float64, by the same steps, but reads the row from
+// memory in each pass.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// In the source tree, these are two lines of ops/library.cpp.
+// If the operator were part of gptkernels, its ops/library.cpp would have the two m.def lines.
 
 #include <torch/csrc/stable/library.h>
 

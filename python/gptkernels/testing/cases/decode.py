@@ -127,7 +127,7 @@ def sample_formula(logits, noise, temperature=1.0, top_k=None, top_p=None):
     variants={"": {"temperature": 0.7, "top_k": 2, "top_p": 0.9}, "greedy": {"greedy": True}},
 )
 def sample_(draw):
-    """Compare the likelihoods of the drawn tokens, because either of two equally likely tokens is right."""
+    """Compare the scores of the drawn tokens, because either of two tokens with the same score is right."""
     batch = draw.size("batch", 40, 1, real=300)
     most = max(draw.most_elements // batch, 16)
     vocabulary = draw.size("vocabulary", most, 1, real=most)
@@ -141,7 +141,7 @@ def sample_(draw):
     top_k = draw.choose("top_k", (None, 1, 2, 40, 10**6))
     top_p = draw.choose("top_p", (None, 0.9, 0.5, 1.0, 1e-9))
 
-    def likelihood(choose):
+    def score(choose):
         def of(logits, noise):
             scores = logits.float().double()
             taken = choose(logits, noise)
@@ -171,9 +171,9 @@ def sample_(draw):
 
     return Call(
         f"sample_(logits, noise, greedy={greedy}, temperature={temperature}, top_k={top_k}, top_p={top_p})",
-        likelihood(ours),
-        likelihood(formula),
-        lambda logits, noise: likelihood(formula)(logits.float(), noise.float()).double(),
+        score(ours),
+        score(formula),
+        lambda logits, noise: score(formula)(logits.float(), noise.float()).double(),
         {"logits": logits, "noise": noise},
         fixed=("logits", "noise"),
         takes_floating_alone=False,
