@@ -948,6 +948,19 @@ def test_queries_with_one_dominant_key(sizes, factor, dtype, device):
     check_norms(*inputs, causal=True, scale=1.0)
 
 
+@pytest.mark.parametrize("size", [8, 32, 64, 100, 160])
+@with_dtypes(torch.float32)
+def test_float32_queries_with_one_dominant_key(size, dtype, device):
+    """In g v' - delta, numbers cancel that are up to 1e5 times as large as the gradient of the scores.
+
+    The key, the value and dout of the last 8 tokens are multiplied by 32.
+    """
+    q, k, v, dout = tensors(4, 3, 3, 515, 515, size, dtype, device)
+    for t in (k, v, dout):
+        t[:, :, -8:] *= 32
+    check_norms(q, k, v, dout, causal=True, scale=1.0)
+
+
 @pytest.mark.parametrize("size", [64, 128])
 @with_dtypes(torch.float32)
 def test_many_equal_scores(size, dtype, device):

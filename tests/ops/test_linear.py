@@ -10,6 +10,7 @@ from helpers import (
     assert_as_exact_with_gradients,
     count_flops,
     double,
+    low_dtypes,
     randn,
     refused,
     tf32,
@@ -153,3 +154,27 @@ def test_memory_between_rows_has_no_effect(inner, dtype, device):
     dout = torch.full((47, 40), float("nan"), dtype=dtype, device=device)[:, :16].copy_(torch.randn(47, 16))
     assert ops.linear(x, weight).isfinite().all()
     assert all(grad.isfinite().all() for grad in ops.linear_backward(dout, x, weight, [True, True, True]))
+
+
+@pytest.mark.parametrize(
+    ("inner", "width", "offset"),
+    [(512, 512, 0), (511, 512, 0), (349, 256, 0), (370, 256, 0), (53, 4, 0), (768, 8, 1), (768, 512, 4), (3072, 40, 0)],
+)
+@pytest.mark.parametrize("rows", [6, 4096])
+@low_dtypes
+def test_bias_is_added_before_sums_are_rounded(rows, inner, width, offset, dtype, device):
+    """The bias cancels most of each sum, so a rounding before the addition would have a much larger error.
+
+    In the sizes that are no multiples of 8, and with a bias that is not aligned, cuBLASLt may have no kernel for the
+    matmul with its epilogue.
+    """
+    mean = randn(1, inner, dtype=torch.float32, device=device)
+    x = (mean + 0.02 * randn(rows, inner, dtype=torch.float32, device=device)).to(dtype)
+    weight = randn(width, inner, dtype=dtype, device=device, scale=30 * inner**-0.5)
+    bias = torch.empty(width + offset, dtype=dtype, device=device)[offset:]
+    bias.copy_(-(mean @ weight.float().T)[0])
+    wanted = F.linear(x.double(), weight.double(), bias.double())
+    allowed = torch.finfo(dtype).eps * wanted.abs().max()
+    assert (ops.linear(x, weight, bias) - wanted).abs().max() <= allowed
+    pre_gelu = ops.mlp(x, weight, bias, randn(8, width, dtype=dtype, device=device), None)[1]
+    assert (pre_gelu - wanted).abs().max() <= allowed

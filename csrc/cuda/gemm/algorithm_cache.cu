@@ -163,6 +163,18 @@ bool adds_all_terms(const cublasLtMatmulAlgo_t& algorithm, const ProductKey& key
   return splits <= 1 || key.inner % splits == 0 || key.inner / splits % terms_per_step(key.type) != 0;
 }
 
+// The kernel that adds split-K's partial sums rounds their sum to the output's type before it adds the bias. In 16 bits
+// a result near 0 then has the rounding error of a much larger sum.
+bool rounds_once(const cublasLtMatmulAlgo_t& algorithm, const ProductKey& key) {
+  const bool has_bias = key.epilogue == CUBLASLT_EPILOGUE_BIAS || key.epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
+  if (!has_bias || key.out_type == CUDA_R_32F) return true;
+  uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_NONE;
+  size_t written = 0;
+  cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, &scheme, sizeof(scheme),
+                                       &written);
+  return scheme == CUBLASLT_REDUCTION_SCHEME_NONE;
+}
+
 std::optional<int64_t> workspace_of(LtProblem problem, const cublasLtMatmulAlgo_t& algorithm, cublasLtHandle_t handle) {
   cublasLtMatmulHeuristicResult_t result = {};
   problem.check(cublasLtMatmulAlgoCheck(handle, &problem.operation, &problem.a, &problem.b, &problem.out, &problem.out,
@@ -216,7 +228,8 @@ std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKe
   std::vector<LtAlgorithm> algorithms;
   if (problem.status != CUBLAS_STATUS_SUCCESS) return algorithms;
   for (int i = 0; i < count; ++i)
-    if (found[i].state == CUBLAS_STATUS_SUCCESS && adds_all_terms(found[i].algo, key))
+    if (found[i].state == CUBLAS_STATUS_SUCCESS && adds_all_terms(found[i].algo, key) &&
+        rounds_once(found[i].algo, key))
       algorithms.push_back({found[i].algo, static_cast<int64_t>(found[i].workspaceSize)});
   for (int i = 0; algorithms.empty() && i < count; ++i)
     if (const auto unsplit = without_split_k(problem, found[i].algo, handle)) algorithms.push_back(*unsplit);
@@ -226,7 +239,7 @@ std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKe
 bool supports(const LtProblem& problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle) {
   const auto workspace = workspace_of(problem, algorithm.algo, handle);
   return workspace && *workspace <= algorithm.workspace && algorithm.workspace <= kLargestWorkspace &&
-         adds_all_terms(algorithm.algo, key);
+         adds_all_terms(algorithm.algo, key) && rounds_once(algorithm.algo, key);
 }
 
 bool autotune_enabled() {

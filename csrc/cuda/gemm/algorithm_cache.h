@@ -64,9 +64,9 @@ constexpr int kMaxAlgorithms = 24;
 // The number of a sum's terms in 128 bytes, which cuBLASLt's kernels for Hopper read per step.
 int64_t terms_per_step(cudaDataType_t type);
 
-// Returns up to `most` of the heuristic's proposals, the best first, without algorithms that drop terms of a sum. If
-// all proposals drop terms, returns only the first one that cuBLASLt also supports without split-K, and switches its
-// split-K off.
+// Returns up to `most` of the heuristic's proposals, the best first, without algorithms that drop terms of a sum or
+// round a 16-bit sum before they add the bias. If this leaves none, returns only the first proposal that cuBLASLt also
+// supports without split-K, and switches its split-K off.
 std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKey& key, cublasLtHandle_t handle,
                                               int most);
 

@@ -119,11 +119,19 @@ bool supports_gelu_epilogue(const Matmul<T>& p) {
   return sizeof(T) == 2 && p.columns % 8 == 0 && alignment(gelu_matrix(p)) >= 16;
 }
 
+// For other operands, cuBLASLt may compute the epilogue in a second kernel, which adds the bias to rounded sums (as
+// with split-K, see rounds_once() in algorithm_cache.cu).
+template <typename T>
+bool fuses_epilogue(const Matmul<T>& p) {
+  const auto aligned = [](const void* start, int64_t ld) { return alignment(start) >= 16 && ld * sizeof(T) % 16 == 0; };
+  return aligned(p.a, p.a_ld) && aligned(p.b, p.b_ld) && aligned(p.out, p.out_ld) && aligned(p.bias, 0);
+}
+
 template <typename T>
 bool supports_epilogue(const Matmul<T>& p) {
   if (std::is_same_v<T, double> || epilogue(p) == CUBLASLT_EPILOGUE_DEFAULT) return false;
   if (p.rows == 0 || p.columns == 0 || p.inner == 0) return false;
-  return gelu_matrix(p) == nullptr || supports_gelu_epilogue(p);
+  return fuses_epilogue(p) && (gelu_matrix(p) == nullptr || supports_gelu_epilogue(p));
 }
 
 template <typename T>
@@ -211,7 +219,7 @@ ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
           .batches = p.batches};
 }
 
-constexpr int kCandidates = 8;  // the first of these that adds all terms is used
+constexpr int kCandidates = 8;  // the first of these that is exact enough is used
 
 std::mutex plans_mutex;
 std::map<ProductKey, MatmulPlan> plans;
