@@ -151,13 +151,16 @@ Tensor with_dense_rows(const Tensor& t) {
   return t.size(3) == 1 || t.stride(3) == 1 ? t : torch::stable::contiguous(t);
 }
 
-// The fastest 16-bit kernels load the gradient by TMA, which requires strides that are positive multiples of 16 bytes.
-// The gradient of a sum, for example, is expanded, with strides of 0.
-Tensor with_tma_strides(const Tensor& t) {
-  bool supported = true;
-  for (int64_t i = 0; i < 3; ++i)
-    supported = supported && (t.size(i) == 1 || (t.stride(i) > 0 && t.stride(i) % 8 == 0));
-  return supported || t.element_size() > 2 ? with_dense_rows(t) : torch::stable::contiguous(t);
+// The fast kernels require rows that are aligned to 16 bytes, and those for sm_90a positive strides. The gradient of a
+// sum, for example, is expanded, with strides of 0. The simple kernels would be several times as slow as a copy, and
+// less exact after a forward by a fast kernel, because their scores have other rounding errors.
+Tensor with_aligned_rows(const Tensor& t) {
+  const int64_t pack = 16 / t.element_size();
+  if (t.element_size() > 4 || t.size(3) % pack != 0) return with_dense_rows(t);
+  bool aligned = t.stride(3) == 1;
+  for (int64_t i = 0; i < 3; ++i) aligned = aligned && (t.size(i) == 1 || (t.stride(i) > 0 && t.stride(i) % pack == 0));
+  if (!aligned) return torch::stable::contiguous(t);
+  return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0 ? t : torch::stable::clone(t);
 }
 
 Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const Tensor& like) {
@@ -386,7 +389,7 @@ std::tuple<Tensor, Tensor, Tensor> scaled_dot_product_attention_backward_op(
   Tensor dquery = allocate_gradient(query);
   Tensor dkey = allocate_gradient(key);
   Tensor dvalue = allocate_gradient(value);
-  backward(launcher, separate_inputs(s, query, key, value), options, heads(with_tma_strides(dout)), dense(dlogsumexp),
+  backward(launcher, separate_inputs(s, query, key, value), options, heads(with_aligned_rows(dout)), dense(dlogsumexp),
            heads(with_dense_rows(out)), dense(logsumexp), {heads(dquery), heads(dkey), heads(dvalue)});
   return {dquery, dkey, dvalue};
 }

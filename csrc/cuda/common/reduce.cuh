@@ -21,6 +21,21 @@ struct FiniteMax {
   }
 };
 
+// A long sum of equal terms has rounding errors that do not average out. Kahan's sum subtracts the last addition's
+// error from the next term.
+template <typename A>
+struct KahanSum {
+  A sum = 0;
+  A error = 0;
+
+  __device__ void add(A x) {
+    const A term = x - error;
+    const A next = sum + term;
+    error = (next - sum) - term;
+    sum = next;
+  }
+};
+
 template <typename Op, int kLanes = kWarp, typename A>
 __device__ A warp_reduce(A value, Op op = {}) {
 #pragma unroll

@@ -124,7 +124,8 @@ bool supports_gelu_epilogue(const Matmul<T>& p) {
 template <typename T>
 bool fuses_epilogue(const Matmul<T>& p) {
   const auto aligned = [](const void* start, int64_t ld) { return alignment(start) >= 16 && ld * sizeof(T) % 16 == 0; };
-  return aligned(p.a, p.a_ld) && aligned(p.b, p.b_ld) && aligned(p.out, p.out_ld) && aligned(p.bias, 0);
+  return aligned(p.a, p.a_ld) && aligned(p.b, p.b_ld) && aligned(p.out, p.out_ld) &&
+         (gelu_matrix(p) == nullptr || aligned(p.bias, 0));
 }
 
 template <typename T>

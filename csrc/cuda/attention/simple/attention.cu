@@ -320,7 +320,8 @@ __global__ void __launch_bounds__(kThreads)
     const Rows<T> query = rows_of(p.query, head.batch, head.head, s.queries).from(row);
     const Rows<T> dout = rows_of(p.dout, head.batch, head.head, s.queries).from(row);
 
-    A dquery[4][kColumns] = {}, sum[4] = {};
+    A dquery[4][kColumns] = {};
+    KahanSum<A> sum[4];  // of probabilities
     const KeyRange range(p.mask, s, head.batch, row);
     const Rows<T> key = rows_of(p.key, head.batch, head.key_head, range.end);
     const Rows<T> value = rows_of(p.value, head.batch, head.key_head, range.end);
@@ -328,20 +329,23 @@ __global__ void __launch_bounds__(kThreads)
       multiply_rows<S>(weights, query, key.from(start), s.head_size, shared.rows);
       multiply_rows<S>(gradients, dout, value.from(start), s.head_size, shared.rows);
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
+      for (int i = 0; i < 4; ++i) {
+        A part = 0;
 #pragma unroll 1
         for (int j = tx; j < kTile; j += 16) {
           const int at = (4 * ty + i) * TileShape<A>::kWeightPitch + j;
-          sum[i] += weight_and_gradient(p, dropout, statistics.delta, nullptr, head, row + 4 * ty + i, start + j,
-                                        weights[at], gradients[at]);
+          part += weight_and_gradient(p, dropout, statistics.delta, nullptr, head, row + 4 * ty + i, start + j,
+                                      weights[at], gradients[at]);
         }
+        sum[i].add(part);
+      }
       add_weighted_rows(dquery, gradients, key.from(start), s.head_size, shared.rows);
       __syncthreads();
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const int64_t at = row + 4 * ty + i, index = head.index * s.queries + at;
-      const A total = warp_reduce<Sum, 16>(sum[i]);
+      const A total = warp_reduce<Sum, 16>(sum[i].sum);
       if (at >= s.queries) continue;
       const A correction = logsumexp_correction(total, p.logsumexp[index]);
       if (tx == 0) statistics.correction[index] = correction;
