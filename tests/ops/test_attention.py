@@ -961,6 +961,22 @@ def test_float32_queries_with_one_dominant_key(size, dtype, device):
     check_norms(q, k, v, dout, causal=True, scale=1.0)
 
 
+@pytest.mark.parametrize("size", [8, 64, 128])
+@with_dtypes(torch.float32, torch.bfloat16, torch.float16)
+def test_strides_of_dout_change_no_bit(size, dtype, device):
+    """On CUDA, rows of dout that are not aligned would select other kernels, which round scores differently."""
+    *qkv, dout = tensors(2, 3, 3, 200, 200, size, dtype, device)
+    expected = gradients(out_of(ours, causal=True), qkv, dout)
+    wide = torch.empty(*dout.shape[:3], size + 3, dtype=dtype, device=device)
+    flat = torch.empty(dout.numel() + 1, dtype=dtype, device=device)
+    for view in (wide[..., 1:-2], flat[1:].view(dout.shape)):
+        found = gradients(out_of(ours, causal=True), qkv, view.copy_(dout))
+        assert all(map(torch.equal, found, expected))
+    found = gradients(out_of(ours, causal=True), qkv, dout[:1, :, :1].expand_as(dout))
+    expected = gradients(out_of(ours, causal=True), qkv, dout[:1, :, :1].expand_as(dout).contiguous())
+    assert all(map(torch.equal, found, expected))
+
+
 @pytest.mark.parametrize("size", [64, 128])
 @with_dtypes(torch.float32)
 def test_many_equal_scores(size, dtype, device):

@@ -56,29 +56,6 @@ __device__ float quad_dot(const T* dout, const T* out, int head_size) {
   return warp_reduce<Sum, 4>(sum);
 }
 
-// Computes the dot products of the warp's rows of dout and out by the MMAs that compute g v'. If a query's largest
-// probability is nearly 1, its row of out is nearly the value of one key, and both products have nearly the same error,
-// which cancels in g v' - delta.
-template <int HS, int kM, typename OutRow>
-__device__ void exact_dots(float (&dots)[kM][2], const RowOperand<float, HS, kM, false>& dout, const OutRow& out_row,
-                           int head_size) {
-  const int lane = threadIdx.x % 32;
-  float products[kM][2 * kM][4];  // of each of the warp's rows of dout with each of its rows of out
-  const auto load_operands = [&](uint32_t (&b)[4], int n, int step) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const int column = 8 * step + lane % 4 + i % 2 * 4;
-      b[i] = column < head_size ? __float_as_uint(out_row(8 * n + i / 2 * 8 + lane / 4)[column]) : 0;
-    }
-  };
-  multiply_transposed_exactly<HS>(products, dout, load_operands, head_size);
-  // Lane 4 * i + i / 2 has the diagonal elements of rows i and i + 8.
-  for_rows<kM>([&](int m, int r) {
-    const float (&own)[4] = products[m][2 * m + r];
-    dots[m][r] = __shfl_sync(~0u, lane / 4 % 2 ? own[2 * r + 1] : own[2 * r], lane / 4 * 4 + lane / 8);
-  });
-}
-
 template <typename T, int HS, bool kGeneral, bool kExact>
 __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DqueryShape<T, HS, kExact>::kBlocks)
     attention_backward_dquery_mma_kernel(const __grid_constant__ AttentionBackward<T> p,
@@ -120,12 +97,24 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
   // The thread's rows see the keys in [low, high). `reference` is the logsumexp in units of log2.
   int low[kM][2], high[kM][2];
   float reference[kM][2], delta[kM][2];
-  const auto last_inside = [&](int at) { return min(at, queries - 1); };
-  if constexpr (!kExact)
-    for_rows<kM>([&](int m, int r) {
-      const int at = last_inside(row + warp_row + 16 * m + 8 * r + lane / 4);
-      delta[m][r] = quad_dot(p.dout.at(b, h, at), p.out.at(b, h, at), head_size);
-    });
+#pragma unroll
+  for (int m = 0; m < kM; ++m)
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const int at = row + warp_row + 16 * m + 8 * r + lane / 4;
+      low[m][r] = bounds.begin;
+      high[m][r] = p.mask.causal ? min(bounds.end, at + offset + 1) : bounds.end;
+      const bool inside = at < queries;
+      const int within = inside ? at : row;  // all lanes take part in quad_dot()
+      const int64_t statistic = head * queries + within;
+      const float logsumexp = inside ? p.logsumexp[statistic] : 0;
+      const bool sees = logsumexp != -INFINITY;
+      float sum = quad_dot(p.dout.at(b, h, within), p.out.at(b, h, within), head_size);
+      if (p.dlogsumexp) sum -= p.dlogsumexp[statistic];
+      delta[m][r] = inside && sees ? sum : 0;
+      reference[m][r] = sees ? in_units_of_log2(logsumexp, has_bias) : 0;
+      if (inside && lane % 4 == 0) statistics.delta[statistic] = delta[m][r];
+    }
   const int narrow_end = p.mask.causal ? min(bounds.end, row + warp_row + offset + 1) : bounds.end;
   const int wide_end = p.mask.causal ? min(bounds.end, row + warp_row + 16 * kM + offset) : bounds.end;
 
@@ -134,22 +123,6 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
   __syncthreads();
   const RowOperand<T, HS, kM, Shape::kKeepRows> query(query_tile, warp_row);
   const RowOperand<T, HS, kM, Shape::kKeepRows> dout(dout_tile, warp_row);
-
-  if constexpr (kExact)
-    exact_dots<HS>(delta, dout, [&](int i) { return p.out.at(b, h, last_inside(row + warp_row + i)); }, head_size);
-  for_rows<kM>([&](int m, int r) {
-    const int at = row + warp_row + 16 * m + 8 * r + lane / 4;
-    low[m][r] = bounds.begin;
-    high[m][r] = p.mask.causal ? min(bounds.end, at + offset + 1) : bounds.end;
-    const bool inside = at < queries;
-    const int64_t statistic = head * queries + last_inside(at);
-    const float logsumexp = inside ? p.logsumexp[statistic] : 0;
-    const bool sees = logsumexp != -INFINITY;
-    if (p.dlogsumexp) delta[m][r] -= p.dlogsumexp[statistic];
-    if (!inside || !sees) delta[m][r] = 0;
-    reference[m][r] = sees ? in_units_of_log2(logsumexp, has_bias) : 0;
-    if (inside && lane % 4 == 0) statistics.delta[statistic] = delta[m][r];
-  });
 
   const float scale_log2 = static_cast<float>(p.scale * 1.4426950408889634);
   const float factor = score_factor<kGeneral>(p.mask, p.scale);

@@ -227,11 +227,10 @@ __device__ inline float unless_nan(float small) {
   return fminf(small, 3.402823466e38f);
 }
 
-// load_operands(b, n, step) loads the operands b of column tiles n and n + 1. The loop runs to a multiple of
-// kExactSteps; elements beyond the head size are 0.
-template <int HS, int kM, int kN, typename LoadOperands>
+// The loop runs to a multiple of kExactSteps; elements beyond the head size are 0.
+template <int HS, int kM, int kN>
 __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOperand<float, HS, kM, false>& rows,
-                                            const LoadOperands& load_operands, int head_size) {
+                                            uint32_t tile, int head_size) {
   // For sums of at most 32 terms, three MMAs per step are less exact than FMAs, and four MMAs are as exact.
   constexpr bool kFour = HS <= 32;
   const int steps = (head_size + 7) / 8;
@@ -254,7 +253,7 @@ __device__ void multiply_transposed_exactly(float (&d)[kM][kN][4], const RowOper
 #pragma unroll
       for (int n = 0; n < kN; n += 2) {
         uint32_t words[4];
-        load_operands(words, n, step);
+        load_b<float, HS>(words, tile, 8 * n, step);
         SplitOperand b;
         b.split(words);
 #pragma unroll
@@ -306,8 +305,7 @@ template <typename T, int HS, bool kExact, int kM, int kN, bool kKeep>
 __device__ void multiply_transposed(float (&d)[kM][kN][4], const RowOperand<T, HS, kM, kKeep>& rows, uint32_t tile,
                                     int head_size) {
   if constexpr (kExact) {
-    const auto load_operands = [&](uint32_t (&b)[4], int n, int step) { load_b<T, HS>(b, tile, 8 * n, step); };
-    multiply_transposed_exactly<HS>(d, rows, load_operands, head_size);
+    multiply_transposed_exactly(d, rows, tile, head_size);
     return;
   }
   clear(d);
