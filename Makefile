@@ -115,14 +115,18 @@ LINT_BIN = $(if $(filter installed,$(TORCH)),,.venv/bin/)
 
 # ---- the environment -------------------------------------------------------------------------------------------------
 
+# Python compiles the modules that it imports. pip would compile all modules of torch, which takes longer than the rest
+# of the installation.
+PIP_INSTALL = .venv/bin/pip install --no-compile
+
 .venv/tools: requirements/build.txt requirements/run.txt
 	$(PYTHON) -m venv .venv
-	.venv/bin/pip install torch==$(TORCH)
-	.venv/bin/pip install --quiet -r requirements/build.txt -r requirements/run.txt
+	$(PIP_INSTALL) torch==$(TORCH)
+	$(PIP_INSTALL) --quiet -r requirements/build.txt -r requirements/run.txt
 	touch $@
 
 .venv/test-tools .venv/lint-tools: .venv/%-tools: requirements/%.txt .venv/tools
-	.venv/bin/pip install --quiet -r $<
+	$(PIP_INSTALL) --quiet -r $<
 	touch $@
 
 build/installed/tools build/installed/test-tools build/installed/lint-tools:
@@ -133,7 +137,7 @@ $(STAMPS)/cublas: $(STAMPS)/tools
 ifneq ($(GPTKERNELS_CUDA),0)
   ifneq ($(TORCH),installed)
 	test -e "$$(dirname $$(readlink -f $$(command -v nvcc || echo /none)))/../include/cublasLt.h" \
-	  || .venv/bin/pip install --quiet --no-deps nvidia-cublas==13.10.0.20
+	  || $(PIP_INSTALL) --quiet --no-deps nvidia-cublas==13.10.0.20
   endif
 endif
 	touch $@
