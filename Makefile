@@ -115,8 +115,8 @@ LINT_BIN = $(if $(filter installed,$(TORCH)),,.venv/bin/)
 
 # ---- the environment -------------------------------------------------------------------------------------------------
 
-# Python compiles the modules that it imports. pip would compile all modules of torch, which takes longer than the rest
-# of the installation.
+# --no-compile: Python compiles a module when it first imports it. Compiling all modules of torch would take longer
+# than the rest of the installation.
 PIP_INSTALL = .venv/bin/pip install --no-compile
 
 .venv/tools: requirements/build.txt requirements/run.txt

@@ -151,16 +151,25 @@ Tensor with_dense_rows(const Tensor& t) {
   return t.size(3) == 1 || t.stride(3) == 1 ? t : torch::stable::contiguous(t);
 }
 
-// The fast kernels require rows that are aligned to 16 bytes, and those for sm_90a positive strides. The gradient of a
-// sum, for example, is expanded, with strides of 0. The simple kernels would be several times as slow as a copy, and
-// less exact after a forward by a fast kernel, because their scores have other rounding errors.
+// CUDA's fast kernels need rows of dout that are aligned to 16 bytes; those for sm_90a also need positive strides. (The
+// gradient of a sum, for example, is expanded, with strides of 0.) Other gradients are copied, because `simple/` takes
+// several times as long as a copy and a fast kernel, and because it rounds scores differently from a fast forward, so
+// that delta cancels less exactly.
+Tensor aligned(const Tensor& t) {
+#ifdef GPTKERNELS_CUDA
+  if (reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 != 0) return torch::stable::clone(t);
+#endif
+  return t;
+}
+
 Tensor with_aligned_rows(const Tensor& t) {
+#ifdef GPTKERNELS_CUDA
   const int64_t pack = 16 / t.element_size();
-  if (t.element_size() > 4 || t.size(3) % pack != 0) return with_dense_rows(t);
-  bool aligned = t.stride(3) == 1;
-  for (int64_t i = 0; i < 3; ++i) aligned = aligned && (t.size(i) == 1 || (t.stride(i) > 0 && t.stride(i) % pack == 0));
-  if (!aligned) return torch::stable::contiguous(t);
-  return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0 ? t : torch::stable::clone(t);
+  if (t.element_size() > 4 || t.size(3) % 8 != 0) return with_dense_rows(t);
+  for (int64_t i = 0; i < 3; ++i)
+    if (t.size(i) != 1 && (t.stride(i) <= 0 || t.stride(i) % pack != 0)) return torch::stable::contiguous(t);
+#endif
+  return aligned(with_dense_rows(t));
 }
 
 Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const Tensor& like) {
@@ -328,7 +337,7 @@ Tensor attention_backward_op(const Tensor& dout, const Tensor& qkv, const Tensor
 
   const Launcher launcher(op, qkv);
   const Options options{.scale = scale, .causal = true, .dropout_p = dropout_p, .seed = seed, .offset = offset};
-  const Tensor dout_dense = dense(dout);
+  const Tensor dout_dense = aligned(dense(dout));
   const Tensor qkv_dense = dense(qkv);
   const Tensor out_dense = dense(out);
   Tensor dqkv = allocate(shape_of(qkv), qkv);

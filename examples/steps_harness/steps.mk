@@ -1,5 +1,5 @@
 # make        compiles every step
-# make check  compiles the kernels of every step, in a third of the time
+# make check  compiles the device code of every step, and the harness, but links nothing
 # make run    checks and times them (needs a GPU); prints the table of the documentation
 #
 # ARCH is the GPU's architecture: sm_90a for H100 and H200, sm_80 for A100. A folder's Makefile sets UNIT, the unit of
@@ -33,7 +33,7 @@ $(BUILD)/problem.o: problem.cu problem.h $(HARNESS).h
 $(BUILD)/harness.o: $(HARNESS).cu $(HARNESS).h
 	$(COMPILE) -c $< -o $@
 
-check: $(STEPS:%=$(BUILD)/%.cubin)
+check: $(STEPS:%=$(BUILD)/%.cubin) $(BUILD)/problem.o $(BUILD)/harness.o
 
 $(BUILD)/%.cubin: %.cu $(HARNESS).h $(HEADERS)
 	$(COMPILE) -cubin $< -o $@

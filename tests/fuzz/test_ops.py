@@ -273,7 +273,7 @@ def test_a_call_that_hangs_or_ends_its_process_is_reported(monkeypatch, capfd):
     assert re.search(command.format(3, "no progress for 3 s, after it entered the stage 'ours'"), printed)
     assert re.search(command.format(40, "the process ended with status 5"), printed)
     # On a busy machine, other calls may also take longer than the patience.
-    assert re.search(r"fuzz.ops: \d+ calls, [2-9] failures", printed)
+    assert int(re.search(r"fuzz.ops: \d+ calls, (\d+) failures", printed).group(1)) >= 2
 
 
 def test_the_campaign_ends_after_its_time(capfd):

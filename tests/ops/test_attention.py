@@ -953,11 +953,12 @@ def test_queries_with_one_dominant_key(sizes, factor, dtype, device):
 def test_float32_queries_with_one_dominant_key(size, dtype, device):
     """In g v' - delta, numbers cancel that are up to 1e5 times as large as the gradient of the scores.
 
-    The key, the value and dout of the last 8 tokens are multiplied by 32.
+    The key, the value and dout of the last 8 tokens are multiplied by 32. The rows of dout are not aligned.
     """
     q, k, v, dout = tensors(4, 3, 3, 515, 515, size, dtype, device)
     for t in (k, v, dout):
         t[:, :, -8:] *= 32
+    dout = torch.empty(dout.numel() + 1, dtype=dtype, device=device)[1:].view(dout.shape).copy_(dout)
     check_norms(q, k, v, dout, causal=True, scale=1.0)
 
 
@@ -965,16 +966,24 @@ def test_float32_queries_with_one_dominant_key(size, dtype, device):
 @with_dtypes(torch.float32, torch.bfloat16, torch.float16)
 def test_strides_of_dout_change_no_bit(size, dtype, device):
     """On CUDA, rows of dout that are not aligned would select other kernels, which round scores differently."""
+
+    def misaligned(t):
+        return torch.empty(t.numel() + 1, dtype=dtype, device=device)[1:].view(t.shape).copy_(t)
+
     *qkv, dout = tensors(2, 3, 3, 200, 200, size, dtype, device)
-    expected = gradients(out_of(ours, causal=True), qkv, dout)
     wide = torch.empty(*dout.shape[:3], size + 3, dtype=dtype, device=device)
-    flat = torch.empty(dout.numel() + 1, dtype=dtype, device=device)
-    for view in (wide[..., 1:-2], flat[1:].view(dout.shape)):
-        found = gradients(out_of(ours, causal=True), qkv, view.copy_(dout))
-        assert all(map(torch.equal, found, expected))
-    found = gradients(out_of(ours, causal=True), qkv, dout[:1, :, :1].expand_as(dout))
-    expected = gradients(out_of(ours, causal=True), qkv, dout[:1, :, :1].expand_as(dout).contiguous())
+    expected = gradients(out_of(ours, causal=True), qkv, dout)
+    for view in (wide[..., 1:-2].copy_(dout), misaligned(dout)):
+        assert all(map(torch.equal, gradients(out_of(ours, causal=True), qkv, view), expected))
+    row = dout[:1, :, :1].expand_as(dout)
+    views = row, row.contiguous()
+    found, expected = (gradients(out_of(ours, causal=True), qkv, view) for view in views)
     assert all(map(torch.equal, found, expected))
+
+    packed = torch.cat([t.transpose(1, 2).flatten(2) for t in qkv], -1)
+    dout = dout.transpose(1, 2).flatten(2)
+    found, expected = (gradients(lambda qkv: ops.attention(qkv, 3)[0], [packed], d) for d in (misaligned(dout), dout))
+    assert torch.equal(found[0], expected[0])
 
 
 @pytest.mark.parametrize("size", [64, 128])

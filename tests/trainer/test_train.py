@@ -224,10 +224,12 @@ def test_the_plot_skips_malformed_rows(tmp_path):
 def test_the_second_signal_interrupts(capfd):
     before = signal.default_int_handler
     inherited = signal.signal(signal.SIGINT, before)  # a shell's background processes ignore SIGINT
+    ending = signal.getsignal(signal.SIGTERM)
     try:
         with stop_on_signals() as request:
             assert not request.signal
             signal.raise_signal(signal.SIGINT)
+            assert signal.getsignal(signal.SIGTERM) is ending
             assert request.signal == signal.SIGINT
             assert "stopping after this step, with a checkpoint" in capfd.readouterr().err
             with pytest.raises(KeyboardInterrupt):

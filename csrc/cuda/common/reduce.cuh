@@ -21,8 +21,8 @@ struct FiniteMax {
   }
 };
 
-// A long sum of equal terms has rounding errors that do not average out. Kahan's sum subtracts the last addition's
-// error from the next term.
+// Kahan's compensated sum: the rounding error of each addition is subtracted from the next term. It is for long sums of
+// equal terms, whose rounding errors do not average out.
 template <typename A>
 struct KahanSum {
   A sum = 0;

@@ -16,8 +16,8 @@ int64_t slabs(int64_t width) {
 }
 
 // kLanes neighbouring lanes share a row. Lanes beyond the width repeat the work of the last lane within the width:
-// storing the same bytes twice costs no time, unlike a bounds check for every access. Only a lane that adds to memory
-// must check `repeats`.
+// storing the same bytes twice costs no time, unlike a bounds check for every access. Code that adds to memory must
+// skip lanes with `repeats`.
 template <int kVec, int kLanes>
 struct SlabColumns {
   int64_t slab;

@@ -283,7 +283,8 @@ __device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderW
     const int parts = run.last / kWindow - first_window + 1;
     const auto row_at = [&](int part) { return 2 * (first_window + part) + (part == 0); };
     if (!add_parts<kVec, T>(sum, at, w, window - first_window, parts, row_at)) continue;
-    if (kAccumulate && (at.repeats || threadIdx.x % kWarp >= kLanes<kVec>)) continue;  // another lane adds this sum
+    // Every group of lanes has the sum. Only one lane may add it to memory.
+    if (kAccumulate && (at.repeats || threadIdx.x % kWarp >= kLanes<kVec>)) continue;
     write_sum<kAccumulate, kVec>(column_of(p.dwte, at, w).row(run.token), sum);
   }
 }

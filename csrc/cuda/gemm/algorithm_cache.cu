@@ -163,11 +163,11 @@ bool adds_all_terms(const cublasLtMatmulAlgo_t& algorithm, const ProductKey& key
   return splits <= 1 || key.inner % splits == 0 || key.inner / splits % terms_per_step(key.type) != 0;
 }
 
-// The kernel that adds split-K's partial sums rounds their sum to the output's type before it adds the bias. In 16 bits
-// a result near 0 then has the rounding error of a much larger sum.
+// With split-K, the kernel that adds the partial sums rounds the total to 16 bits before it adds the bias. If the bias
+// cancels most of the total, the result has the rounding error of the total. Float8 operands have larger errors.
 bool rounds_once(const cublasLtMatmulAlgo_t& algorithm, const ProductKey& key) {
   const bool has_bias = key.epilogue == CUBLASLT_EPILOGUE_BIAS || key.epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
-  if (!has_bias || key.out_type == CUDA_R_32F) return true;
+  if (!has_bias || (key.type != CUDA_R_16BF && key.type != CUDA_R_16F)) return true;
   uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_NONE;
   size_t written = 0;
   cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, &scheme, sizeof(scheme),

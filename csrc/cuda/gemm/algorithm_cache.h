@@ -1,7 +1,7 @@
 // The choice of cuBLASLt's algorithms. Large float8 matmuls use the algorithms that autotuning chose, other matmuls the
-// heuristic's first one that adds all terms. The autotuned algorithms are cached in a file in the user's cache folder,
-// so that later processes compute the same bits. The file's name contains the GPU and the versions of the driver and of
-// cuBLASLt. Host code.
+// heuristic's first one that adds all terms and rounds once. The autotuned algorithms are cached in a file in the
+// user's cache folder, so that later processes compute the same bits. The file's name contains the GPU and the versions
+// of the driver and of cuBLASLt. Host code.
 //
 // GPTKERNELS_MATMUL_CHOICES names another folder; if it is "off", nothing is timed and the heuristic chooses.
 #pragma once
@@ -70,8 +70,8 @@ int64_t terms_per_step(cudaDataType_t type);
 std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKey& key, cublasLtHandle_t handle,
                                               int most);
 
-// Returns false if cuBLASLt does not support the algorithm for this problem, if the algorithm drops terms, or if its
-// `workspace` is smaller than cuBLASLt requires or larger than kLargestWorkspace.
+// Returns false if cuBLASLt does not support the algorithm for this problem, if the algorithm drops terms or rounds
+// before it adds the bias, or if its `workspace` is smaller than cuBLASLt requires or larger than kLargestWorkspace.
 bool supports(const LtProblem& problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle);
 
 bool autotune_enabled();

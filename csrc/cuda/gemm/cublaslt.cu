@@ -119,10 +119,11 @@ bool supports_gelu_epilogue(const Matmul<T>& p) {
   return sizeof(T) == 2 && p.columns % 8 == 0 && alignment(gelu_matrix(p)) >= 16;
 }
 
-// For other operands, cuBLASLt may compute the epilogue in a second kernel, which adds the bias to rounded sums (as
-// with split-K, see rounds_once() in algorithm_cache.cu).
+// With other operands, cuBLASLt may have no kernel that includes the epilogue. It then rounds the sums to 16 bits, and
+// a second kernel adds the bias, as with split-K (rounds_once() in algorithm_cache.cu).
 template <typename T>
-bool fuses_epilogue(const Matmul<T>& p) {
+bool adds_bias_before_rounding(const Matmul<T>& p) {
+  if (sizeof(T) != 2 || !p.bias) return true;
   const auto aligned = [](const void* start, int64_t ld) { return alignment(start) >= 16 && ld * sizeof(T) % 16 == 0; };
   return aligned(p.a, p.a_ld) && aligned(p.b, p.b_ld) && aligned(p.out, p.out_ld) &&
          (gelu_matrix(p) == nullptr || aligned(p.bias, 0));
@@ -132,7 +133,7 @@ template <typename T>
 bool supports_epilogue(const Matmul<T>& p) {
   if (std::is_same_v<T, double> || epilogue(p) == CUBLASLT_EPILOGUE_DEFAULT) return false;
   if (p.rows == 0 || p.columns == 0 || p.inner == 0) return false;
-  return fuses_epilogue(p) && (gelu_matrix(p) == nullptr || supports_gelu_epilogue(p));
+  return adds_bias_before_rounding(p) && (gelu_matrix(p) == nullptr || supports_gelu_epilogue(p));
 }
 
 template <typename T>
@@ -220,7 +221,7 @@ ProductKey product_key(const Matmul<T>& p, cublasComputeType_t compute) {
           .batches = p.batches};
 }
 
-constexpr int kCandidates = 8;  // the first of these that is exact enough is used
+constexpr int kCandidates = 8;  // the first of these that adds all terms and rounds once is used
 
 std::mutex plans_mutex;
 std::map<ProductKey, MatmulPlan> plans;
@@ -288,8 +289,8 @@ cudaError_t write_bias(const Matmul<T>& p, Stream stream) {
   return cudaGetLastError();
 }
 
-// The matmul that follows write_bias(). If the bias were added to the rounded products, results near 0 would have the
-// rounding errors of the larger products.
+// The matmul that follows write_bias(). It adds its float32 sums to the bias, and rounds once. (The kernels
+// nvjet_*_badd would round twice, but need operands with which cuBLASLt's epilogue is used.)
 template <typename T>
 Matmul<T> without_bias(Matmul<T> p) {
   p.bias = nullptr;
@@ -321,7 +322,8 @@ template <typename T>
 MatmulPlan matmul_plan(const Matmul<T>& p, cublasHandle_t handle) {
   if (matmul_sm90_supports(p)) return {.sm90 = true, .workspace = matmul_sm90_workspace(p)};
   const cublasComputeType_t compute = compute_type<T>(handle);
-  const bool uses_lt = supports_epilogue(p) || may_drop_terms(p, compute);
+  const bool plain = epilogue(p) == CUBLASLT_EPILOGUE_DEFAULT;
+  const bool uses_lt = plain ? may_drop_terms(p, compute) : supports_epilogue(p);
   MatmulPlan plan = uses_lt ? lt_plan(p, compute, handle) : MatmulPlan{};
   if (plan.cublaslt) return plan;
   if (gelu_matrix(p)) {

@@ -46,7 +46,7 @@ struct MatmulPlan {
   // computes the matmul. `cublaslt` and `sm90` are never both true.
   bool cublaslt;
   bool separate_gelu;  // the epilogue is without GELU or its gradient, which our kernels compute afterwards
-  bool separate_bias;  // the bias is first written to out by our kernel, and the matmul adds to it
+  bool separate_bias;  // our kernel first writes the bias to every row of out, and the matmul adds to it
   bool sm90;
   cublasLtMatmulAlgo_t algorithm;
   int64_t workspace;  // bytes

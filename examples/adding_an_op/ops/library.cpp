@@ -1,4 +1,4 @@
-// If the operator were part of gptkernels, its ops/library.cpp would have the two m.def lines.
+// In gptkernels itself, the two m.def lines would be in ops/library.cpp.
 
 #include <torch/csrc/stable/library.h>
 

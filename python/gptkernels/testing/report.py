@@ -64,7 +64,7 @@ class Report:
         return "\n".join([*failures, self.line()])
 
 
-_NAME = 36  # the width of the first column
+_NAME = 40  # the width of the first column
 HEADER = "A number is our largest error as a fraction of the allowed error, so that 1.00 would be the limit.\n"
 HEADER += "op".ljust(_NAME) + "".join(f"  {check:>8}" for check in CHECKS)
 

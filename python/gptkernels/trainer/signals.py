@@ -11,14 +11,14 @@ ACKNOWLEDGEMENT = "\nstopping after this step, with a checkpoint; once more stop
 
 
 class StopRequest:
-    """A request to stop. `signal` is the number of the last signal, or 0 if there was none."""
+    """A request to stop. `signal` is the number of the signal, or 0 if there was none."""
 
     signal = 0
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Record SIGINT and SIGTERM. If the same signal comes a second time, it has its usual effect.
+    """Record the first SIGINT or SIGTERM. Later signals have their usual effect.
 
     Python allows handlers only in the main thread, so that in another thread no signal is recorded.
     """
@@ -29,8 +29,12 @@ def stop_on_signals() -> Iterator[StopRequest]:
 
     def note(number: int, _frame: object) -> None:
         request.signal = number
-        signal.signal(number, previous[number])
+        restore()
         write_error(ACKNOWLEDGEMENT)
+
+    def restore() -> None:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
 
     previous = {int(number): signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     for number in previous:
@@ -38,5 +42,4 @@ def stop_on_signals() -> Iterator[StopRequest]:
     try:
         yield request
     finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
+        restore()

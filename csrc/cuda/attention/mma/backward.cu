@@ -157,7 +157,9 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
         for (int e = 0; e < 4; ++e)
           weights[m][n][e] = exp2_approximately(fmaf(weights[m][n][e], factor, -reference[m][e / 2]));
     if (kExact || has_bias) {
-      // The sum is pairwise, because the rounding errors of a long sum of equal terms would not average out.
+      // A tile's probabilities are added in pairs, and with kExact the tiles' sums in float64: the rounding errors of a
+      // long float32 sum of equal terms would not average out.
+      static_assert((kN & (kN - 1)) == 0);
       for_rows<kM>([&](int m, int r) {
         float parts[kN];
 #pragma unroll

@@ -407,7 +407,7 @@ def fp8_linear_cross_entropy(draw):
     rows_of_chunk = math.ceil(chunk_size / 16) * 16 if chunk_size > 0 else -1
     fp8_logits = draw.chance("fp8_logits", 0.5)
     options = vocab_size, ignore_index, reduction, chunk_size
-    # If all targets are ignored, the gradients are multiplied by 0. cuBLASLt may then not read x.
+    # If all targets are ignored, the gradients' factor is 0. cuBLASLt may then return 0 where x is NaN.
     special = "nan" if (targets != ignore_index).any() else "none"
     x = draw.tensor("x", (*rows, inner), dtype, special=special, denormal=False)
     weight = draw.tensor("weight", (width, inner), dtype, inner**-0.5, special="none", denormal=False)
