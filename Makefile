@@ -83,7 +83,8 @@ bench: $(BUILT)
 # Searches the CUDA kernels for memory errors, races, misused barriers and reads of uninitialised memory. The tests have
 # small shapes, and one shape for each kind of memory in which a kernel keeps a row. memcheck and synccheck also run a
 # test with one more tile than SMs. racecheck and initcheck fail only for reports about this package's kernels, because
-# torch's sums load uninitialised values and ignore them.
+# torch's sums load uninitialised values and ignore them. Reports about attention's wgmma kernels are ignored, because
+# racecheck does not follow mbarriers, and initcheck no stores by TMA (docs/notes/attention.md).
 SANITIZED_TESTS = (matches_float64 and 33) or (each_kind_of_memory and bfloat16) or long_sums
 SANITIZED = $(PY) -m pytest --device cuda -m "not large" $(ARGS) -k
 
@@ -93,7 +94,7 @@ sanitize: $(BUILT) $(STAMPS)/test-tools
 	for tool in racecheck initcheck; do \
 	  compute-sanitizer --tool $$tool --print-limit 0 --log-file $(STAMPS)/$$tool.log \
 	    $(SANITIZED) "$(SANITIZED_TESTS)" && \
-	  ! grep "gptkernels::cuda" $(STAMPS)/$$tool.log || exit 1; done
+	  ! grep "gptkernels::cuda" $(STAMPS)/$$tool.log | grep -v "attention_[a-z0-9_]*_wgmma_kernel" || exit 1; done
 
 lint: $(STAMPS)/lint-tools
 	$(LINT_BIN)ruff check . && $(LINT_BIN)ruff format --check .
