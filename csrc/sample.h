@@ -20,7 +20,7 @@ struct Sample {
   int64_t sequence_length;
   double temperature;  // above 0; ignored without noise
   int64_t top_k;       // keeps every x that is at least the top_k-th largest x
-  // Of the x that top_k keeps, sorted in descending order, top_p keeps the shortest prefix that has at least the
+  // The x that top_k keeps are sorted in descending order. top_p keeps the shortest prefix that has at least the
   // fraction top_p of their total probability, and every x that equals the last one in this prefix.
   double top_p;
 };

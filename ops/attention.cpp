@@ -151,26 +151,35 @@ Tensor with_dense_rows(const Tensor& t) {
   return t.size(3) == 1 || t.stride(3) == 1 ? t : torch::stable::contiguous(t);
 }
 
-// CUDA's fast kernels need rows of dout that are aligned to 16 bytes; those for sm_90a also need positive strides. (The
+#ifdef GPTKERNELS_CUDA
+
+// The fast kernels need rows of dout that are aligned to 16 bytes; those for sm_90a also need positive strides. (The
 // gradient of a sum, for example, is expanded, with strides of 0.) Other gradients are copied, because `simple/` takes
 // several times as long as a copy and a fast kernel, and because it rounds scores differently from a fast forward, so
 // that delta cancels less exactly.
 Tensor aligned(const Tensor& t) {
-#ifdef GPTKERNELS_CUDA
-  if (reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 != 0) return torch::stable::clone(t);
-#endif
-  return t;
+  return reinterpret_cast<uintptr_t>(t.data_ptr()) % 16 == 0 ? t : torch::stable::clone(t);
 }
 
 Tensor with_aligned_rows(const Tensor& t) {
-#ifdef GPTKERNELS_CUDA
   const int64_t pack = 16 / t.element_size();
   if (t.element_size() > 4 || t.size(3) % 8 != 0) return with_dense_rows(t);
   for (int64_t i = 0; i < 3; ++i)
     if (t.size(i) != 1 && (t.stride(i) <= 0 || t.stride(i) % pack != 0)) return torch::stable::contiguous(t);
-#endif
   return aligned(with_dense_rows(t));
 }
+
+#else
+
+Tensor aligned(const Tensor& t) {
+  return t;
+}
+
+Tensor with_aligned_rows(const Tensor& t) {
+  return with_dense_rows(t);
+}
+
+#endif
 
 Tensor allocate_heads(const Shape& shape, const std::array<int, 3>& order, const Tensor& like) {
   Shape strides(4, 1);

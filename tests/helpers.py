@@ -75,7 +75,7 @@ def assert_equal(found, expected, equal_nan=False):
 
 
 def assert_same_bits(function, times=3, vary_threads=True):
-    """With ``vary_threads``, every second call uses another number of CPU threads."""
+    """If ``vary_threads`` is true, every second call uses another number of CPU threads."""
     first = _copies(function())
     threads = torch.get_num_threads()
     other = 1 if threads > 1 else 3

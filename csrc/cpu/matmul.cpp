@@ -49,7 +49,8 @@ GemmBackend gemm_backend() {
 bool is_faster(const Matmul& p) {
 #ifdef GPTKERNELS_X86
   static const bool amd = (__builtin_cpu_init(), __builtin_cpu_is("amd"));
-  // From this many rows on, packing b pays. Contiguous rows of b are packed faster, or not at all (panel_rows()).
+  // Packing b pays if a has at least this many rows. Contiguous rows of b are packed faster, or not at all
+  // (panel_rows()).
   const int64_t rows = p.b.column == 1 ? 32 : 96;
   const int64_t elements = p.rows * p.inner + p.inner * p.columns + p.rows * p.columns;
   const bool near = p.a.column == 1 || (p.a.column <= 1024 && p.a.column % kConflictStride != 0);

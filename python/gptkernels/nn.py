@@ -61,9 +61,9 @@ class Dropout(torch.nn.Dropout):
 class Linear(torch.nn.Linear):
     """:class:`torch.nn.Linear` with an option ``fp8``.
 
-    With ``fp8``, training uses float8 matmuls (``docs/fp8.md``): the input and the weight are in e4m3, the output's
-    gradient is in e5m2. The scales of the input and of the gradient come from the amax of the last 16 calls. These two
-    amax histories are buffers, and are reset if a loaded state dict lacks them. In evaluation mode, and under
+    If ``fp8`` is true, training uses float8 matmuls (``docs/fp8.md``): the input and the weight are in e4m3, the
+    output's gradient is in e5m2. The scales of the input and of the gradient come from the amax of the last 16 calls.
+    These two amax histories are buffers, and are reset if a loaded state dict lacks them. In evaluation mode, and under
     ``torch.no_grad()``, the option has no effect.
 
     Args:

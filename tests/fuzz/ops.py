@@ -273,6 +273,8 @@ def leave_out_overflows(ours, torchs, exact):
     and the formula's is more than half of the dtype's largest number, torch's error is unknown, and elements of this
     size may have the largest errors. Ours must then be within 1/64 of the formula's.
     """
+    if torchs.isfinite().all():
+        return ours, torchs, exact
     most, error = torch.finfo(ours.dtype).max, (ours.double() - exact).abs()
     near = torchs.isinf() & (exact.abs() > most / 2) & (exact.abs() <= most) & (error <= most / 64)
     left_out = near | (exact.isfinite() & ~torchs.isfinite() & ~ours.isfinite())

@@ -134,7 +134,7 @@ def count_saved_bytes(model, autocast):
 )
 @both_precisions
 def test_frozen_parameters(options, frozen, device, monkeypatch):
-    """With float8 matmuls, a block is one autograd node if and only if none of its parameters is frozen."""
+    """A block with float8 matmuls is one autograd node if and only if none of its parameters is frozen."""
     model = make_model(device, **options)
     for name, p in model.named_parameters():
         p.requires_grad_(frozen not in name)

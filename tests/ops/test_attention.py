@@ -317,8 +317,8 @@ def test_sequences_are_independent_in_large_batches(size, few, dtype, device):
 def many_heads(device):
     """Return the number of the GPU's SMs, or 3 on a CPU.
 
-    With a multiple of this number of heads (B * NH), attention/sm90/backward_one_pass.cu computes the backward in 16
-    bits. It supports heads of up to 64 channels and 1024 queries, but no masks, dropout or grouped heads.
+    If the number of heads (B * NH) is a multiple of this, attention/sm90/backward_one_pass.cu computes the backward in
+    16 bits. It supports heads of up to 64 channels and 1024 queries, but no masks, dropout or grouped heads.
     """
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 3
 
@@ -1054,7 +1054,7 @@ def test_every_head_size_with_all_options(size, dtype, device):
 
 @two_dtypes
 def test_tiles_of_queries_of_several_heads(dtype, device):
-    """With few queries, as in decoding, a tile contains the queries of several heads, which have different masks."""
+    """A tile of few queries, as in decoding, contains the queries of several heads, which have different masks."""
     for heads, key_heads, rows, columns, size in [(8, 1, 16, 700, 64), (6, 2, 5, 1030, 40), (2, 2, 3, 300, 128)]:
         q, k, v, _ = tensors(2, heads, key_heads, rows, columns, size, dtype, device)
         mask = torch.rand(2, heads, rows, columns, device=device) < 0.6

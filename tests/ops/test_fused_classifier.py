@@ -114,8 +114,8 @@ def test_padded_columns_are_not_read(vocab_size, width, dtype, device):
 @pytest.mark.parametrize("width", [1000, 2000, 4096, 12288, 32768, 50304, 65536, 131072, 262144, 600000])
 @two_dtypes
 def test_rows_in_each_kind_of_memory(width, dtype, device):
-    """With growing width, the CUDA kernels keep a row in the registers or the shared memory of a thread block or a
-    cluster, or read it from global memory in each pass.
+    """The CUDA kernels keep a row in the registers or the shared memory of a thread block or a cluster. Wider rows are
+    read from global memory in each pass.
     """
     if device.type == "cpu" and width > 131072:
         pytest.skip("the CPU keeps no row")

@@ -31,8 +31,8 @@ def torchs(x, weight, bias):
 )
 @two_dtypes
 def test_rows_in_each_kind_of_memory(rows, width, dtype, device):
-    """With growing width, the CUDA kernels keep a row in the registers of a warp or of several warps, or read it from
-    global memory in each pass.
+    """The CUDA kernels keep a row in the registers of a warp or of several warps. Wider rows are read from global
+    memory in each pass.
     """
     # On the CPU, groups of rows have partial sums of dweight and dbias. 1100 rows make the most groups, 64, some with
     # one row more than others.

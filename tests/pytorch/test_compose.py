@@ -480,7 +480,7 @@ def test_several_devices(device):
 
 
 def test_inference_mode(device):
-    """As for torch's ops, autograd refuses to save a tensor that was made in inference mode."""
+    """Autograd refuses to save a tensor that was made in inference mode, as it does for torch's ops."""
     model, (tokens, targets) = make_model(device), make_batch(device)
     with torch.inference_mode():
         logits, _ = model(tokens, targets)

@@ -136,7 +136,7 @@ def layer_drop(self, forward, idx, targets=None):
 
 @edit(nano, "GPT", before=lambda model: model.lm_head.weight.data.mul_(40))
 def confident_exit(self, forward, idx, targets=None):
-    """As in CALM and DeeBERT, evaluation skips the layers after a confident prediction.
+    """Evaluation skips the layers after a confident prediction, as in CALM and DeeBERT.
 
     No prediction is confident until ``run`` multiplies the LM head's weight by 40.
     """

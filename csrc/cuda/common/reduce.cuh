@@ -21,21 +21,6 @@ struct FiniteMax {
   }
 };
 
-// Kahan's compensated sum: the rounding error of each addition is subtracted from the next term. It is for long sums of
-// equal terms, whose rounding errors do not average out.
-template <typename A>
-struct KahanSum {
-  A sum = 0;
-  A error = 0;
-
-  __device__ void add(A x) {
-    const A term = x - error;
-    const A next = sum + term;
-    error = (next - sum) - term;
-    sum = next;
-  }
-};
-
 template <typename Op, int kLanes = kWarp, typename A>
 __device__ A warp_reduce(A value, Op op = {}) {
 #pragma unroll

@@ -53,8 +53,8 @@ struct RowValues {
 //   kMasked        only the first `columns` columns of a row are read; all further columns are masked, and written as 0
 //   kOverflow      a thread may have more than kItems packs; the packs beyond kItems are in shared memory
 //
-// With kOverflow, thread 0 of the team is at the start of the 128-byte line that contains the first pack, so that no
-// two warps of the team write packs to the same line. Threads in front of the first pack have no pack 0.
+// If kOverflow is true, thread 0 of the team is at the start of the 128-byte line that contains the first pack, so that
+// no two warps of the team write packs to the same line. Threads in front of the first pack have no pack 0.
 template <typename T_, typename Team, int kItems_, bool kHasHeadTail, bool kMasked, bool kOverflow_>
 class RowColumns {
  public:

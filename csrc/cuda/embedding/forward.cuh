@@ -1,6 +1,6 @@
 // out[b, t] = wte[tokens[b, t]] + wpe[t].
 //
-// With packs, a warp computes 512 bytes of each of two rows. Persistent grids, and more rows per warp (which could
+// A warp computes 512 bytes of each of two rows if it uses packs. Persistent grids, and more rows per warp (which could
 // share a row of wpe), read and write in bursts and were up to 10 % slower.
 #pragma once
 

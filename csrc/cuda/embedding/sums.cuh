@@ -12,8 +12,8 @@
 // warp. The warp that finishes last adds the parts (add_parts); no warp waits for another. The order of the additions
 // depends on the tokens alone, not on which warp is the last.
 //
-// With packs, a slab is 256 bytes of a row, 16 lanes with 16 bytes each. Wider slabs do not stay in the L2 until dout
-// is read again, and narrower slabs waste part of each memory transaction.
+// A slab of packs is 256 bytes of a row, 16 lanes with 16 bytes each. Wider slabs do not stay in the L2 until dout is
+// read again, and narrower slabs waste part of each memory transaction.
 #pragma once
 
 #include <cstdint>

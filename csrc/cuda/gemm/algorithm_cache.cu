@@ -152,27 +152,33 @@ Algorithms& algorithms_of(int device) {
   return found->second;
 }
 
+template <typename V>
+V configuration(const cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute, V value) {
+  size_t written = 0;
+  cublasLtMatmulAlgoConfigGetAttribute(&algorithm, attribute, &value, sizeof(value), &written);
+  return value;
+}
+
 // Split-K divides a sum among thread blocks, which read terms in steps of 128 bytes. cuBLASLt's kernels behave as if
 // each thread block had inner / splits terms, rounded down to an integer and then up to whole steps. If the integer is
 // already a number of whole steps, the last inner % splits terms are dropped. This was observed with 16-bit operands
 // (examples/cublas_tail), and is assumed for all types.
 bool adds_all_terms(const cublasLtMatmulAlgo_t& algorithm, const ProductKey& key) {
-  int32_t splits = 1;
-  size_t written = 0;
-  cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, &splits, sizeof(splits), &written);
+  const int32_t splits = configuration(algorithm, CUBLASLT_ALGO_CONFIG_SPLITK_NUM, int32_t{1});
   return splits <= 1 || key.inner % splits == 0 || key.inner / splits % terms_per_step(key.type) != 0;
 }
 
-// With split-K, the kernel that adds the partial sums rounds the total to 16 bits before it adds the bias. If the bias
+// The kernel that adds split-K's partial sums rounds their total to 16 bits before it adds the bias. If the bias
 // cancels most of the total, the result has the rounding error of the total. Float8 operands have larger errors.
 bool rounds_once(const cublasLtMatmulAlgo_t& algorithm, const ProductKey& key) {
   const bool has_bias = key.epilogue == CUBLASLT_EPILOGUE_BIAS || key.epilogue == CUBLASLT_EPILOGUE_GELU_AUX_BIAS;
   if (!has_bias || (key.type != CUDA_R_16BF && key.type != CUDA_R_16F)) return true;
-  uint32_t scheme = CUBLASLT_REDUCTION_SCHEME_NONE;
-  size_t written = 0;
-  cublasLtMatmulAlgoConfigGetAttribute(&algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, &scheme, sizeof(scheme),
-                                       &written);
-  return scheme == CUBLASLT_REDUCTION_SCHEME_NONE;
+  constexpr uint32_t kNone = CUBLASLT_REDUCTION_SCHEME_NONE;
+  return configuration(algorithm, CUBLASLT_ALGO_CONFIG_REDUCTION_SCHEME, kNone) == kNone;
+}
+
+bool is_exact(const cublasLtMatmulAlgo_t& algorithm, const ProductKey& key) {
+  return adds_all_terms(algorithm, key) && rounds_once(algorithm, key);
 }
 
 std::optional<int64_t> workspace_of(LtProblem problem, const cublasLtMatmulAlgo_t& algorithm, cublasLtHandle_t handle) {
@@ -228,8 +234,7 @@ std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKe
   std::vector<LtAlgorithm> algorithms;
   if (problem.status != CUBLAS_STATUS_SUCCESS) return algorithms;
   for (int i = 0; i < count; ++i)
-    if (found[i].state == CUBLAS_STATUS_SUCCESS && adds_all_terms(found[i].algo, key) &&
-        rounds_once(found[i].algo, key))
+    if (found[i].state == CUBLAS_STATUS_SUCCESS && is_exact(found[i].algo, key))
       algorithms.push_back({found[i].algo, static_cast<int64_t>(found[i].workspaceSize)});
   for (int i = 0; algorithms.empty() && i < count; ++i)
     if (const auto unsplit = without_split_k(problem, found[i].algo, handle)) algorithms.push_back(*unsplit);
@@ -239,7 +244,7 @@ std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKe
 bool supports(const LtProblem& problem, const ProductKey& key, const LtAlgorithm& algorithm, cublasLtHandle_t handle) {
   const auto workspace = workspace_of(problem, algorithm.algo, handle);
   return workspace && *workspace <= algorithm.workspace && algorithm.workspace <= kLargestWorkspace &&
-         adds_all_terms(algorithm.algo, key) && rounds_once(algorithm.algo, key);
+         is_exact(algorithm.algo, key);
 }
 
 bool autotune_enabled() {

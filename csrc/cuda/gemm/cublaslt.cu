@@ -119,20 +119,19 @@ bool supports_gelu_epilogue(const Matmul<T>& p) {
   return sizeof(T) == 2 && p.columns % 8 == 0 && alignment(gelu_matrix(p)) >= 16;
 }
 
-// With other operands, cuBLASLt may have no kernel that includes the epilogue. It then rounds the sums to 16 bits, and
-// a second kernel adds the bias, as with split-K (rounds_once() in algorithm_cache.cu).
+// If an operand is not aligned, cuBLASLt may have no kernel that includes the epilogue. It then rounds the sums to 16
+// bits, and a second kernel adds the bias, as with split-K (rounds_once() in algorithm_cache.cu).
 template <typename T>
 bool adds_bias_before_rounding(const Matmul<T>& p) {
   if (sizeof(T) != 2 || !p.bias) return true;
-  const auto aligned = [](const void* start, int64_t ld) { return alignment(start) >= 16 && ld * sizeof(T) % 16 == 0; };
-  return aligned(p.a, p.a_ld) && aligned(p.b, p.b_ld) && aligned(p.out, p.out_ld) &&
-         (gelu_matrix(p) == nullptr || aligned(p.bias, 0));
+  return all_aligned(p.a, p.b, p.out) && p.a_ld % kPack<T> == 0 && p.b_ld % kPack<T> == 0 && p.out_ld % kPack<T> == 0 &&
+         (gelu_matrix(p) == nullptr || all_aligned(p.bias));
 }
 
+// `p` has an epilogue.
 template <typename T>
 bool supports_epilogue(const Matmul<T>& p) {
-  if (std::is_same_v<T, double> || epilogue(p) == CUBLASLT_EPILOGUE_DEFAULT) return false;
-  if (p.rows == 0 || p.columns == 0 || p.inner == 0) return false;
+  if (std::is_same_v<T, double> || p.rows == 0 || p.columns == 0 || p.inner == 0) return false;
   return adds_bias_before_rounding(p) && (gelu_matrix(p) == nullptr || supports_gelu_epilogue(p));
 }
 
@@ -146,7 +145,7 @@ bool on_tensor_cores(cublasComputeType_t compute) {
 // there are splits, and there are at most as many splits as whole steps.
 template <typename T>
 bool may_drop_terms(const Matmul<T>& p, cublasComputeType_t compute) {
-  if (!on_tensor_cores<T>(compute) || gelu_matrix(p) || p.rows == 0 || p.columns == 0 || p.batches == 0) return false;
+  if (!on_tensor_cores<T>(compute) || p.rows == 0 || p.columns == 0 || p.batches == 0) return false;
   const int64_t step = terms_per_step(kDataType<T>), rest = p.inner % step;
   return p.inner / step > (rest > 0 ? rest : step);
 }
@@ -342,9 +341,9 @@ MatmulStatus matmul(const Matmul<T>& p, const MatmulPlan& plan, void* workspace,
   MatmulStatus status;
   if (plan.separate_bias) {
     status.cuda = write_bias(first, stream);
+    if (!status.ok()) return status;
     first = without_bias(first);
   }
-  if (!status.ok()) return status;
   if (plan.sm90)
     status.cuda = matmul_sm90(first, workspace, stream);
   else if (plan.cublaslt)

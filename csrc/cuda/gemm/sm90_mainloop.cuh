@@ -251,7 +251,7 @@ __device__ inline Words load_shared(uint32_t shared) {
   return w;
 }
 
-// With a branch or a return value, the compiler would wait for the load at once.
+// The compiler would wait at once for a load behind a branch, or one whose value is returned.
 template <typename T>
 __device__ void load_once(Words& w, const T* global, bool inside) {
   asm volatile(

@@ -29,7 +29,7 @@ bool few_rows(int64_t rows) {
   return rows < 64 * int64_t(multiprocessors());
 }
 
-// With one warp per row, a thread block has as many rows as fit into 3 KB, at least one and at most four, because small
+// A thread block with one warp per row has as many rows as fit into 3 KB, at least one and at most four, because small
 // thread blocks mix reads and writes best. If the rows are few, it has four, because more thread blocks would cost more
 // than the mixing saves.
 unsigned forward_block_rows(int64_t rows, int threads, int64_t row_bytes) {

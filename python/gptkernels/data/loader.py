@@ -24,8 +24,8 @@ class DataLoader:
     contains every window once, in an order that depends on (seed, epoch), or in the file's order without `shuffle`.
     Rank 0 gets the first B windows, rank 1 the next B, and so on, as from one batch of `world_size * B`.
 
-    With `random_offsets` a window starts at a random token, which depends only on the seed, the number of tokens and
-    the window's index. Some tokens then occur more often than others, as in nanoGPT.
+    If `random_offsets` is true, a window starts at a random token, which depends only on the seed, the number of tokens
+    and the window's index. Some tokens then occur more often than others, as in nanoGPT.
 
     Args:
         data: a token file or its path, or several files as one.

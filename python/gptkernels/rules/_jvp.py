@@ -18,8 +18,8 @@ Rule = Callable[[Sequence[Any], Sequence[Any], Sequence[Tensor]], Tensor | Seque
 def with_jvp(function: type[torch.autograd.Function], rule: Rule) -> type[torch.autograd.Function]:
     """Return a subclass of ``function`` with ``rule`` as its ``jvp``.
 
-    With a ``jvp``, torch sets the outputs' tangents before the outputs are saved for the backward, as forward over
-    reverse needs. Calls without tangents use ``function`` itself, which keeps fewer tensors.
+    If a function has a ``jvp``, torch sets the outputs' tangents before the outputs are saved for the backward, as
+    forward over reverse needs. Calls without tangents use ``function`` itself, which keeps fewer tensors.
     """
 
     class WithJvp(function):  # type: ignore[misc, valid-type]

@@ -147,7 +147,7 @@ def recorder(function: type[torch.autograd.Function]) -> Callable[..., Any]:
 def _single_level(function: type[torch.autograd.Function]) -> Any:
     """Copy ``function`` as a class whose ``apply`` stays inside the present transform.
 
-    From torch 2.15 on, the ``apply`` of a ``Function`` itself enters transforms.
+    The ``apply`` of a ``Function`` itself enters transforms from torch 2.15 on.
     """
     methods = {name: staticmethod(getattr(function, name)) for name in ("forward", "backward", "jvp")}
     return type(function.__name__, (torch.autograd.function._SingleLevelFunction,), methods)

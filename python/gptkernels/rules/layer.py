@@ -1,7 +1,7 @@
 """A layer of GPT-2 in training as one operator, which takes less host time than an operator for each of its parts.
 
-The operator has no derivative of its own. The autograd node in ``block/node.py`` calls it, and ``layer_backward`` for
-the gradients.
+The operator has no autograd rule. The autograd node in ``block/node.py`` calls ``layer`` in the forward, and
+``layer_backward`` in the backward.
 """
 
 from gptkernels.block.tensors import BlockParameters, LayerSaved, Weights

@@ -128,8 +128,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
   const float factor = score_factor<kGeneral>(p.mask, p.scale);
   const DropoutDraw dropout(p.dropout);
   const float keep_scale = kGeneral && dropout.drops() ? static_cast<float>(dropout.keep_scale) : 1;
-  float dquery[kM][HS / 8][4] = {};
-  std::conditional_t<kExact, double, float> sum[kM][2] = {};  // of probabilities
+  float dquery[kM][HS / 8][4] = {}, sum[kM][2] = {};  // sum of probabilities
   int stage = 0;
   for (int start = first; start < end; start += kKeys, stage ^= 1) {
     copy_async_wait();
@@ -157,18 +156,11 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
         for (int e = 0; e < 4; ++e)
           weights[m][n][e] = exp2_approximately(fmaf(weights[m][n][e], factor, -reference[m][e / 2]));
     if (kExact || has_bias) {
-      // A tile's probabilities are added in pairs, and with kExact the tiles' sums in float64: the rounding errors of a
-      // long float32 sum of equal terms would not average out.
-      static_assert((kN & (kN - 1)) == 0);
+      // Sums each tile first, because the rounding errors of a long sum of equal terms would not average out.
       for_rows<kM>([&](int m, int r) {
-        float parts[kN];
-#pragma unroll
-        for (int n = 0; n < kN; ++n) parts[n] = weights[m][n][2 * r] + weights[m][n][2 * r + 1];
-#pragma unroll
-        for (int half = kN / 2; half > 0; half /= 2)
-#pragma unroll
-          for (int n = 0; n < half; ++n) parts[n] += parts[n + half];
-        sum[m][r] += parts[0];
+        float part = 0;
+        for_columns<kN>([&](int n, int c) { part += weights[m][n][2 * r + c]; });
+        sum[m][r] += part;
       });
     }
 
@@ -193,7 +185,7 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
     for (int r = 0; r < 2; ++r) {
       scales[m][r] = static_cast<float>(gradient_scale(p));
       if constexpr (kCorrects<kGeneral, kExact>) {
-        const float total = static_cast<float>(warp_reduce<Sum, 4>(sum[m][r]));
+        const float total = warp_reduce<Sum, 4>(sum[m][r]);
         const int at = row + warp_row + 16 * m + 8 * r + lane / 4;
         if (at >= queries) continue;
         const float logsumexp = p.logsumexp[head * queries + at];

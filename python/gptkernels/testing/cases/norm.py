@@ -63,7 +63,7 @@ def flat(exact, dims):
 def torchs_layer_norm(x, shape, weight, bias, eps):
     """Call torch's function for at most 65536 rows at a time.
 
-    With more rows, its backward on CUDA fails or writes outside its memory (docs/notes/layernorm.md).
+    Its backward on CUDA fails or writes outside its memory if there are more rows (docs/notes/layernorm.md).
     """
     rows = x.flatten(0, -len(shape) - 1) if x.dim() > len(shape) else x[None]
     parts = [F.layer_norm(part, shape, weight, bias, eps) for part in rows.split(2**16)]
