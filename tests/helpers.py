@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -206,6 +207,56 @@ def run_python(program, *arguments, **environment):
     command = [sys.executable, "-c", program, *map(str, arguments)]
     environment = {**os.environ, **environment}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
+
+
+# Runs programs at the same time, each in a process that is forked after the imports.
+FORKS = """
+import importlib, json, os, signal, sys, tempfile, traceback
+
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+started = []
+for program, arguments, environment in json.load(sys.stdin):
+    outputs = [tempfile.TemporaryFile("w+") for _ in range(2)]
+    child = os.fork()
+    if child:
+        started.append((child, outputs))
+        continue
+    signal.alarm(150)  # ends a process that hangs
+    for number, output in enumerate(outputs, 1):
+        os.dup2(output.fileno(), number)
+    sys.argv = ["-c", *arguments]
+    os.environ.update(environment)
+    status = 1
+    try:
+        exec(program, {"__name__": "__main__"})
+        status = 0
+    except SystemExit as end:
+        status = end.code
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+found = []
+for child, outputs in started:
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for output in outputs:
+        output.seek(0)
+    found.append([status, *(output.read() for output in outputs)])
+json.dump(found, sys.stdout)
+"""
+
+
+def run_forked(*programs, imports=("torch",)):
+    """Run (program, arguments, environment) for each program, all at the same time. The imports are made only once."""
+    path = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", FORKS, *imports],
+        input=json.dumps(programs), capture_output=True, text=True, check=True, env=os.environ | path, timeout=180,
+    )  # fmt: skip
+    return [subprocess.CompletedProcess(FORKS, *found) for found in json.loads(done.stdout)]
 
 
 # ---- random bits -----------------------------------------------------------------------------------------------------

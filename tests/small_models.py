@@ -2,6 +2,7 @@
 
 import torch
 
+from gptkernels import functional
 from gptkernels.models import GPT2, GPT2Config
 from reference_gpt2 import ReferenceGPT2
 
@@ -32,3 +33,14 @@ def make_batch(device="cpu", B=2, length=16, vocab_size=SIZES["vocab_size"], see
 
 def assert_equal(found, expected):
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+class Batches(torch.utils.data.Dataset):
+    """Results of ops, which the workers of a data loader compute."""
+
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, i):
+        x = torch.linspace(-3, 3, 4096).view(64, 64) * (i + 1)
+        return functional.layer_norm(functional.gelu(x), (64,))

@@ -20,6 +20,7 @@ from benchmarks.harness.timing import Time
 from benchmarks.swap import __main__ as swap
 from benchmarks.swap import table as swap_table
 from benchmarks.train_step import __main__ as steps
+from benchmarks.train_step import cpu as cpu_steps
 from benchmarks.train_step.__main__ import main as train_step
 from benchmarks.train_step.timeline import Launch, Rates, cells, pieces
 from matplotlib import pyplot as plt
@@ -266,7 +267,8 @@ def test_steps_of_all_variants_have_the_same_losses(tmp_path, capsys):
     assert "| torch-eager | autocast | 2 |" in capsys.readouterr().out
 
 
-def test_steps_on_the_cpu_are_timed_with_their_parts(tmp_path, capsys):
+def test_steps_on_the_cpu_are_timed_with_their_parts(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(cpu_steps, "TURN", 1)
     kept = tmp_path / "step.json"
     assert train_step(["--cpu", "--turns", "2", "--variants", "ours,torch-eager", "--json", str(kept)]) == 0
     found = json.loads(kept.read_text())["cpu"]
@@ -463,10 +465,16 @@ def run_swap_benchmark(*arguments):
     return swap.main([*SMALL_SWAP, *map(str, arguments)])
 
 
-def test_runs_of_swapped_models_join_in_one_table(tmp_path, capsys):
+def measure_here(variants, options):
+    """Measure in this process. ``test_a_failing_variant_does_not_end_the_run`` starts processes."""
+    return (swap.measure(variant, CPU, options.seconds, options.losses) for variant in variants)
+
+
+def test_runs_of_swapped_models_join_in_one_table(tmp_path, capsys, monkeypatch):
     pytest.importorskip("transformers")
+    monkeypatch.setattr(swap, "measure_in_processes", measure_here)
     one, other, all_rows = tmp_path / "one.json", tmp_path / "other.json", tmp_path / "all.json"
-    assert run_swap_benchmark("--rows", "huggingface/eager/2/0", "--json", one, "--at-once", 2) == 0
+    assert run_swap_benchmark("--rows", "huggingface/eager/2/0", "--json", one) == 0
     assert run_swap_benchmark("--rows", "nanogpt/eager/2/0", "--swapped", "yes", "--json", other) == 0
     rows = [row for path in (one, other) for row in json.loads(path.read_text())["rows"]]
     measured = [(row["model"], row["swapped"]) for row in rows]
@@ -497,10 +505,11 @@ def test_an_interrupted_run_of_swapped_models_keeps_its_rows(tmp_path, monkeypat
 
 def test_a_failing_variant_does_not_end_the_run(tmp_path, capsys):
     kept, rows = tmp_path / "run.json", "nanogpt/eager/-1/0,nanogpt/eager/1/0"
-    assert run_swap_benchmark("--rows", rows, "--swapped", "yes", "--json", kept) == 1
+    assert run_swap_benchmark("--rows", rows, "--swapped", "yes", "--json", kept, "--at-once", 2) == 1
     failed, measured = json.loads(kept.read_text())["rows"]
     assert "negative dimension" in failed["fault"]
     assert measured["ms"] > 0
+    assert len(measured["losses"]) == 3
     assert "negative dimension" in capsys.readouterr().out
 
 

@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.config
 
 import gptkernels
 from gptkernels.checkpoint import save_model
@@ -36,8 +38,11 @@ def run(*command, **options):
     return found.stdout
 
 
-def run_python(script, *arguments, **options):
-    return run(sys.executable, EXAMPLES / script, *arguments, text=True, **options)
+def run_here(monkeypatch, script, *arguments):
+    """Run a Python program in this process, which saves the imports."""
+    monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
+    monkeypatch.syspath_prepend((EXAMPLES / script).parent)
+    runpy.run_path(str(EXAMPLES / script), run_name="__main__")
 
 
 def build(source, folder, *options):
@@ -52,10 +57,13 @@ def read_losses(text):
     return [float(found) for found in re.findall(r"loss'?:? '?([\d.]+)", text)]
 
 
-def test_nanogpt(device):
+def test_nanogpt(device, monkeypatch, capsys, one_thread):
     """The losses with and without the swap differ only by dropout masks and rounding errors."""
-    arguments = "--steps", 21, "--device", device
-    ours, theirs = (run_python("nanogpt/train.py", *arguments, *more) for more in ([], ["--no-swap"]))
+    texts = []
+    for more in ([], ["--no-swap"]):
+        run_here(monkeypatch, "nanogpt/train.py", "--steps", 21, "--device", device, *more)
+        texts.append(capsys.readouterr().out)
+    ours, theirs = texts
     assert "gpt block" in ours
     assert "gpt block" not in theirs
     ours, theirs = read_losses(ours), read_losses(theirs)
@@ -64,12 +72,13 @@ def test_nanogpt(device):
     assert ours == pytest.approx(theirs, rel=2e-2)
 
 
-def test_huggingface(device, tmp_path):
+def test_huggingface(device, tmp_path, monkeypatch, capsys):
     transformers = pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
-    hidden = {"CUDA_VISIBLE_DEVICES": ""} if device.type == "cpu" else {}
-    arguments = "--steps", 20, "--output", tmp_path
-    text = run_python("huggingface/train.py", *arguments, env=make_environment(WORLD_SIZE="1", **hidden))
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device.type == "cuda")
+    run_here(monkeypatch, "huggingface/train.py", "--steps", 20, "--output", tmp_path)
+    text = capsys.readouterr().out
     losses = read_losses(text)
     assert losses[-1] < losses[0] - 1
     assert "Hugging Face GPT2Block" in text
@@ -77,7 +86,7 @@ def test_huggingface(device, tmp_path):
 
 
 @needs_cmake
-def test_cpp(device, tmp_path):
+def test_cpp(device, tmp_path, monkeypatch):
     """A C++ program without Python generates the tokens that the model generates in Python.
 
     The prompt and the number of tokens are those of examples/README.md.
@@ -90,9 +99,11 @@ def test_cpp(device, tmp_path):
         for p in model.parameters():
             p.mul_(5 if p.dim() == 2 else 1)  # with small weights, the text repeats one byte
     save_model(tmp_path / "model.safetensors", model.state_dict(), model.config)
-    with ThreadPoolExecutor() as pool:  # the program and the model are compiled at the same time
+    fast = {"aot_inductor.precompile_headers": False, "aot_inductor.compile_wrapper_opt_level": "O0"}
+    arguments = tmp_path / "model.safetensors", tmp_path / "model.pt2", "--device", device
+    with ThreadPoolExecutor() as pool, torch._inductor.config.patch(fast):  # both are compiled at the same time
         built = pool.submit(build, "cpp", tmp_path / "build")
-        run_python("cpp/export.py", tmp_path / "model.safetensors", tmp_path / "model.pt2", "--device", device)
+        run_here(monkeypatch, "cpp/export.py", *arguments)
         built.result()
     program, libraries = tmp_path / "build" / "generate", [LIBRARIES / "libgptkernels.so"]
     linked = run("ldd", program, text=True)

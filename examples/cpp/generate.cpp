@@ -2,7 +2,8 @@
 //
 //   generate model.pt2 TEXT COUNT libgptkernels.so [libgptkernels_cuda.so]
 
-#include <ATen/ATen.h>
+#include <ATen/ops/argmax.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>

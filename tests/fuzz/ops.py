@@ -537,7 +537,8 @@ class Worker:
     """
 
     def __init__(self, arguments):
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")  # which imports torch once for all processes
+        context.set_forkserver_preload(["torch"])
         self.progress = Progress(context)
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=work, args=(other, self.progress, arguments), daemon=True)

@@ -12,7 +12,6 @@ fault is missed. A TMA copy is a separate process, because it may happen at any 
 import itertools
 import re
 from collections import defaultdict
-from operator import itemgetter
 from pathlib import Path
 
 CUDA = Path(__file__).parents[2] / "csrc" / "cuda"
@@ -196,6 +195,15 @@ def strip_numbers(key):
     return key[0] if isinstance(key[0], str) else " ".join(part for part in key[0] if isinstance(part, str))
 
 
+def find_used(step):
+    """Return the processes on whose positions a step depends."""
+    return {process for operation in step for process, _ in operation[4]}
+
+
+def decode(state, fields):
+    return [state >> shift & mask for shift, mask in fields]
+
+
 def find_earlier(operations, key):
     return sum(kind in ("arrive", "write") and other == key for kind, other, _ in operations)
 
@@ -297,31 +305,40 @@ class Model:
         buffers. Therefore ``perform`` is called once for each choice of these positions.
         """
         self.compile()
+        # A state is an integer, in which a field of bits is a process's position.
+        masks = [(1 << len(steps).bit_length()) - 1 for steps in self.programs]
+        shifts = [0, *itertools.accumulate(map(int.bit_length, masks))]
+        fields = list(zip(shifts, masks, strict=False))
         programs = [
-            [*((step, itemgetter(process, *{i for op in step for i, _ in op[4]}), {}) for step in steps), None]
-            for process, steps in enumerate(self.programs)
+            (
+                *(index, shifts[index], masks[index]),
+                [(step, sum(fields[i][1] << fields[i][0] for i in {index, *find_used(step)}), {}) for step in steps],
+            )
+            for index, steps in enumerate(self.programs)
         ]
-        level, states = {(0,) * len(programs)}, 0
+        level, states = {0}, 0
         while level:
             states += len(level)
             following = set()
             for state in level:
-                moved = ended = 0
-                for process, at in enumerate(state):
-                    if programs[process][at] is None:
-                        ended += 1
+                moved = unfinished = False
+                for index, shift, mask, steps in programs:
+                    at = state >> shift & mask
+                    if at == len(steps):
                         continue
-                    step, positions, known = programs[process][at]
-                    key = positions(state)
-                    if key not in known:
-                        known[key] = self.perform(state, process, step)
-                    if known[key]:
-                        moved += 1
-                        following.add((*state[:process], at + 1, *state[process + 1 :]))
-                if not moved and ended < len(state):
+                    unfinished = True
+                    step, positions, known = steps[at]
+                    key = state & positions
+                    can_move = known.get(key)
+                    if can_move is None:
+                        can_move = known[key] = self.perform(decode(state, fields), index, step)
+                    if can_move:
+                        moved = True
+                        following.add(state + (1 << shift))
+                if unfinished and not moved:
                     waits = [
                         f"{self.at(process)} for {steps[at][0][1]}, phase {steps[at][0][2]}"
-                        for process, (steps, at) in enumerate(zip(self.programs, state, strict=True))
+                        for process, (steps, at) in enumerate(zip(self.programs, decode(state, fields), strict=True))
                         if at < len(steps) and not str(steps[at][0][1][0]).endswith("issued")
                     ]
                     raise Deadlock("waiting: " + "; ".join(waits))

@@ -521,20 +521,11 @@ def test_fork_after_import():
     subprocess.run([sys.executable, "-c", code], env=os.environ | paths, check=True, timeout=120)
 
 
-class Batches(torch.utils.data.Dataset):
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, i):
-        x = torch.linspace(-3, 3, 4096).view(64, 64) * (i + 1)
-        return functional.layer_norm(functional.gelu(x), (64,))
-
-
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_data_loader_workers(context):
     """The parent calls ops with several OpenMP threads before it starts the worker, which has one thread."""
-    data = Batches()
+    data = small_models.Batches()  # a process that is spawned imports only this module
     expected = [data[i] for i in range(4)]
     loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=context)
     small_models.assert_equal(list(loader), expected)

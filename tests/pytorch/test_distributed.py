@@ -24,7 +24,11 @@ import small_models
 from gptkernels import nn
 from gptkernels.optim import AdamW, clip_grad_norm_
 
-pytestmark = pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
+# The tests run in one worker of pytest-xdist, so that the fixture starts the processes once.
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
+    pytest.mark.xdist_group("distributed"),
+]
 
 STEPS, CLIP, LR = 4, 0.5, 1e-2
 BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)

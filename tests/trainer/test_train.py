@@ -7,6 +7,7 @@ import os
 import re
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -28,7 +29,7 @@ from gptkernels.trainer.plot import read_losses as read_losses_to_plot
 from gptkernels.trainer.schedule import Schedule
 from gptkernels.trainer.signals import stop_on_signals
 from gptkernels.trainer.train import Trainer, resume
-from helpers import assert_raises
+from helpers import assert_raises, run_forked
 from small_runs import (
     SMALL,
     TEXT,
@@ -523,38 +524,47 @@ def test_a_finished_run_is_resumed_bit_for_bit(options, is_stopped):
     assert checkpoint.read_bytes() == before
 
 
-def start_training(options, tmp_path):
-    given = options | {"steps": 10**6, "checkpoint_every": 1, "val_every": 0, "sample_every": 0}
-    given |= {"warmup_steps": 0, "final_lr_fraction": 1.0, "output": str(tmp_path / "run")}
-    flags = run_flags(given)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "gptkernels", "train", *flags],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    deadline = time.monotonic() + 120
-    while not (tmp_path / "run" / "checkpoint.safetensors").exists():
-        assert process.poll() is None, process.stderr.read()
-        assert time.monotonic() < deadline
+# Runs `gptkernels`, and sends a signal to the process in the middle of a step, or of writing a checkpoint.
+KILLED = """
+import os, runpy, sys, threading, time
+
+number, checkpoint, *sys.argv[1:] = sys.argv[1:]
+
+def kill():
+    while not os.path.exists(checkpoint):
         time.sleep(0.05)
-    time.sleep(0.3)  # in the middle of a step, or of writing a checkpoint
-    return process, given
+    time.sleep(0.3)
+    os.kill(os.getpid(), int(number))
+
+threading.Thread(target=kill, daemon=True).start()
+runpy.run_module("gptkernels", run_name="__main__")
+"""
+IMPORTS = ["gptkernels.trainer.cli", "torch._dynamo"]
 
 
-@pytest.mark.parametrize(
-    ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -signal.SIGKILL)]
-)
-def test_a_killed_process_leaves_a_whole_checkpoint(options, tmp_path, number, status):
-    process, given = start_training(options, tmp_path)
-    process.send_signal(number)
-    errors = process.communicate(timeout=60)[1]
-    assert process.returncode == status
-    assert "Traceback" not in errors
-    steps = load_step(tmp_path / "run") + 2
-    resumed = resume(str(tmp_path / "run"), steps=steps)
-    whole = train_with(given, steps=steps, output=tmp_path / "whole")
-    assert_same_run(resumed.output, whole.output)
+def test_a_killed_process_leaves_a_whole_checkpoint(options, tmp_path):
+    given = options | {"steps": 10**6, "checkpoint_every": 1, "val_every": 0, "sample_every": 0}
+    given |= {"warmup_steps": 0, "final_lr_fraction": 1.0}
+    statuses = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}
+    folders = [tmp_path / number.name for number in statuses]
+    processes = run_forked(
+        *(
+            (
+                KILLED,
+                [str(int(number)), f"{folder}/checkpoint.safetensors", "train", *run_flags(given | {"output": folder})],
+                {},
+            )
+            for number, folder in zip(statuses, folders, strict=True)
+        ),
+        imports=IMPORTS,
+    )
+    for folder, process, status in zip(folders, processes, statuses.values(), strict=True):
+        assert process.returncode == status, process.stderr
+        assert "Traceback" not in process.stderr
+        steps = load_step(folder) + 2
+        resumed = resume(str(folder), steps=steps)
+        whole = train_with(given, steps=steps, output=tmp_path / "whole" / folder.name)
+        assert_same_run(resumed.output, whole.output)
 
 
 @pytest.mark.parametrize("redirection", ["| head -1", ">&- 2>&-"])
@@ -578,13 +588,19 @@ def test_a_run_continues_without_its_output(options, tmp_path, redirection):
 
 
 def test_two_processes_train_as_one_with_twice_the_batch(options, device, tmp_path):
+    """The processes have the variables of torchrun, which a test of the watchdog calls."""
     if device.type != "cpu":
         pytest.skip("two processes on one GPU")
     given = options | {"output": str(tmp_path / "two"), "learning_rate": 1e-2, "steps": 4}
     given |= {"total_batch_tokens": 128, "skip_update_lossz": 1e9}
     flags = run_flags(given)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    subprocess.run([*torchrun, "-m", "gptkernels", "train", *flags], check=True, capture_output=True, timeout=120)
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "WORLD_SIZE": "2"}
+    code = 'import runpy; runpy.run_module("gptkernels", run_name="__main__")'
+    ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"} for rank in range(2))
+    for process in run_forked(*((code, ["train", *flags], address | rank) for rank in ranks), imports=IMPORTS):
+        assert process.returncode == 0, process.stderr
     train_with(given, batch_size=4, val_max_batches=1, output=tmp_path / "one")
     two, one = (
         [float(loss) for _, split, loss, *_ in read_losses(tmp_path / name) if split == "train"]

@@ -12,6 +12,7 @@ import pytest
 from gptkernels.trainer import watchdog
 from gptkernels.trainer.train import resume
 from gptkernels.trainer.watchdog import INTERVALS, STALLED, Watchdog
+from helpers import run_forked
 from small_runs import assert_same_run, load_step, make_options, run_flags, train_with
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -45,56 +46,62 @@ def options(tmp_path, device):
     return make_options(tmp_path, device, graph=False)
 
 
-def train_in_child(options, hang, tmp_path, launcher=(), rank=0):
-    """Run `gptkernels train` in a child process, or with ``launcher`` in several. The process ``rank`` hangs.
-
-    ``hang`` has the module, the function and the statement for CHILD.
-    """
-    script = tmp_path / "child.py"
-    script.write_text(CHILD)
+def arguments_of_child(options, hang, rank=0):
+    """Return the arguments of CHILD. ``hang`` has the module, the function and the statement. Only ``rank`` hangs."""
     flags = ["--no-graph", *run_flags({name: options[name] for name in options if name != "graph"})]
     checkpoint = os.path.join(options["output"], "checkpoint.safetensors")
-    return subprocess.run(
-        [sys.executable, *launcher, str(script), *hang, checkpoint, str(rank), "train", "--watchdog", "0.05", *flags],
+    return [*hang, checkpoint, str(rank), "train", "--watchdog", "0.05", *flags]
+
+
+# For each name of a part of the run: where the run hangs, the step and the description in the error message.
+HANGS = {
+    "data": (("gptkernels.data.loader", "DataLoader.next_batch", BLOCK), 4, "reading the training data"),
+    "step": (STEP, 4, "in its forward pass, backward pass or update"),
+    "validation": (("gptkernels.trainer.train", "mean_loss", BLOCK), 6, "validating"),
+    "sample": (("gptkernels.models.gpt2", "GPT2._windows", BLOCK), 4, "sampling"),
+    "checkpoint": (("gptkernels.trainer.train", "save_training_state", BLOCK), 8, "saving the checkpoint"),
+    "device": (
+        ("gptkernels.trainer.step", "Step.__call__", "torch.cuda._sleep(2**60)"),
+        6,
+        "waiting for cuda:0, which does",
+    ),
+}
+
+
+def test_a_hang_ends_the_run(options, device, tmp_path):
+    hangs = {name: hang for name, hang in HANGS.items() if name != "device" or device.type == "cuda"}
+    children = run_forked(
+        *(
+            (CHILD, arguments_of_child(options | {"output": str(tmp_path / name)}, hangs[name][0]), {})
+            for name in hangs
+        ),
+        imports=["gptkernels.trainer.cli", "torch._dynamo"],
+    )
+    whole = train_with(options, output=tmp_path / "whole")
+    for (name, (_, step, doing)), child in zip(hangs.items(), children, strict=True):
+        assert child.returncode == STALLED, f"{name}: {child.stderr}"
+        assert f"error: nothing was finished for 0.05 minutes at step {step} of 8, {doing}" in child.stderr
+        assert "(B=2, T=16, on " in child.stderr
+        assert "The checkpoint of step 4 is kept" in child.stderr
+        assert "in _train" in child.stderr  # a function in the main thread's stack
+        assert load_step(tmp_path / name) == 4
+        assert_same_run(resume(str(tmp_path / name)).output, whole.output)
+
+
+def test_a_hang_of_one_process_ends_all_processes(options, device, tmp_path):
+    if device.type != "cpu":
+        pytest.skip("two processes on one GPU")
+    script = tmp_path / "child.py"
+    script.write_text(CHILD)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    child = subprocess.run(
+        [*torchrun, str(script), *arguments_of_child(options, STEP, rank=1)],
         capture_output=True,
         text=True,
         timeout=180,
         check=False,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-
-
-@pytest.mark.parametrize(
-    ("hang", "step", "doing"),
-    [
-        (("gptkernels.data.loader", "DataLoader.next_batch", BLOCK), 4, "reading the training data"),
-        (STEP, 4, "in its forward pass, backward pass or update"),
-        (("gptkernels.trainer.step", "Step.__call__", "torch.cuda._sleep(2**60)"), 6, "waiting for cuda:0, which does"),
-        (("gptkernels.trainer.train", "mean_loss", BLOCK), 6, "validating"),
-        (("gptkernels.models.gpt2", "GPT2._windows", BLOCK), 4, "sampling"),
-        (("gptkernels.trainer.train", "save_training_state", BLOCK), 8, "saving the checkpoint"),
-    ],
-    ids=["data", "step", "device", "validation", "sample", "checkpoint"],
-)
-def test_a_hang_ends_the_run(options, hang, step, doing, device, tmp_path):
-    if "cuda" in hang[2] and device.type == "cpu":
-        pytest.skip("CUDA only")
-    child = train_in_child(options, hang, tmp_path)
-    assert child.returncode == STALLED, child.stderr
-    assert f"error: nothing was finished for 0.05 minutes at step {step} of 8, {doing}" in child.stderr
-    assert "(B=2, T=16, on " in child.stderr
-    assert "The checkpoint of step 4 is kept" in child.stderr
-    assert "in _train" in child.stderr  # a function in the main thread's stack
-    assert load_step(tmp_path / "run") == 4
-    whole = train_with(options, output=tmp_path / "whole")
-    assert_same_run(resume(str(tmp_path / "run")).output, whole.output)
-
-
-def test_a_hang_of_one_process_ends_all_processes(options, device, tmp_path):
-    if device.type != "cpu":
-        pytest.skip("two processes on one GPU")
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    child = train_in_child(options, STEP, tmp_path, torchrun, rank=1)
     assert child.returncode == 1
     assert "process 1 of 2, B=2" in child.stderr
     assert f"exitcode  : {STALLED}" in child.stderr
