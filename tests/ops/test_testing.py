@@ -9,7 +9,7 @@ import torch
 import gptkernels
 from gptkernels.testing import assert_as_exact_as_torch, gradcheck_ops, op_names
 from gptkernels.testing.cases import CASES, ODD, SMALL, Case, Operator
-from gptkernels.testing.checks import TRACING, check_case
+from gptkernels.testing.checks import check_case
 from gptkernels.testing.report import CHECKS
 from gptkernels.trainer.cli import main
 
@@ -20,19 +20,7 @@ def case_dtypes(case):
     return {str(dtype).removeprefix("torch.") for dtype in case.operator.dtypes}
 
 
-def test_every_op_passes_gptkernels_check(device, monkeypatch):
-    """The derivative of a backward op is traced in one variant only, because tracing takes most of the time.
-
-    Other tests differentiate backward ops in every variant (gradgradcheck), and trace the options of attention and MLP.
-    """
-    opcheck, seen = torch.library.opcheck, set()
-
-    def trace_once(op, args, kwargs, test_utils):
-        is_seen = op in seen and "backward" in op._opname
-        seen.add(op)
-        opcheck(op, args, kwargs, test_utils=[test for test in test_utils if not (is_seen and test == TRACING)])
-
-    monkeypatch.setattr(torch.library, "opcheck", trace_once)
+def test_every_op_passes_gptkernels_check(device):
     state = torch.random.get_rng_state()
     report = gradcheck_ops(device=device)
     assert report.passed, str(report)
