@@ -587,23 +587,37 @@ def test_a_run_continues_without_its_output(options, tmp_path, redirection):
     assert load_step(tmp_path / "run") == 8
 
 
+def train_in_processes(count, given, *flags):
+    """Train in ``count`` processes, with the variables of torchrun, which a test of the watchdog calls."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "WORLD_SIZE": str(count)}
+    code = 'import runpy; runpy.run_module("gptkernels", run_name="__main__")'
+    ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)} for rank in range(count))
+    programs = ((code, ["train", *run_flags(given), *flags], address | rank) for rank in ranks)
+    for process in run_forked(*programs, imports=IMPORTS):
+        assert process.returncode == 0, process.stderr
+
+
 def test_two_processes_train_as_one_with_twice_the_batch(options, device, tmp_path):
-    """The processes have the variables of torchrun, which a test of the watchdog calls."""
     if device.type != "cpu":
         pytest.skip("two processes on one GPU")
     given = options | {"output": str(tmp_path / "two"), "learning_rate": 1e-2, "steps": 4}
     given |= {"total_batch_tokens": 128, "skip_update_lossz": 1e9}
-    flags = run_flags(given)
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "WORLD_SIZE": "2"}
-    code = 'import runpy; runpy.run_module("gptkernels", run_name="__main__")'
-    ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "2"} for rank in range(2))
-    for process in run_forked(*((code, ["train", *flags], address | rank) for rank in ranks), imports=IMPORTS):
-        assert process.returncode == 0, process.stderr
+    train_in_processes(2, given)
     train_with(given, batch_size=4, val_max_batches=1, output=tmp_path / "one")
     two, one = (
         [float(loss) for _, split, loss, *_ in read_losses(tmp_path / name) if split == "train"]
         for name in ("two", "one")
     )
     assert two == pytest.approx(one, rel=1e-4)
+
+
+@pytest.mark.parametrize(("count", "dtype"), [(2, "bfloat16"), (4, "float32")])
+def test_the_layout_changes_no_bit(options, device, tmp_path, count, dtype):
+    if device.type != "cpu":
+        pytest.skip("several processes on one GPU")
+    given = options | {"output": str(tmp_path / "several"), "dtype": dtype, "val_every": 0, "skip_update_gradz": 1e9}
+    train_in_processes(count, given, "--deterministic-layout")
+    train_with(given, grad_accumulation=count, output=tmp_path / "one")
+    assert_same_run(tmp_path / "several", tmp_path / "one")

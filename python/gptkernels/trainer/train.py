@@ -132,7 +132,7 @@ class Trainer:
         keep_log: bool = False,
     ) -> None:
         self.config = config
-        self.processes = processes = Processes(config.device)
+        self.processes = processes = Processes(config.device, config.deterministic_layout)
         if config.tf32:
             torch.backends.cuda.matmul.allow_tf32 = True
         torch.manual_seed(config.seed)
