@@ -82,13 +82,13 @@ bench: $(BUILT)
 
 # Searches the CUDA kernels for memory errors, races, misused barriers and reads of uninitialised memory. The tests have
 # small shapes, and one shape for each kind of memory in which a kernel keeps a row. memcheck and synccheck also run a
-# test with one more tile than SMs. memcheck and initcheck run without torch's caching allocator: in its blocks of 2 MB,
-# an access beyond a tensor's end would be valid, and reused memory would count as initialised.
-# synccheck checks only this package's kernels, because under it some float8 matmuls of cuBLASLt do not end. It also
-# reports correct mbarriers in clusters of 16 thread blocks (docs/notes/softmax.md). racecheck does not follow
-# mbarriers, and initcheck does not follow stores by TMA; reports about attention's wgmma kernels are therefore ignored
-# (docs/notes/attention.md). Reports about torch's kernels are ignored, because torch's sums load uninitialised values
-# whose results are unused.
+# test with one more tile than SMs. All tools but synccheck run without torch's caching allocator: in its blocks of 2
+# MB, an access beyond a tensor's end would be valid, and reused memory would count as initialised. synccheck checks
+# only this package's kernels, because some float8 matmuls of cuBLASLt do not end under it. It also omits the rows of
+# 600000 elements, for which its report is wrong (docs/notes/softmax.md). racecheck and initcheck fail only for reports
+# about this package's kernels, because torch's sums load uninitialised values and ignore them. Reports about
+# attention's wgmma kernels are ignored, because racecheck does not follow mbarriers, and initcheck does not follow
+# stores by TMA (docs/notes/attention.md).
 SANITIZED_TESTS = (matches_float64 and 33) or (each_kind_of_memory and bfloat16) or long_sums
 SANITIZED = $(PY) -m pytest --device cuda -m "not large" $(ARGS) -k
 
@@ -96,7 +96,7 @@ sanitize: $(BUILT) $(STAMPS)/test-tools
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \
 	  $(SANITIZED) "$(SANITIZED_TESTS) or one_more_tile"
 	compute-sanitizer --tool synccheck --error-exitcode 1 --kernel-name kns=gptkernels \
-	  --kernel-name-exclude kns=rows_by_cluster_kernel $(SANITIZED) "$(SANITIZED_TESTS) or one_more_tile"
+	  $(SANITIZED) "($(SANITIZED_TESTS) or one_more_tile) and not 600000"
 	for tool in racecheck initcheck; do \
 	  PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool $$tool --print-limit 0 --log-file $(STAMPS)/$$tool.log \
 	    $(SANITIZED) "$(SANITIZED_TESTS)" && \

@@ -232,7 +232,7 @@ for program, arguments, environment in json.load(sys.stdin):
         exec(program, {"__name__": "__main__"})
         status = 0
     except SystemExit as end:
-        status = end.code
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
@@ -250,12 +250,16 @@ json.dump(found, sys.stdout)
 
 
 def run_forked(*programs, imports=("torch",)):
-    """Run (program, arguments, environment) for each program, all at the same time. The imports are made only once."""
+    """Run each (program, arguments, environment) at the same time, in processes forked after the imports.
+
+    A variable that a module reads when it is imported has no effect.
+    """
     path = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [sys.executable, "-c", FORKS, *imports],
-        input=json.dumps(programs), capture_output=True, text=True, check=True, env=os.environ | path, timeout=180,
+        input=json.dumps(programs), capture_output=True, text=True, check=False, env=os.environ | path, timeout=300,
     )  # fmt: skip
+    assert done.returncode == 0, done.stderr
     return [subprocess.CompletedProcess(FORKS, *found) for found in json.loads(done.stdout)]
 
 

@@ -1,4 +1,4 @@
-"""A small GPT-2, its reference and batches of tokens, for tests of models."""
+"""A small GPT-2, its reference, batches of tokens, and a data set of op results."""
 
 import torch
 

@@ -178,7 +178,7 @@ def test_types_have_one_definition():
 
 @needs_sources
 def test_kernels_of_all_instruction_sets_agree(tmp_path):
-    options = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
+    options = ["-O1", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
     assert compile_and_run(tmp_path, *options, ROOT / "tests/instruction_sets.cpp") == "ok\n"
 
 

@@ -1,4 +1,4 @@
-"""Runs the programs in ``examples`` with the commands of their pages."""
+"""Runs the programs in ``examples``, with the arguments of their pages or fewer steps."""
 
 import os
 import re
@@ -26,9 +26,9 @@ PROGRAMS = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PA
 needs_cmake = pytest.mark.skipif(shutil.which("cmake", path=PROGRAMS) is None, reason="needs cmake")
 
 
-def make_environment(**more):
+def make_environment():
     path = os.pathsep.join([str(Path(gptkernels.__file__).parent.parent), os.environ.get("PYTHONPATH", "")])
-    return {**os.environ, "PATH": PROGRAMS, "PYTHONPATH": path, **more}
+    return {**os.environ, "PATH": PROGRAMS, "PYTHONPATH": path}
 
 
 def run(*command, **options):
@@ -42,6 +42,7 @@ def run_here(monkeypatch, script, *arguments):
     """Run a Python program in this process, which saves the imports."""
     monkeypatch.setattr(sys, "argv", [script, *map(str, arguments)])
     monkeypatch.syspath_prepend((EXAMPLES / script).parent)
+    monkeypatch.delitem(sys.modules, "model", raising=False)  # nanoGPT's
     runpy.run_path(str(EXAMPLES / script), run_name="__main__")
 
 

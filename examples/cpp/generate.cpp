@@ -2,7 +2,7 @@
 //
 //   generate model.pt2 TEXT COUNT libgptkernels.so [libgptkernels_cuda.so]
 
-#include <ATen/ops/argmax.h>
+#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
 #include <dlfcn.h>

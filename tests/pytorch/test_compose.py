@@ -525,7 +525,7 @@ def test_fork_after_import():
 @pytest.mark.parametrize("context", ["fork", "spawn"])
 def test_data_loader_workers(context):
     """The parent calls ops with several OpenMP threads before it starts the worker, which has one thread."""
-    data = small_models.Batches()  # a process that is spawned imports only this module
+    data = small_models.Batches()  # not defined here, so that a spawned process need not import this file
     expected = [data[i] for i in range(4)]
     loader = torch.utils.data.DataLoader(data, batch_size=None, num_workers=1, multiprocessing_context=context)
     small_models.assert_equal(list(loader), expected)

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -587,24 +586,14 @@ def test_a_run_continues_without_its_output(options, tmp_path, redirection):
     assert load_step(tmp_path / "run") == 8
 
 
-def train_in_processes(count, given, *flags):
-    """Train in ``count`` processes, with the variables of torchrun, which a test of the watchdog calls."""
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.getsockname()[1]), "WORLD_SIZE": str(count)}
-    code = 'import runpy; runpy.run_module("gptkernels", run_name="__main__")'
-    ranks = ({"RANK": str(rank), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(count)} for rank in range(count))
-    programs = ((code, ["train", *run_flags(given), *flags], address | rank) for rank in ranks)
-    for process in run_forked(*programs, imports=IMPORTS):
-        assert process.returncode == 0, process.stderr
-
-
 def test_two_processes_train_as_one_with_twice_the_batch(options, device, tmp_path):
     if device.type != "cpu":
         pytest.skip("two processes on one GPU")
     given = options | {"output": str(tmp_path / "two"), "learning_rate": 1e-2, "steps": 4}
     given |= {"total_batch_tokens": 128, "skip_update_lossz": 1e9}
-    train_in_processes(2, given)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*torchrun, "-m", "gptkernels", "train", *run_flags(given)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
     train_with(given, batch_size=4, val_max_batches=1, output=tmp_path / "one")
     two, one = (
         [float(loss) for _, split, loss, *_ in read_losses(tmp_path / name) if split == "train"]
@@ -613,11 +602,19 @@ def test_two_processes_train_as_one_with_twice_the_batch(options, device, tmp_pa
     assert two == pytest.approx(one, rel=1e-4)
 
 
-@pytest.mark.parametrize(("count", "dtype"), [(2, "bfloat16"), (4, "float32")])
-def test_the_layout_changes_no_bit(options, device, tmp_path, count, dtype):
-    if device.type != "cpu":
-        pytest.skip("several processes on one GPU")
-    given = options | {"output": str(tmp_path / "several"), "dtype": dtype, "val_every": 0, "skip_update_gradz": 1e9}
-    train_in_processes(count, given, "--deterministic-layout")
-    train_with(given, grad_accumulation=count, output=tmp_path / "one")
-    assert_same_run(tmp_path / "several", tmp_path / "one")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_the_layout_changes_no_bit(options, device, tmp_path, dtype):
+    """Four processes have the variables of torchrun, and a store of this process for their addresses, as torchrun's."""
+    if device.type == "cuda" and torch.cuda.device_count() < 4:
+        pytest.skip("needs a GPU for each process")
+    given = options | {"output": str(tmp_path / "four"), "dtype": dtype, "val_every": 0, "skip_update_gradz": 1e9}
+    store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "4"}
+    shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
+    code = 'import runpy; runpy.run_module("gptkernels", run_name="__main__")'
+    arguments = ["train", *run_flags(given), "--deterministic-layout"]
+    ranks = (shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(4))
+    done = run_forked(*((code, arguments, rank) for rank in ranks), imports=IMPORTS)
+    assert [process.returncode for process in done] == [0] * 4, "\n".join(process.stderr for process in done)
+    train_with(given, grad_accumulation=4, output=tmp_path / "one")
+    assert_same_run(tmp_path / "four", tmp_path / "one")

@@ -157,7 +157,7 @@ class TrainConfig:
     deterministic_layout: bool = _batch(
         False,
         "add the gradients of the processes in a fixed order, so that 2, 4 or 8 processes with one batch per step give "
-        "the same bits as one process with --grad-accumulation 2, 4 or 8",
+        "the same bits as one process with --grad-accumulation 2, 4 or 8, without --dropout and --fp8",
     )
     steps: int | None = _batch(None, "steps to train (default: 700 for tiny, else one epoch)", at_least=0)
     epochs: float | None = _batch(None, "passes over the training data, instead of --steps", above=0)
