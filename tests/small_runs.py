@@ -1,6 +1,7 @@
 """Small runs of the trainer and comparisons of runs."""
 
 import csv
+import sys
 from pathlib import Path
 
 import torch
@@ -26,6 +27,11 @@ SMALL = {
     "sample_length": 5,
     "checkpoint_every": 4,
 }
+
+
+# What a training run imports, for processes that are forked after the imports. The optimizer imports the second module.
+TRAINING_IMPORTS = ["gptkernels.trainer.cli", "torch._dynamo"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 
 def make_options(folder, device, **changes):

@@ -14,6 +14,7 @@ from gptkernels.testing.exactness import assert_norm_as_exact_as_torch
 from helpers import (
     all_dtypes,
     all_views,
+    as_view,
     assert_as_exact_as_torch,
     assert_as_exact_with_gradients,
     assert_equal,
@@ -958,22 +959,17 @@ def test_float32_queries_with_one_dominant_key(size, dtype, device):
     q, k, v, dout = tensors(4, 3, 3, 515, 515, size, dtype, device)
     for t in (k, v, dout):
         t[:, :, -8:] *= 32
-    dout = torch.empty(dout.numel() + 1, dtype=dtype, device=device)[1:].view(dout.shape).copy_(dout)
-    check_norms(q, k, v, dout, causal=True, scale=1.0)
+    check_norms(q, k, v, as_view(dout, "misaligned"), causal=True, scale=1.0)
 
 
 @pytest.mark.parametrize("size", [8, 64, 128])
 @with_dtypes(torch.float32, torch.bfloat16, torch.float16)
 def test_strides_of_dout_change_no_bit(size, dtype, device):
     """On CUDA, rows of dout that are not aligned would select other kernels, which round scores differently."""
-
-    def misaligned(t):
-        return torch.empty(t.numel() + 1, dtype=dtype, device=device)[1:].view(t.shape).copy_(t)
-
     *qkv, dout = tensors(2, 3, 3, 200, 200, size, dtype, device)
     wide = torch.empty(*dout.shape[:3], size + 3, dtype=dtype, device=device)
     expected = gradients(out_of(ours, causal=True), qkv, dout)
-    for view in (wide[..., 1:-2].copy_(dout), misaligned(dout)):
+    for view in (wide[..., 1:-2].copy_(dout), as_view(dout, "misaligned")):
         assert all(map(torch.equal, gradients(out_of(ours, causal=True), qkv, view), expected))
     row = dout[:1, :, :1].expand_as(dout)
     views = row, row.contiguous()
@@ -982,7 +978,8 @@ def test_strides_of_dout_change_no_bit(size, dtype, device):
 
     packed = torch.cat([t.transpose(1, 2).flatten(2) for t in qkv], -1)
     dout = dout.transpose(1, 2).flatten(2)
-    found, expected = (gradients(lambda qkv: ops.attention(qkv, 3)[0], [packed], d) for d in (misaligned(dout), dout))
+    views = as_view(dout, "misaligned"), dout
+    found, expected = (gradients(lambda qkv: ops.attention(qkv, 3)[0], [packed], view) for view in views)
     assert torch.equal(found[0], expected[0])
 
 

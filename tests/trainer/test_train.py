@@ -32,6 +32,8 @@ from helpers import assert_raises, run_forked
 from small_runs import (
     SMALL,
     TEXT,
+    TORCHRUN,
+    TRAINING_IMPORTS,
     assert_same_run,
     at_step,
     error_of,
@@ -538,7 +540,6 @@ def kill():
 threading.Thread(target=kill, daemon=True).start()
 runpy.run_module("gptkernels", run_name="__main__")
 """
-IMPORTS = ["gptkernels.trainer.cli", "torch._dynamo"]
 
 
 def test_a_killed_process_leaves_a_whole_checkpoint(options, tmp_path):
@@ -555,7 +556,7 @@ def test_a_killed_process_leaves_a_whole_checkpoint(options, tmp_path):
             )
             for number, folder in zip(statuses, folders, strict=True)
         ),
-        imports=IMPORTS,
+        imports=TRAINING_IMPORTS,
     )
     for folder, process, status in zip(folders, processes, statuses.values(), strict=True):
         assert process.returncode == status, process.stderr
@@ -591,8 +592,7 @@ def test_two_processes_train_as_one_with_twice_the_batch(options, device, tmp_pa
         pytest.skip("two processes on one GPU")
     given = options | {"output": str(tmp_path / "two"), "learning_rate": 1e-2, "steps": 4}
     given |= {"total_batch_tokens": 128, "skip_update_lossz": 1e9}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command = [*torchrun, "-m", "gptkernels", "train", *run_flags(given)]
+    command = [*TORCHRUN, "-m", "gptkernels", "train", *run_flags(given)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
     train_with(given, batch_size=4, val_max_batches=1, output=tmp_path / "one")
     two, one = (
@@ -614,7 +614,7 @@ def test_the_layout_changes_no_bit(options, device, tmp_path, dtype):
     code = 'import runpy; runpy.run_module("gptkernels", run_name="__main__")'
     arguments = ["train", *run_flags(given), "--deterministic-layout"]
     ranks = (shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(4))
-    done = run_forked(*((code, arguments, rank) for rank in ranks), imports=IMPORTS)
+    done = run_forked(*((code, arguments, rank) for rank in ranks), imports=TRAINING_IMPORTS)
     assert [process.returncode for process in done] == [0] * 4, "\n".join(process.stderr for process in done)
     train_with(given, grad_accumulation=4, output=tmp_path / "one")
     assert_same_run(tmp_path / "four", tmp_path / "one")

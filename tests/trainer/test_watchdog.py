@@ -4,7 +4,6 @@ checkpoint.
 
 import os
 import subprocess
-import sys
 import threading
 
 import pytest
@@ -13,7 +12,7 @@ from gptkernels.trainer import watchdog
 from gptkernels.trainer.train import resume
 from gptkernels.trainer.watchdog import INTERVALS, STALLED, Watchdog
 from helpers import run_forked
-from small_runs import assert_same_run, load_step, make_options, run_flags, train_with
+from small_runs import TORCHRUN, TRAINING_IMPORTS, assert_same_run, load_step, make_options, run_flags, train_with
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -76,8 +75,7 @@ def test_a_hang_ends_the_run(options, device, tmp_path):
     ]
     # Runs on the same GPU would wait for each other.
     groups = [programs] if device.type == "cpu" else [[program] for program in programs]
-    imports = ["gptkernels.trainer.cli", "torch._dynamo"]
-    children = [child for group in groups for child in run_forked(*group, imports=imports)]
+    children = [child for group in groups for child in run_forked(*group, imports=TRAINING_IMPORTS)]
     whole = train_with(options, output=tmp_path / "whole")
     for (name, (_, step, doing)), child in zip(hangs.items(), children, strict=True):
         assert child.returncode == STALLED, f"{name}: {child.stderr}"
@@ -94,9 +92,8 @@ def test_a_hang_of_one_process_ends_all_processes(options, device, tmp_path):
         pytest.skip("two processes on one GPU")
     script = tmp_path / "child.py"
     script.write_text(CHILD)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     child = subprocess.run(
-        [*torchrun, str(script), *arguments_of_child(options, STEP, rank=1)],
+        [*TORCHRUN, str(script), *arguments_of_child(options, STEP, rank=1)],
         capture_output=True,
         text=True,
         timeout=180,
