@@ -1,5 +1,8 @@
 // Token and position embeddings: out[b, t] = wte[tokens[b, t]] + wpe[t]. Without wpe the op is a plain embedding.
 //
+// wte may be a shard of a larger table, with the rows of tokens first_token, first_token + 1, ... The rows of `out` of
+// other shards' tokens are then 0. Only one shard contributes to a row of `out`, so the sum over the shards is exact.
+//
 // The CPU launchers check all tokens before they write anything, and return an error if one is outside the vocabulary.
 // On CUDA the host does not read the tokens: the kernel prints the error and fails a device-side assertion.
 #pragma once
@@ -12,27 +15,31 @@ template <typename T, typename Token>
 struct EncoderForward {
   T* out;               // (B, T, C)
   const Token* tokens;  // (B, T)
-  const T* wte;         // (Vp, C), Vp >= V
+  const T* wte;         // (R, C), the rows of tokens first_token to first_token + R - 1
   const T* wpe;         // (P, C), P >= T, or null
   int64_t batch;        // B
   int64_t length;       // T
   int64_t vocabulary;   // V; tokens must be in [0, V)
   int64_t width;        // C
+  int64_t first_token;
+  int64_t table_rows;  // R
 };
 
 template <typename T, typename Token>
 struct EncoderBackward {
-  T* dwte;              // (Vp, C)
+  T* dwte;              // (R, C), the rows of tokens first_token to first_token + R - 1
   T* dwpe;              // (P, C), P >= T, or null
   const T* dout;        // (B, T, C)
   const Token* tokens;  // (B, T)
   void* workspace;
   int64_t batch;       // B
   int64_t length;      // T
-  int64_t vocabulary;  // Vp
+  int64_t vocabulary;  // R
   int64_t positions;   // P
   int64_t width;       // C
   bool accumulate;     // adds to dwte, whose rows for tokens that do not occur stay unchanged
+  int64_t first_token;
+  bool is_shard;  // other tokens are left out of dwte, instead of being an error; dwpe is the sum over all tokens
 };
 
 template <typename T, typename Token>

@@ -83,6 +83,8 @@ GPTKERNELS_HOST_DEVICE uint64_t dropout_key(int64_t seed, int64_t offset) {
 //   element (row, column) of the head:  group row    (row / 16) * 8 + row % 8
 //                                       group column (column / 16) * 4 + column % 8 / 2
 //                                       slot         (row / 8 % 2) * 4 + (column / 8 % 2) * 2 + column % 2
+constexpr int kGroupQueries = 16;  // the rows i and i + 8 of groups are among 16 rows
+
 struct DropoutGroup {
   uint32_t row;
   uint32_t column;
@@ -94,7 +96,8 @@ GPTKERNELS_HOST_DEVICE DropoutGroup dropout_group(int64_t row, int64_t column) {
           static_cast<int>((row / 8 % 2) * 4 + (column / 8 % 2) * 2 + column % 2)};
 }
 
-// words[i] belongs to group (group_row + i * row_step, group_column + i * column_step). `head` is b * NH + h.
+// words[i] belongs to group (group_row + i * row_step, group_column + i * column_step). `head` is b * NH + h, where NH
+// and h are the number of heads and the head in the whole tensor.
 template <int kGroups>
 GPTKERNELS_HOST_DEVICE void dropout_words(int64_t seed, int64_t offset, uint32_t head, uint32_t group_row,
                                           uint32_t group_column, uint32_t row_step, uint32_t column_step,

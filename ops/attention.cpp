@@ -55,6 +55,9 @@ struct Options {
   double dropout_p = 0;
   OptionalTensor seed = {};
   OptionalTensor offset = {};
+  int64_t first_head = 0;
+  std::optional<int64_t> total_heads = {};
+  int64_t first_query = 0;
 };
 
 struct Inputs {
@@ -120,6 +123,17 @@ Shape logsumexp_shape(const AttentionSizes& s) {
   return {s.batches, s.heads, s.queries};
 }
 
+void check_attention_dropout(const char* op, const Options& options, int64_t heads, const char* like_name,
+                             const Tensor& like) {
+  check_dropout(op, "dropout_p", options.dropout_p, options.seed, options.offset, like_name, like);
+  const int64_t total = options.total_heads.value_or(heads);
+  if (options.first_head < 0 || options.first_head > total - heads)
+    fail(op, "first_head and total_heads must satisfy 0 <= first_head <= total_heads - ", heads, ", got ",
+         options.first_head, " and ", total);
+  if (options.first_query < 0 || options.first_query % kGroupQueries != 0)
+    fail(op, "first_query must be a multiple of ", int64_t{kGroupQueries}, ", got ", options.first_query);
+}
+
 void check_options(const char* op, const Options& options, const AttentionSizes& s, const Tensor& query) {
   if (const auto& mask = options.mask) {
     check_same_device(op, "attn_mask", *mask, "query", query);
@@ -142,7 +156,7 @@ void check_options(const char* op, const Options& options, const AttentionSizes&
   };
   check_bound("key_begin", options.key_begin);
   check_bound("key_end", options.key_end);
-  check_dropout(op, "dropout_p", options.dropout_p, options.seed, options.offset, "query", query);
+  check_attention_dropout(op, options, s.heads, "query", query);
 }
 
 // ---- tensors --------------------------------------------------------------------------------------------------------
@@ -224,9 +238,14 @@ AttentionMask<T> mask_of(const Options& options) {
   return mask;
 }
 
-DropoutArguments dropout_of(const Options& options) {
+DropoutArguments dropout_of(const Options& options, const AttentionSizes& s) {
   if (options.dropout_p == 0) return {};
-  return {options.dropout_p, pointer<int64_t>(options.seed), pointer<int64_t>(options.offset)};
+  return {.probability = options.dropout_p,
+          .seed = pointer<int64_t>(options.seed),
+          .offset = pointer<int64_t>(options.offset),
+          .first_query = options.first_query,
+          .first_head = options.first_head,
+          .other_heads = options.total_heads.value_or(s.heads) - s.heads};
 }
 
 // The kernels require contiguous bounds.
@@ -259,7 +278,7 @@ void forward(const Launcher& launcher, const Inputs& in, const Options& given, c
                           .sizes = s,
                           .scale = scale_or_default(options, s),
                           .mask = mask_of<T>(options),
-                          .dropout = dropout_of(options),
+                          .dropout = dropout_of(options, s),
                           .tf32 = std::is_same_v<T, float> && tf32_allowed()};
     const Tensor scratch = workspace(attention_forward_workspace<T>(p), out.tensor);
     p.workspace = pointer<void>(scratch);
@@ -298,7 +317,7 @@ void backward(const Launcher& launcher, const Inputs& in, const Options& given, 
                            .sizes = s,
                            .scale = scale_or_default(options, s),
                            .mask = mask_of<T>(options),
-                           .dropout = dropout_of(options),
+                           .dropout = dropout_of(options, s),
                            .tf32 = std::is_same_v<T, float> && tf32_allowed()};
     const Tensor scratch = workspace(attention_backward_workspace<T>(p), out.tensor);
     p.workspace = pointer<void>(scratch);
@@ -308,6 +327,17 @@ void backward(const Launcher& launcher, const Inputs& in, const Options& given, 
 
 // ---- packed ---------------------------------------------------------------------------------------------------------
 
+Options packed_options(std::optional<double> scale, double dropout_p, const OptionalTensor& seed,
+                       const OptionalTensor& offset, int64_t first_head, std::optional<int64_t> total_heads) {
+  return {.scale = scale,
+          .causal = true,
+          .dropout_p = dropout_p,
+          .seed = seed,
+          .offset = offset,
+          .first_head = first_head,
+          .total_heads = total_heads};
+}
+
 Inputs packed_inputs(const AttentionSizes& s, const Tensor& qkv) {
   return {s, part(qkv, 0, s.head_size), part(qkv, 1, s.head_size), part(qkv, 2, s.head_size)};
 }
@@ -315,13 +345,14 @@ Inputs packed_inputs(const AttentionSizes& s, const Tensor& qkv) {
 }  // namespace
 
 std::tuple<Tensor, Tensor> attention_op(const Tensor& qkv, int64_t num_heads, std::optional<double> scale,
-                                        double dropout_p, const OptionalTensor& seed, const OptionalTensor& offset) {
+                                        double dropout_p, const OptionalTensor& seed, const OptionalTensor& offset,
+                                        int64_t first_head, std::optional<int64_t> total_heads) {
   constexpr const char* op = "attention";
   const AttentionSizes s = packed_sizes(op, qkv, num_heads);
-  check_dropout(op, "dropout_p", dropout_p, seed, offset, "qkv", qkv);
+  const Options options = packed_options(scale, dropout_p, seed, offset, first_head, total_heads);
+  check_attention_dropout(op, options, s.heads, "qkv", qkv);
 
   const Launcher launcher(op, qkv);
-  const Options options{.scale = scale, .causal = true, .dropout_p = dropout_p, .seed = seed, .offset = offset};
   const Tensor qkv_dense = dense(qkv);
   Tensor out = allocate({s.batches, s.queries, s.heads * s.head_size}, qkv);
   Tensor logsumexp = allocate(logsumexp_shape(s), accumulate_dtype(qkv), qkv);
@@ -331,7 +362,8 @@ std::tuple<Tensor, Tensor> attention_op(const Tensor& qkv, int64_t num_heads, st
 
 Tensor attention_backward_op(const Tensor& dout, const Tensor& qkv, const Tensor& out, const Tensor& logsumexp,
                              int64_t num_heads, std::optional<double> scale, double dropout_p,
-                             const OptionalTensor& seed, const OptionalTensor& offset) {
+                             const OptionalTensor& seed, const OptionalTensor& offset, int64_t first_head,
+                             std::optional<int64_t> total_heads) {
   constexpr const char* op = "attention_backward";
   const AttentionSizes s = packed_sizes(op, qkv, num_heads);
   const Shape out_shape = {s.batches, s.queries, s.heads * s.head_size};
@@ -342,10 +374,10 @@ Tensor attention_backward_op(const Tensor& dout, const Tensor& qkv, const Tensor
   check_shape(op, "dout", dout, out_shape);
   check_shape(op, "out", out, out_shape);
   check_shape(op, "logsumexp", logsumexp, logsumexp_shape(s));
-  check_dropout(op, "dropout_p", dropout_p, seed, offset, "qkv", qkv);
+  const Options options = packed_options(scale, dropout_p, seed, offset, first_head, total_heads);
+  check_attention_dropout(op, options, s.heads, "qkv", qkv);
 
   const Launcher launcher(op, qkv);
-  const Options options{.scale = scale, .causal = true, .dropout_p = dropout_p, .seed = seed, .offset = offset};
   const Tensor dout_dense = aligned(dense(dout));
   const Tensor qkv_dense = dense(qkv);
   const Tensor out_dense = dense(out);
@@ -369,10 +401,12 @@ std::tuple<Tensor, Tensor> scaled_dot_product_attention_op(const Tensor& query, 
                                                            bool is_causal, std::optional<double> scale,
                                                            int64_t query_offset, const OptionalTensor& key_begin,
                                                            const OptionalTensor& key_end, const OptionalTensor& seed,
-                                                           const OptionalTensor& offset) {
+                                                           const OptionalTensor& offset, int64_t first_head,
+                                                           std::optional<int64_t> total_heads, int64_t first_query) {
   constexpr const char* op = "scaled_dot_product_attention";
   const AttentionSizes s = separate_sizes(op, query, key, value);
-  const Options options{scale, is_causal, query_offset, attn_mask, key_begin, key_end, dropout_p, seed, offset};
+  const Options options{scale,     is_causal, query_offset, attn_mask,  key_begin,   key_end,
+                        dropout_p, seed,      offset,       first_head, total_heads, first_query};
   check_options(op, options, s, query);
 
   const Launcher launcher(op, query);
@@ -386,10 +420,12 @@ std::tuple<Tensor, Tensor, Tensor> scaled_dot_product_attention_backward_op(
     const Tensor& dout, const OptionalTensor& dlogsumexp, const Tensor& query, const Tensor& key, const Tensor& value,
     const Tensor& out, const Tensor& logsumexp, const OptionalTensor& attn_mask, double dropout_p, bool is_causal,
     std::optional<double> scale, int64_t query_offset, const OptionalTensor& key_begin, const OptionalTensor& key_end,
-    const OptionalTensor& seed, const OptionalTensor& offset) {
+    const OptionalTensor& seed, const OptionalTensor& offset, int64_t first_head, std::optional<int64_t> total_heads,
+    int64_t first_query) {
   constexpr const char* op = "scaled_dot_product_attention_backward";
   const AttentionSizes s = separate_sizes(op, query, key, value);
-  const Options options{scale, is_causal, query_offset, attn_mask, key_begin, key_end, dropout_p, seed, offset};
+  const Options options{scale,     is_causal, query_offset, attn_mask,  key_begin,   key_end,
+                        dropout_p, seed,      offset,       first_head, total_heads, first_query};
   check_options(op, options, s, query);
   check_like(op, "dout", dout, "query", query);
   check_like(op, "out", out, "query", query);
@@ -413,21 +449,27 @@ std::tuple<Tensor, Tensor, Tensor> scaled_dot_product_attention_backward_op(
 }
 
 Tensor attention_dropout_mask_op(int64_t batches, int64_t num_heads, int64_t queries, int64_t keys, double dropout_p,
-                                 const Tensor& seed, const Tensor& offset) {
+                                 const Tensor& seed, const Tensor& offset, int64_t first_head,
+                                 std::optional<int64_t> total_heads, int64_t first_query) {
   constexpr const char* op = "attention_dropout_mask";
   const std::pair<const char*, int64_t> sizes[] = {
       {"batches", batches}, {"heads", num_heads}, {"queries", queries}, {"keys", keys}};
   for (const auto& [name, size] : sizes)
     if (size < 0) fail(op, name, " must be at least 0, got ", size);
-  check_dropout(op, "dropout_p", dropout_p, seed, offset, "seed", seed);
+  const Options options{.dropout_p = dropout_p,
+                        .seed = seed,
+                        .offset = offset,
+                        .first_head = first_head,
+                        .total_heads = total_heads,
+                        .first_query = first_query};
+  check_attention_dropout(op, options, num_heads, "seed", seed);
 
   const Launcher launcher(op, seed);
   Tensor mask = allocate({batches, num_heads, queries, keys}, ScalarType::Bool, seed);
   if (mask.numel() == 0) return mask;
   const AttentionSizes s{
       .batches = batches, .heads = num_heads, .key_heads = num_heads, .queries = queries, .keys = keys, .head_size = 0};
-  launcher.check(attention_dropout_mask(
-      pointer<bool>(mask), s, {dropout_p, pointer<int64_t>(seed), pointer<int64_t>(offset)}, launcher.stream()));
+  launcher.check(attention_dropout_mask(pointer<bool>(mask), s, dropout_of(options, s), launcher.stream()));
   return mask;
 }
 

@@ -28,10 +28,13 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> mlp_backward_op(const Tensor&
                                                                    const Tensor& pre_gelu, const Tensor& post_gelu,
                                                                    const std::vector<bool>& output_mask);
 
+// total_heads is by default num_heads.
 std::tuple<Tensor, Tensor> attention_op(const Tensor& qkv, int64_t num_heads, std::optional<double> scale,
-                                        double dropout_p, const OptionalTensor& seed, const OptionalTensor& offset);
+                                        double dropout_p, const OptionalTensor& seed, const OptionalTensor& offset,
+                                        int64_t first_head = 0, std::optional<int64_t> total_heads = {});
 Tensor attention_backward_op(const Tensor& dout, const Tensor& qkv, const Tensor& out, const Tensor& logsumexp,
                              int64_t num_heads, std::optional<double> scale, double dropout_p,
-                             const OptionalTensor& seed, const OptionalTensor& offset);
+                             const OptionalTensor& seed, const OptionalTensor& offset, int64_t first_head = 0,
+                             std::optional<int64_t> total_heads = {});
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -5,10 +5,11 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-Tensor dropout_op(const Tensor& x, double p, const Tensor& seed, const Tensor& offset) {
+Tensor dropout_op(const Tensor& x, double p, const Tensor& seed, const Tensor& offset, int64_t first_index) {
   constexpr const char* op = "dropout";
   check_floating(op, "x", x);
   check_dropout(op, "p", p, seed, offset, "x", x);
+  check_first_index(op, first_index);
 
   const Launcher launcher(op, x);
   const Tensor x_dense = dense(x);
@@ -17,21 +18,22 @@ Tensor dropout_op(const Tensor& x, double p, const Tensor& seed, const Tensor& o
     launcher.check(dropout_forward<T>({.out = pointer<T>(out),
                                        .x = pointer<T>(x_dense),
                                        .size = x_dense.numel(),
-                                       .arguments = {p, pointer<int64_t>(seed), pointer<int64_t>(offset)}},
+                                       .arguments = {p, pointer<int64_t>(seed), pointer<int64_t>(offset), first_index}},
                                       launcher.stream()));
   });
   return out;
 }
 
-Tensor dropout_mask_op(int64_t size, double p, const Tensor& seed, const Tensor& offset) {
+Tensor dropout_mask_op(int64_t size, double p, const Tensor& seed, const Tensor& offset, int64_t first_index) {
   constexpr const char* op = "dropout_mask";
   if (size < 0) fail(op, "size must be at least 0, got ", size);
   check_dropout(op, "p", p, seed, offset, "seed", seed);
+  check_first_index(op, first_index);
 
   const Launcher launcher(op, seed);
   Tensor mask = allocate({size}, ScalarType::Bool, seed);
-  launcher.check(dropout_mask(pointer<bool>(mask), size, {p, pointer<int64_t>(seed), pointer<int64_t>(offset)},
-                              launcher.stream()));
+  launcher.check(dropout_mask(pointer<bool>(mask), size,
+                              {p, pointer<int64_t>(seed), pointer<int64_t>(offset), first_index}, launcher.stream()));
   return mask;
 }
 

@@ -11,8 +11,13 @@ struct Tokens {
   int64_t length;
 };
 
+struct Vocabulary {
+  int64_t size;  // V
+  int64_t first_token;
+};
+
 Tensor forward(const char* op, Tokens shape, const Tensor& tokens, const Tensor& wte, const OptionalTensor& wpe,
-               int64_t vocabulary, const Shape& out_shape) {
+               Vocabulary vocabulary, const Shape& out_shape) {
   const Launcher launcher(op, wte);
   const Tensor tokens_dense = dense(tokens);
   const Tensor wte_dense = dense(wte);
@@ -26,8 +31,10 @@ Tensor forward(const char* op, Tokens shape, const Tensor& tokens, const Tensor&
                                                 .wpe = pointer<T>(wpe_dense),
                                                 .batch = shape.batch,
                                                 .length = shape.length,
-                                                .vocabulary = vocabulary,
-                                                .width = wte.size(1)},
+                                                .vocabulary = vocabulary.size,
+                                                .width = wte.size(1),
+                                                .first_token = vocabulary.first_token,
+                                                .table_rows = wte.size(0)},
                                                launcher.stream()));
     });
   });
@@ -35,7 +42,7 @@ Tensor forward(const char* op, Tokens shape, const Tensor& tokens, const Tensor&
 }
 
 void backward(const char* op, Tokens shape, const Tensor& dout, const Tensor& tokens, const Tensor& dwte,
-              const OptionalTensor& dwpe, bool accumulate = false) {
+              const OptionalTensor& dwpe, int64_t first_token, bool accumulate = false) {
   const Launcher launcher(op, dout);
   const Tensor dout_dense = dense(dout);
   const Tensor tokens_dense = dense(tokens);
@@ -55,7 +62,9 @@ void backward(const char* op, Tokens shape, const Tensor& dout, const Tensor& to
                                                  .vocabulary = vocabulary,
                                                  .positions = dwpe ? dwpe->size(0) : 0,
                                                  .width = width,
-                                                 .accumulate = accumulate},
+                                                 .accumulate = accumulate,
+                                                 .first_token = std::max<int64_t>(first_token, 0),
+                                                 .is_shard = first_token >= 0},
                                                 launcher.stream()));
     });
   });
@@ -90,12 +99,24 @@ void check_backward(const char* op, const Tensor& dout, const Tensor& tokens, in
   check_tokens(op, tokens, "dout", dout);
 }
 
-int64_t check_vocabulary(const char* op, int64_t vocab_size, const char* name, const Tensor& table) {
+void check_first_token(const char* op, int64_t first_token) {
+  if (first_token < -1)
+    fail(op, "first_token must not be negative, or -1 for a table that is no shard, got ", first_token);
+}
+
+Vocabulary check_vocabulary(const char* op, int64_t vocab_size, int64_t first_token, const char* name,
+                            const Tensor& table) {
+  check_first_token(op, first_token);
   const int64_t rows = table.size(0);
+  if (first_token >= 0) {
+    if (vocab_size < -1 || vocab_size == 0)
+      fail(op, "vocab_size must be at least 1, or -1 for no limit, got ", vocab_size);
+    return {vocab_size == -1 ? INT64_MAX : vocab_size, first_token};
+  }
   if (vocab_size != -1 && (vocab_size < 1 || vocab_size > rows))
     fail(op, "vocab_size must be from 1 to ", rows, " (the rows of ", name, "), or -1 for all of them, got ",
          vocab_size);
-  return vocab_size == -1 ? rows : vocab_size;
+  return {vocab_size == -1 ? rows : vocab_size, 0};
 }
 
 Shape with_width(const Tensor& tokens, int64_t width) {
@@ -106,7 +127,7 @@ Shape with_width(const Tensor& tokens, int64_t width) {
 
 // ---- tokens and positions -------------------------------------------------------------------------------------------
 
-Tensor encoder_op(const Tensor& tokens, const Tensor& wte, const Tensor& wpe, int64_t vocab_size) {
+Tensor encoder_op(const Tensor& tokens, const Tensor& wte, const Tensor& wpe, int64_t vocab_size, int64_t first_token) {
   constexpr const char* op = "encoder";
   check_matrix(op, "wte", wte);
   check_matrix(op, "wpe", wpe);
@@ -115,26 +136,29 @@ Tensor encoder_op(const Tensor& tokens, const Tensor& wte, const Tensor& wpe, in
   check_shape(op, "wpe", wpe, {wpe.size(0), wte.size(1)});
   check_tokens(op, tokens, "wte", wte);
   check_length(op, tokens, wpe.size(0));
-  const int64_t vocabulary = check_vocabulary(op, vocab_size, "wte", wte);
+  const Vocabulary vocabulary = check_vocabulary(op, vocab_size, first_token, "wte", wte);
   return forward(op, {tokens.size(0), tokens.size(1)}, tokens, wte, wpe, vocabulary, with_width(tokens, wte.size(1)));
 }
 
 std::tuple<Tensor, Tensor> encoder_backward_op(const Tensor& dout, const Tensor& tokens, int64_t vocab_size,
-                                               int64_t max_positions) {
+                                               int64_t max_positions, int64_t first_token) {
   constexpr const char* op = "encoder_backward";
+  check_first_token(op, first_token);
   check_backward(op, dout, tokens, vocab_size);
   check_count(op, "max_positions", max_positions, kEncoderMaxRows);
   check_length(op, tokens, max_positions);
   check_shape(op, "dout", dout, with_width(tokens, width_of(dout)));
   Tensor dwte = allocate({vocab_size, width_of(dout)}, dout);
   Tensor dwpe = allocate({max_positions, width_of(dout)}, dout);
-  backward(op, {tokens.size(0), tokens.size(1)}, dout, tokens, dwte, dwpe);
+  backward(op, {tokens.size(0), tokens.size(1)}, dout, tokens, dwte, dwpe, first_token);
   return {dwte, dwpe};
 }
 
 // On entry, dwte contains the gradient from an LM head that is tied to wte.
-Tensor encoder_backward_inplace_op(const Tensor& dout, const Tensor& tokens, Tensor dwte, int64_t max_positions) {
+Tensor encoder_backward_inplace_op(const Tensor& dout, const Tensor& tokens, Tensor dwte, int64_t max_positions,
+                                   int64_t first_token) {
   constexpr const char* op = "encoder_backward_";
+  check_first_token(op, first_token);
   check_matrix(op, "dwte", dwte);
   check_like(op, "dwte", dwte, "dout", dout);
   check_no_overlap(op, "dwte", dwte);
@@ -145,28 +169,29 @@ Tensor encoder_backward_inplace_op(const Tensor& dout, const Tensor& tokens, Ten
   check_shape(op, "dwte", dwte, {dwte.size(0), width_of(dout)});
   Tensor dwpe = allocate({max_positions, width_of(dout)}, dout);
   const Tensor dwte_dense = dense(dwte);
-  backward(op, {tokens.size(0), tokens.size(1)}, dout, tokens, dwte_dense, dwpe, true);
+  backward(op, {tokens.size(0), tokens.size(1)}, dout, tokens, dwte_dense, dwpe, first_token, true);
   if (!dwte.is_contiguous()) torch::stable::copy_(dwte, dwte_dense);
   return dwpe;
 }
 
 // ---- tokens without positions, in any shape -------------------------------------------------------------------------
 
-Tensor embedding_op(const Tensor& tokens, const Tensor& weight, int64_t vocab_size) {
+Tensor embedding_op(const Tensor& tokens, const Tensor& weight, int64_t vocab_size, int64_t first_token) {
   constexpr const char* op = "embedding";
   check_matrix(op, "weight", weight);
   check_floating(op, "weight", weight);
   check_tokens(op, tokens, "weight", weight);
-  const int64_t vocabulary = check_vocabulary(op, vocab_size, "weight", weight);
+  const Vocabulary vocabulary = check_vocabulary(op, vocab_size, first_token, "weight", weight);
   return forward(op, {1, tokens.numel()}, tokens, weight, std::nullopt, vocabulary, with_width(tokens, weight.size(1)));
 }
 
-Tensor embedding_backward_op(const Tensor& dout, const Tensor& tokens, int64_t vocab_size) {
+Tensor embedding_backward_op(const Tensor& dout, const Tensor& tokens, int64_t vocab_size, int64_t first_token) {
   constexpr const char* op = "embedding_backward";
+  check_first_token(op, first_token);
   check_backward(op, dout, tokens, vocab_size);
   check_shape(op, "dout", dout, with_width(tokens, width_of(dout)));
   Tensor dweight = allocate({vocab_size, width_of(dout)}, dout);
-  backward(op, {1, tokens.numel()}, dout, tokens, dweight, std::nullopt);
+  backward(op, {1, tokens.numel()}, dout, tokens, dweight, std::nullopt, first_token);
   return dweight;
 }
 

@@ -35,12 +35,12 @@ std::optional<Fp8Layernorm> run_fused(const Launcher& launcher, const LayernormI
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> fp8_layernorm_op(
     const Tensor& x, const OptionalTensor& residual, const OptionalTensor& weight, const OptionalTensor& bias,
     const OptionalTensor& history, bool transposed, double eps, const OptionalTensor& x_bias, double dropout_p,
-    const OptionalTensor& seed, const OptionalTensor& offset) {
+    const OptionalTensor& seed, const OptionalTensor& offset, int64_t first_index) {
   constexpr const char* op = "fp8_layernorm";
   if (!residual && (x_bias || dropout_p != 0))
     fail(op, "x_bias and dropout_p are of an addition to residual, which is not given");
-  const Fp8Layernorm found =
-      run_fp8_layernorm(op, x, residual, weight, bias, eps, x_bias, {dropout_p, seed, offset}, history, transposed);
+  const Fp8Layernorm found = run_fp8_layernorm(op, x, residual, weight, bias, eps, x_bias,
+                                               {dropout_p, seed, offset, first_index}, history, transposed);
   return {found.out.values, found.out.transposed, found.out.scale, found.sum ? *found.sum : absent(x), found.mean,
           found.rstd};
 }

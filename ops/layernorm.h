@@ -16,11 +16,13 @@ struct LayernormDropout {
   double p = 0;
   OptionalTensor seed = {};
   OptionalTensor offset = {};
+  int64_t first_index = 0;  // of x in the whole tensor
 
   void check(const char* op, const char* like_name, const Tensor& like) const {
     check_dropout(op, "dropout_p", p, seed, offset, like_name, like);
+    check_first_index(op, first_index);
   }
-  DropoutArguments arguments() const { return {p, pointer<int64_t>(seed), pointer<int64_t>(offset)}; }
+  DropoutArguments arguments() const { return {p, pointer<int64_t>(seed), pointer<int64_t>(offset), first_index}; }
 };
 
 // True if x has 16 bits and the residual stream (the residual, the sum and the parameters) is float32.

@@ -8,15 +8,20 @@
 #include <torch/csrc/stable/library.h>
 
 STABLE_TORCH_LIBRARY(gptkernels, m) {
-  // wte is (Vp, C). A token must be below vocab_size (V), where -1 means Vp.
-  m.def("encoder(Tensor tokens, Tensor wte, Tensor wpe, SymInt vocab_size=-1) -> Tensor");
+  // wte is (Vp, C). A token must be below vocab_size (V), where -1 means Vp. If first_token is given, wte is the shard
+  // of a larger table that begins with this token's row, and vocab_size is that of the larger table, where -1 means no
+  // limit. The result's rows of other shards' tokens are 0. The backward leaves these tokens out of dwte, but not of
+  // dwpe, which is the gradient if the results of all shards are added.
+  m.def("encoder(Tensor tokens, Tensor wte, Tensor wpe, SymInt vocab_size=-1, SymInt first_token=-1) -> Tensor");
   m.def(
-      "encoder_backward(Tensor dout, Tensor tokens, SymInt vocab_size, SymInt max_positions) "
+      "encoder_backward(Tensor dout, Tensor tokens, SymInt vocab_size, SymInt max_positions, SymInt first_token=-1) "
       "-> (Tensor dwte, Tensor dwpe)");
-  m.def("encoder_backward_(Tensor dout, Tensor tokens, Tensor(a!) dwte, SymInt max_positions) -> Tensor dwpe");
+  m.def(
+      "encoder_backward_(Tensor dout, Tensor tokens, Tensor(a!) dwte, SymInt max_positions, SymInt first_token=-1) "
+      "-> Tensor dwpe");
 
-  m.def("embedding(Tensor tokens, Tensor weight, SymInt vocab_size=-1) -> Tensor");
-  m.def("embedding_backward(Tensor dout, Tensor tokens, SymInt vocab_size) -> Tensor");
+  m.def("embedding(Tensor tokens, Tensor weight, SymInt vocab_size=-1, SymInt first_token=-1) -> Tensor");
+  m.def("embedding_backward(Tensor dout, Tensor tokens, SymInt vocab_size, SymInt first_token=-1) -> Tensor");
 
   m.def(
       "layernorm(Tensor x, Tensor? weight, Tensor? bias, float eps=1e-5) "
@@ -25,14 +30,15 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "layernorm_backward(Tensor dout, Tensor x, Tensor? weight, Tensor mean, Tensor rstd, bool[3] output_mask) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias)");
 
-  // sum = dropout(x + x_bias) + residual. seed and offset are 0-dim int64 on x's device. With a float32 residual, x may
+  // sum = dropout(x + x_bias) + residual. seed and offset are 0-dim int64 on x's device. If x is a part of a larger
+  // tensor, first_index is the flat index of its first element, a multiple of 8. With a float32 residual, x may
   // have 16 bits: out then has x's dtype, and all other tensors are float32. residual_layernorm_backward returns dx,
   // which is also the gradient of the residual. residual_layernorm_bias_backward also returns the gradient of x_bias.
   // residual_layernorm_dropout_backward also returns the gradients of x_bias and of the residual, and its dx has dout's
   // dtype.
   m.def(
       "residual_layernorm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, float eps=1e-5, "
-      "Tensor? x_bias=None, float dropout_p=0.0, Tensor? seed=None, Tensor? offset=None) "
+      "Tensor? x_bias=None, float dropout_p=0.0, Tensor? seed=None, Tensor? offset=None, SymInt first_index=0) "
       "-> (Tensor out, Tensor sum, Tensor mean, Tensor rstd)");
   m.def(
       "residual_layernorm_backward(Tensor dout, Tensor? dsum, Tensor sum, Tensor? weight, Tensor mean, Tensor rstd, "
@@ -42,7 +48,7 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor rstd, bool[4] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dx_bias)");
   m.def(
       "residual_layernorm_dropout_backward(Tensor dout, Tensor? dsum, Tensor sum, Tensor? weight, Tensor mean, "
-      "Tensor rstd, float dropout_p, Tensor? seed, Tensor? offset, bool[5] output_mask) "
+      "Tensor rstd, float dropout_p, Tensor? seed, Tensor? offset, bool[5] output_mask, SymInt first_index=0) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias, Tensor dx_bias, Tensor dresidual)");
 
   m.def("softmax(Tensor x) -> Tensor");
@@ -52,28 +58,32 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   m.def("causal_softmax_backward(Tensor dout, Tensor out, float scale=1.0) -> Tensor");
 
   // Causal attention of packed qkv (B, T, 3 * C). If dropout_p is not 0, seed and offset are 0-dim int64 on the
-  // tensors' device.
+  // tensors' device. If the heads or queries are a part of a larger tensor's, that tensor has total_heads heads, and
+  // the part begins with head first_head and query first_query, a multiple of 16. They only affect dropout.
   m.def(
       "attention(Tensor qkv, int num_heads, float? scale=None, float dropout_p=0.0, Tensor? seed=None, "
-      "Tensor? offset=None) -> (Tensor out, Tensor logsumexp)");
+      "Tensor? offset=None, int first_head=0, int? total_heads=None) -> (Tensor out, Tensor logsumexp)");
   m.def(
       "attention_backward(Tensor dout, Tensor qkv, Tensor out, Tensor logsumexp, int num_heads, float? scale=None, "
-      "float dropout_p=0.0, Tensor? seed=None, Tensor? offset=None) -> Tensor");
+      "float dropout_p=0.0, Tensor? seed=None, Tensor? offset=None, int first_head=0, int? total_heads=None) "
+      "-> Tensor");
 
   // query is (B, NH, Tq, HS), key and value are (B, KH, Tk, HS), where NH is a multiple of KH. key_begin and key_end
   // are (B), int32.
   m.def(
       "scaled_dot_product_attention(Tensor query, Tensor key, Tensor value, Tensor? attn_mask=None, "
       "float dropout_p=0.0, bool is_causal=False, float? scale=None, SymInt query_offset=0, Tensor? key_begin=None, "
-      "Tensor? key_end=None, Tensor? seed=None, Tensor? offset=None) -> (Tensor out, Tensor logsumexp)");
+      "Tensor? key_end=None, Tensor? seed=None, Tensor? offset=None, int first_head=0, int? total_heads=None, "
+      "SymInt first_query=0) -> (Tensor out, Tensor logsumexp)");
   m.def(
       "scaled_dot_product_attention_backward(Tensor dout, Tensor? dlogsumexp, Tensor query, Tensor key, Tensor value, "
       "Tensor out, Tensor logsumexp, Tensor? attn_mask=None, float dropout_p=0.0, bool is_causal=False, "
       "float? scale=None, SymInt query_offset=0, Tensor? key_begin=None, Tensor? key_end=None, Tensor? seed=None, "
-      "Tensor? offset=None) -> (Tensor dquery, Tensor dkey, Tensor dvalue)");
+      "Tensor? offset=None, int first_head=0, int? total_heads=None, SymInt first_query=0) "
+      "-> (Tensor dquery, Tensor dkey, Tensor dvalue)");
   m.def(
       "attention_dropout_mask(SymInt batches, SymInt heads, SymInt queries, SymInt keys, float dropout_p, "
-      "Tensor seed, Tensor offset) -> Tensor");
+      "Tensor seed, Tensor offset, int first_head=0, int? total_heads=None, SymInt first_query=0) -> Tensor");
 
   // Causal attention of packed qkv (B, T, 3 * C) that stores the (T, T) matrices.
   m.def("attention_probabilities(Tensor qkv, int num_heads, float? scale=None) -> (Tensor out, Tensor probabilities)");
@@ -84,14 +94,23 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   m.def("gelu(Tensor x, *, str approximate='tanh') -> Tensor");
   m.def("gelu_backward(Tensor dout, Tensor x, *, str approximate='tanh') -> Tensor");
 
-  // seed and offset are 0-dim int64 on x's device. `size` is the number of elements of the mask.
-  m.def("dropout(Tensor x, float p, Tensor seed, Tensor offset) -> Tensor");
-  m.def("dropout_mask(SymInt size, float p, Tensor seed, Tensor offset) -> Tensor");
+  // seed and offset are 0-dim int64 on x's device. `size` is the number of elements of the mask. If x is a part of a
+  // larger tensor, first_index is the flat index of its first element, a multiple of 8.
+  m.def("dropout(Tensor x, float p, Tensor seed, Tensor offset, SymInt first_index=0) -> Tensor");
+  m.def("dropout_mask(SymInt size, float p, Tensor seed, Tensor offset, SymInt first_index=0) -> Tensor");
+
+  // x is filled with numbers of N(mean, std^2). Element (i, j) of x, seen as a matrix, is number first_index + i *
+  // row_stride + j of the stream. row_stride -1 means the number of columns.
+  m.def(
+      "normal_(Tensor(a!) x, float mean, float std, int seed, int stream, SymInt first_index=0, "
+      "SymInt row_stride=-1) -> ()");
 
   m.def("linear(Tensor x, Tensor weight, Tensor? bias=None) -> Tensor");
   m.def(
       "linear_backward(Tensor dout, Tensor x, Tensor weight, bool[3] output_mask) "
       "-> (Tensor dx, Tensor dweight, Tensor dbias)");
+  // dweight (M, K) = dout^T x, or += if accumulate is true. If dout and x have 16 bits, dweight may be float32.
+  m.def("linear_dweight_(Tensor dout, Tensor x, Tensor(a!) dweight, bool accumulate) -> ()");
 
   // If keep_post_gelu is false, post_gelu has no elements, and the backward computes it again.
   m.def(
@@ -117,7 +136,8 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   m.def(
       "fp8_layernorm(Tensor x, Tensor? residual, Tensor? weight, Tensor? bias, Tensor(a!)? history, "
       "bool transposed=False, float eps=1e-5, Tensor? x_bias=None, float dropout_p=0.0, Tensor? seed=None, "
-      "Tensor? offset=None) -> (Tensor q, Tensor q_t, Tensor scale, Tensor sum, Tensor mean, Tensor rstd)");
+      "Tensor? offset=None, SymInt first_index=0) "
+      "-> (Tensor q, Tensor q_t, Tensor scale, Tensor sum, Tensor mean, Tensor rstd)");
 
   // A matmul has two amax histories: one of its input, and one of the gradient of its output, for the backward. `save`
   // says which gradients will be needed. The entries of `save` are dx and dweight for fp8_linear. For fp8_mlp the
@@ -150,6 +170,16 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
       "Tensor? dlosses=None) -> Tensor");
   m.def("fused_classifier_backward(Tensor dlosses, Tensor dlogits) -> Tensor");
   m.def("fused_classifier_backward_(Tensor dlosses, Tensor(a!) dlogits) -> ()");
+
+  // The classifier of logits (..., n) whose columns are those from first_column on of the whole rows (..., Vp). The
+  // statistics of a shard are (3, N), in the dtype of losses. The second op takes the statistics of all shards,
+  // (S, 3, N), returns the losses, and replaces the logits by dlogits.
+  m.def(
+      "fused_classifier_statistics(Tensor logits, Tensor targets, SymInt first_column, SymInt vocab_size, "
+      "int ignore_index=-100) -> Tensor");
+  m.def(
+      "fused_classifier_from_statistics_(Tensor(a!) logits, Tensor targets, Tensor statistics, SymInt first_column, "
+      "SymInt vocab_size, int ignore_index=-100, Tensor? dlosses=None) -> Tensor");
 
   // The loss is float32, or float64 if x is float64. The loss is 0-dim, or has targets' shape for reduction 'none'. If
   // chunk_size is -1, the op chooses the number of rows of a chunk. linear_cross_entropy_with_gradients supports 'mean'

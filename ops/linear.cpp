@@ -52,9 +52,26 @@ std::tuple<Tensor, Tensor, Tensor> linear_backward_op(const Tensor& dout, const 
   return {dx, dweight, dbias};
 }
 
+void linear_dweight_inplace_op(const Tensor& dout, const Tensor& x, Tensor dweight, bool accumulate) {
+  constexpr const char* op = "linear_dweight_";
+  check_dim_at_least(op, "x", x, 1);
+  check_floating(op, "x", x);
+  check_like(op, "dout", dout, "x", x);
+  Shape dout_shape = shape_of(x);
+  dout_shape.back() = dout.dim() ? width_of(dout) : 0;
+  check_shape(op, "dout", dout, dout_shape);
+  check_same_device(op, "dweight", dweight, "x", x);
+  if (dweight.scalar_type() != x.scalar_type()) check_dtype(op, "dweight", dweight, accumulate_dtype(x));
+  check_shape(op, "dweight", dweight, {width_of(dout), width_of(x)});
+  if (!dweight.is_contiguous()) fail(op, "dweight must be contiguous");
+
+  matmul(Launcher(op, x), matrix(dweight), matrix(dout).transposed(), matrix(x), {.accumulate = accumulate});
+}
+
 STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
   m.impl("linear", TORCH_BOX(&linear_op));
   m.impl("linear_backward", TORCH_BOX(&linear_backward_op));
+  m.impl("linear_dweight_", TORCH_BOX(&linear_dweight_inplace_op));
 }
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

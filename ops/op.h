@@ -25,6 +25,7 @@
 #include <vector>
 
 #include "../csrc/device.h"
+#include "../csrc/philox.h"
 
 #ifdef GPTKERNELS_CUDA
 #define GPTKERNELS_KEY CUDA
@@ -188,6 +189,11 @@ inline void check_dropout(const char* op, const char* name, double probability, 
   };
   check("seed", seed);
   check("offset", offset);
+}
+
+inline void check_first_index(const char* op, int64_t first_index) {
+  if (first_index < 0 || first_index % kDenseGroup != 0)
+    fail(op, "first_index must be a multiple of ", int64_t{kDenseGroup}, ", got ", first_index);
 }
 
 // ---- tensors --------------------------------------------------------------------------------------------------------

@@ -3,11 +3,14 @@
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
-std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layernorm_op(
-    const Tensor& x, const Tensor& residual, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
-    const OptionalTensor& x_bias, double dropout_p, const OptionalTensor& seed, const OptionalTensor& offset) {
-  const auto [out, sum, mean, rstd] =
-      run_layernorm("residual_layernorm", x, residual, weight, bias, eps, x_bias, {dropout_p, seed, offset});
+std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layernorm_op(const Tensor& x, const Tensor& residual,
+                                                                 const OptionalTensor& weight,
+                                                                 const OptionalTensor& bias, double eps,
+                                                                 const OptionalTensor& x_bias, double dropout_p,
+                                                                 const OptionalTensor& seed,
+                                                                 const OptionalTensor& offset, int64_t first_index) {
+  const auto [out, sum, mean, rstd] = run_layernorm("residual_layernorm", x, residual, weight, bias, eps, x_bias,
+                                                    {dropout_p, seed, offset, first_index});
   return {out, *sum, mean, rstd};
 }
 
@@ -31,9 +34,9 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> residual_layernorm_bias_backward_op(
 std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> residual_layernorm_dropout_backward_op(
     const Tensor& dout, const OptionalTensor& dsum, const Tensor& sum, const OptionalTensor& weight, const Tensor& mean,
     const Tensor& rstd, double dropout_p, const OptionalTensor& seed, const OptionalTensor& offset,
-    const std::vector<bool>& output_mask) {
+    const std::vector<bool>& output_mask, int64_t first_index) {
   const auto found = run_layernorm_backward("residual_layernorm_dropout_backward", dout, dsum, "sum", sum, weight, mean,
-                                            rstd, output_mask, {dropout_p, seed, offset});
+                                            rstd, output_mask, {dropout_p, seed, offset, first_index});
   return {found.dx, found.dweight, found.dbias, found.dx_bias, found.dresidual};
 }
 

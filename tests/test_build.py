@@ -77,7 +77,8 @@ except RuntimeError as error:
 def test_every_cpu_capability_gives_the_same_bits():
     """GPTKERNELS_CPU_CAPABILITY selects the kernels. A value that the processor does not support is an error.
 
-    layernorm, softmax, fused_classifier, gelu, global_norm and dropout have the same bits for each CPU capability.
+    layernorm, softmax, fused_classifier, gelu, global_norm, dropout and normal_ have the same bits for each CPU
+    capability.
     Their sources define the order of additions, and whether a product is rounded before it is added.
     """
     code = """
@@ -95,6 +96,8 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
     found += [ops.gelu_backward(dout, x, approximate="none"), ops.global_norm([x])]
     found += [ops.dropout_mask(10_000, 0.3, *numbers), ops.dropout(x, 0.3, *numbers)]
     found += ops.residual_layernorm(x, dout, None, None, 1e-5, None, 0.3, *numbers)[:2]
+    ops.normal_(x, 0.5, 2.0, 5, 7)
+    found += [x]
     for t in found:
         print(hashlib.sha256(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest())
 """
@@ -112,7 +115,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
             assert wish in ("avx2", "avx512")
             message = f"GPTKERNELS_CPU_CAPABILITY asks for {wish}, but this processor"
             assert f"ImportError: gptkernels: {message}" in done.stderr
-    assert found[0].count("\n") == 48
+    assert found[0].count("\n") == 51
     assert len(found) >= 2
     assert set(found) == {found[0]}
 

@@ -97,13 +97,15 @@ Status attention_backward(const AttentionBackward<T>& p, Stream stream) {
 Status attention_dropout_mask(bool* mask, const AttentionSizes& s, const DropoutArguments& given, Stream stream) {
   const Dropout dropout = read(given);
   parallel_for(stream, s.batches * s.heads * s.queries, s.keys, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i)
+    for (int64_t i = begin; i < end; ++i) {
+      const QueryHead head(s, i / s.queries);
       for (int64_t j = 0; j < s.keys; ++j) {
-        const DropoutGroup group = dropout_group(i % s.queries, j);
-        const PhiloxWords words =
-            dropout_words(dropout.seed, dropout.offset, static_cast<uint32_t>(i / s.queries), group.row, group.column);
+        const DropoutGroup group = dropout_group(dropout.first_query + i % s.queries, j);
+        const PhiloxWords words = dropout_words(
+            dropout.seed, dropout.offset, dropout.head_number(head.batch, head.head, s.heads), group.row, group.column);
         mask[i * s.keys + j] = sixteen_bits(words, group.slot) >= dropout.threshold;
       }
+    }
   });
   return {};
 }

@@ -210,12 +210,12 @@ void apply_mask(A* scores, A magnitude, const ScoreTile& tile, const AttentionMa
 template <typename A>
 void dropout_tile(A* keep, const ScoreTile& tile, int64_t aligned, const Dropout& dropout, uint32_t head) {
   const A factor = A(dropout.factor);
-  const int64_t groups = tile.lanes / 2;
+  const int64_t groups = tile.lanes / 2, first = (dropout.first_query + tile.query) / 2;
   for (int64_t column = 0; column < round_up(tile.end - aligned, 16) / 4; ++column) {
     uint32_t words[4][kTile / 2];
 #pragma omp simd
     for (int64_t r = 0; r < groups; ++r) {
-      const PhiloxWords w = dropout_words(dropout.seed, dropout.offset, head, static_cast<uint32_t>(tile.query / 2 + r),
+      const PhiloxWords w = dropout_words(dropout.seed, dropout.offset, head, static_cast<uint32_t>(first + r),
                                           static_cast<uint32_t>(aligned / 4 + column));
       for (int i = 0; i < 4; ++i) words[i][r] = w.word[i];
     }
@@ -381,7 +381,7 @@ void forward_tiles(const AttentionForward<T>& p, const Dropout& dropout, int64_t
       }
     }
     if (dropout.on) {
-      dropout_tile(at.keep, tile, aligned, dropout, static_cast<uint32_t>(b * s.heads + h));
+      dropout_tile(at.keep, tile, aligned, dropout, dropout.head_number(b, h, s.heads));
       const A* keep = at.keep + (tile.begin - aligned) * kTile;
       for (int64_t i = 0; i < tile.keys() * kTile; ++i) at.scores[i] *= keep[i];
     }
@@ -565,7 +565,7 @@ void backward_tiles(const AttentionBackward<T>& p, const Dropout& dropout, int64
     const auto value = rows_of(at.value, row, values + tile.begin * p.value.token, p.value.token, tile.keys(), size);
     const A* keep = nullptr;
     if (dropout.on) {
-      dropout_tile(at.keep, tile, aligned, dropout, static_cast<uint32_t>(b * s.heads + h));
+      dropout_tile(at.keep, tile, aligned, dropout, dropout.head_number(b, h, s.heads));
       keep = at.keep + (tile.begin - aligned) * kTile;
     }
     if (few) {

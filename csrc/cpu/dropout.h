@@ -15,12 +15,28 @@ struct Dropout {
   int64_t offset = 0;
   uint32_t threshold = 0;
   double factor = 1;
+  int64_t first_group = 0;  // of dense data
+  int64_t first_query = 0;
+  int64_t first_head = 0;
+  int64_t other_heads = 0;
+
+  uint32_t head_number(int64_t batch, int64_t head, int64_t heads) const {
+    return static_cast<uint32_t>(batch * (heads + other_heads) + first_head + head);
+  }
 };
 
 inline Dropout read(const DropoutArguments& dropout) {
   if (dropout.probability == 0) return {};
   const double kept = 1 - dropout.probability;
-  return {true, *dropout.seed, *dropout.offset, dropout_threshold(dropout.probability), kept > 0 ? 1 / kept : 0};
+  return {.on = true,
+          .seed = *dropout.seed,
+          .offset = *dropout.offset,
+          .threshold = dropout_threshold(dropout.probability),
+          .factor = kept > 0 ? 1 / kept : 0,
+          .first_group = dropout.first_index / kDenseGroup,
+          .first_query = dropout.first_query,
+          .first_head = dropout.first_head,
+          .other_heads = dropout.other_heads};
 }
 
 // Replaces the counters in `words` by random bits. Compilers vectorize each round's loop over the counters.
@@ -47,7 +63,8 @@ void for_each_dropout_run(const Dropout& dropout, int64_t begin, int64_t end, co
   for (int64_t group = begin / kDenseGroup; group * kDenseGroup < end; group += kGroups) {
     uint32_t words[4][kGroups];
     for (int i = 0; i < kGroups; ++i) {
-      const PhiloxWords counter = dense_dropout_counter(dropout.offset, static_cast<uint64_t>(group + i));
+      const PhiloxWords counter =
+          dense_dropout_counter(dropout.offset, static_cast<uint64_t>(dropout.first_group + group + i));
       for (int w = 0; w < 4; ++w) words[w][i] = counter.word[w];
     }
     philox_vectorized(key, words);

@@ -41,7 +41,12 @@ template <typename T, typename Token>
 void forward_row(const EncoderForward<T, Token>& p, int64_t row) {
   using A = accumulate_t<T>;
   T* out = p.out + row * p.width;
-  const T* wte = p.wte + p.tokens[row] * p.width;
+  const int64_t local = p.tokens[row] - p.first_token;
+  if (outside(local, p.table_rows)) {
+    std::fill_n(out, p.width, T(0));
+    return;
+  }
+  const T* wte = p.wte + local * p.width;
   if (p.wpe == nullptr) {
     std::copy_n(wte, p.width, out);
     return;
@@ -90,10 +95,10 @@ void sum_rows(T* out, int64_t count, int64_t width, const Row& row, bool accumul
   }
 }
 
-// Token v occurs at order[starts[v]], ..., order[starts[v + 1] - 1], in ascending order, so that one thread sums each
-// row of dwte in a fixed order.
+// The token of row v of dwte occurs at order[starts[v]], ..., order[starts[v + 1] - 1], in ascending order, so that one
+// thread sums each row in a fixed order. Other shards' tokens are left out.
 struct Sorted {
-  int64_t* starts;  // (V + 2); the last element is scratch
+  int64_t* starts;  // (R + 2); the last element is scratch
   int64_t* order;   // (B * T)
 };
 
@@ -103,19 +108,23 @@ Sorted sort_positions(const EncoderBackward<T, Token>& p) {
   int64_t* starts = static_cast<int64_t*>(p.workspace);
   int64_t* order = starts + p.vocabulary + 2;
   std::fill_n(starts, p.vocabulary + 2, int64_t(0));
-  for (int64_t i = 0; i < n; ++i) ++starts[p.tokens[i] + 2];
+  const auto for_tokens = [&](const auto& fn) {
+    for (int64_t i = 0; i < n; ++i)
+      if (const int64_t row = p.tokens[i] - p.first_token; !outside(row, p.vocabulary)) fn(row, i);
+  };
+  for_tokens([&](int64_t row, int64_t) { ++starts[row + 2]; });
   for (int64_t v = 0; v < p.vocabulary; ++v) starts[v + 2] += starts[v + 1];
   // The loop advances starts[v + 1] from the start of token v to the start of token v + 1.
-  for (int64_t i = 0; i < n; ++i) order[starts[p.tokens[i] + 1]++] = i;
+  for_tokens([&](int64_t row, int64_t i) { order[starts[row + 1]++] = i; });
   return {starts, order};
 }
 
 template <typename T, typename Token>
-void backward_token(const EncoderBackward<T, Token>& p, const Sorted& sorted, int64_t token) {
-  const int64_t* order = sorted.order + sorted.starts[token];
-  const int64_t count = sorted.starts[token + 1] - sorted.starts[token];
+void backward_token(const EncoderBackward<T, Token>& p, const Sorted& sorted, int64_t v) {
+  const int64_t* order = sorted.order + sorted.starts[v];
+  const int64_t count = sorted.starts[v + 1] - sorted.starts[v];
   const auto row = [&](int64_t r) { return p.dout + order[r] * p.width; };
-  sum_rows(p.dwte + token * p.width, count, p.width, row, p.accumulate);
+  sum_rows(p.dwte + v * p.width, count, p.width, row, p.accumulate);
 }
 
 template <typename T, typename Token>
@@ -144,7 +153,8 @@ int64_t encoder_backward_workspace(int64_t batch, int64_t length, int64_t vocabu
 
 template <typename T, typename Token>
 Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
-  if (Status status = check_tokens(p, p.dwpe != nullptr); !status.ok()) return status;
+  if (!p.is_shard)
+    if (Status status = check_tokens(p, p.dwpe != nullptr); !status.ok()) return status;
   const Sorted sorted = sort_positions(p);
   if (!p.accumulate)
     parallel_for(stream, p.vocabulary, p.width, [&](int64_t begin, int64_t end) {
@@ -154,11 +164,11 @@ Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
   // Frequent tokens are neighbours in most vocabularies, so threads with equal ranges of tokens would have unequal
   // work. The threads divide the sorted positions instead, and the thread with a token's first position sums the
   // token's row.
-  parallel_for(stream, p.batch * p.length, p.width, [&](int64_t begin, int64_t end) {
+  parallel_for(stream, sorted.starts[p.vocabulary], p.width, [&](int64_t begin, int64_t end) {
     vectorised([&] {
       for (int64_t i = begin; i < end; ++i) {
-        const int64_t token = p.tokens[sorted.order[i]];
-        if (sorted.starts[token] == i) backward_token(p, sorted, token);
+        const int64_t v = p.tokens[sorted.order[i]] - p.first_token;
+        if (sorted.starts[v] == i) backward_token(p, sorted, v);
       }
     });
   });

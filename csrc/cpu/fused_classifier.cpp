@@ -2,12 +2,12 @@
 
 #include <algorithm>
 #include <cmath>
-#include <string>
 #include <type_traits>
 
 #include "fp8_numbers.h"
 #include "math.h"
 #include "simd.h"
+#include "targets.h"
 
 namespace gptkernels::cpu {
 
@@ -16,23 +16,6 @@ static void store(Fp8Dlogit& to, float value) {
 }
 
 namespace {
-
-template <typename P>
-int64_t target_of(const P& p, int64_t row) {
-  return p.targets_are_int64 ? static_cast<const int64_t*>(p.targets)[row]
-                             : static_cast<const int32_t*>(p.targets)[row];
-}
-
-template <typename P>
-Status check_targets(const P& p) {
-  for (int64_t row = 0; row < p.rows; ++row) {
-    const int64_t target = target_of(p, row);
-    if (target != p.ignore_index && (target < 0 || target >= p.vocab_size))
-      return {"target " + std::to_string(target) + " at row " + std::to_string(p.first_row + row) +
-              " is outside the vocabulary of " + std::to_string(p.vocab_size)};
-  }
-  return {};
-}
 
 // `rest` is the sum of all exponentials except the target's. If the target's probability is nearly 1, the loss and the
 // target's gradient depend on `rest` alone, of which the total, slightly more than 1, retains few digits.

@@ -428,9 +428,15 @@ def _dropout_numbers(dropout_p: float, like: Tensor) -> tuple[Tensor | None, ...
     return _draw_numbers(2, like) if dropout_p else (None, None)
 
 
+mask_key = 0
+"""An int64 that changes the masks of dropout. Processes that divide the batch have the same random numbers, so that
+resumed runs need only one generator's state, and different keys."""
+
+
 def _draw_numbers(count: int, like: Tensor) -> tuple[Tensor, ...]:
     """Draw 0-dim int64 numbers from torch's generator for the device. Each replay of a CUDA graph draws new numbers."""
-    return torch.randint(2**63 - 1, (count,), device=like.device).unbind()
+    numbers = torch.randint(2**63 - 1, (count,), device=like.device)
+    return (numbers ^ mask_key if mask_key else numbers).unbind()
 
 
 # ---- embedding -------------------------------------------------------------------------------------------------------

@@ -92,8 +92,8 @@ def torchs(q, k, v, *, scale=None, **options):
 
 
 def ours(q, k, v, *, scale=None, mask=None, causal=False, offset=0, begin=None, end=None, dropout=(0.0, None, None)):
-    p, *numbers = dropout
-    return ops.scaled_dot_product_attention(q, k, v, mask, p, causal, scale, offset, begin, end, *numbers)
+    p, *drawn = dropout
+    return ops.scaled_dot_product_attention(q, k, v, mask, p, causal, scale, offset, begin, end, *drawn)
 
 
 def out_of(function, **options):
@@ -1147,6 +1147,58 @@ def test_dropout_mask_does_not_depend_on_sizes(device):
     assert torch.equal(ops.attention_dropout_mask(2, 2, 300, 400, 0.3, *numbers(device)).view(large.shape), large)
 
 
+@all_dtypes
+def test_dropout_of_parts(dtype, device):
+    """A part of the heads and queries, with the keys that it sees, drops what it drops in the whole."""
+    drawn = (0.4, *numbers(device))
+    q, k, v, dout = tensors(2, 6, 3, 150, 150, 64, dtype, device)
+    mask = ops.attention_dropout_mask(2, 6, 150, 150, *drawn)
+    out, logsumexp, *expected = all_results(q, k, v, dout, causal=True, dropout=drawn)
+    close = partial(torch.testing.assert_close, **tolerance(dtype))
+    for head, heads in ((0, 4), (4, 2)):
+        shared = slice(None), slice(head // 2, (head + heads) // 2)
+        sums = [torch.zeros_like(k[shared], dtype=torch.float64) for _ in range(2)]
+        for query, queries in ((0, 64), (64, 16), (80, 70)):
+            part = slice(None), slice(head, head + heads), slice(query, query + queries)
+            place = head, 6, query
+            assert torch.equal(ops.attention_dropout_mask(2, heads, queries, 150, *drawn, *place), mask[part])
+            inputs = q[part], k[shared], v[shared], dout[part]
+            found = all_results(*inputs, causal=True, offset=query, dropout=(*drawn, *place))
+            # A query's sums are rounded differently in another tile. On the CPU, the first 64 queries are one tile.
+            same = assert_equal if device.type == "cpu" and query == 0 else close
+            same(found[:3], [out[part], logsumexp[part], expected[0][part]])
+            sums = [sum + gradient.double() for sum, gradient in zip(sums, found[3:], strict=True)]
+        close([sum.to(dtype) for sum in sums], [gradient[shared] for gradient in expected[1:]])
+
+
+def test_dropout_of_parts_of_packed_heads(device):
+    drawn = (0.4, *numbers(device))
+    qkv, dout = (randn(2, 70, width, dtype=torch.float32, device=device) for width in (3 * 4 * 32, 4 * 32))
+    whole = packed(qkv, 4, None, *drawn), *gradients(lambda t: packed(t, 4, None, *drawn), (qkv,), dout)
+    out, dqkv = whole[0].unflatten(2, (4, 32)), whole[1].unflatten(2, (3, 4, 32))
+    same = assert_equal if device.type == "cpu" else partial(torch.testing.assert_close, **tolerance(qkv.dtype))
+    for head, heads in ((0, 1), (1, 3)):
+        part = slice(head, head + heads)
+        own = qkv.unflatten(2, (3, 4, 32))[:, :, :, part].flatten(2)
+        own_dout = dout.unflatten(2, (4, 32))[:, :, part].flatten(2)
+
+        def function(t, heads=heads, head=head):
+            return packed(t, heads, None, *drawn, head, 4)
+
+        found = function(own), *gradients(function, (own,), own_dout)
+        same(list(found), [out[:, :, part].flatten(2), dqkv[:, :, :, part].flatten(2)])
+
+
+def test_second_derivatives_of_a_part(device):
+    q, k, v, _ = tensors(2, 2, 1, 3, 20, 4, torch.float64, device)
+    options = {"causal": True, "offset": 17, "dropout": (0.5, *numbers(device), 1, 4, 16)}
+    inputs = [t.requires_grad_() for t in (q, k, v)]
+    torch.autograd.gradcheck(out_of(ours, **options), inputs, check_forward_ad=True)
+    torch.autograd.gradgradcheck(out_of(ours, **options), inputs)
+    qkv = randn(2, 5, 24, dtype=torch.float64, device=device, requires_grad=True)
+    torch.autograd.gradgradcheck(lambda t: packed(t, 2, None, 0.5, *numbers(device), 1, 4), (qkv,))
+
+
 def test_dropout_is_uniform_and_independent(device):
     """Compared elements are up to 64 rows or columns apart, or of different heads, sequences, seeds or offsets."""
 
@@ -1395,6 +1447,14 @@ def test_bad_options(device):
     refused(ops.attention, (qkv, 2, None, 0.5), "seed must be given for dropout_p 0.5")
     refused(ops.attention, (qkv, 2, None, 0.5, numbers(device)[0]), "offset must be given for dropout_p 0.5")
     refused(ops.attention_dropout_mask, (1, 1, 1, -1, 0.5, *numbers(device)), "keys must be at least 0, got -1")
+    place = "first_head and total_heads must satisfy 0 <= first_head <= total_heads - 2, got {} and {}"
+    for head, total in ((-1, 4), (3, 4), (1, None)):
+        drawn = (0.5, *numbers(device), head, total)
+        refused(ops.attention, (qkv, 2, None, *drawn), place.format(head, total or 2))
+        refused(ops.attention_dropout_mask, (1, 2, 1, 1, *drawn), place.format(head, total or 2))
+    for query in (-16, 8):
+        drawn = (0.5, *numbers(device), 0, None, query)
+        refused(ops.attention_dropout_mask, (1, 2, 1, 1, *drawn), f"first_query must be a multiple of 16, got {query}")
 
 
 def test_bad_input(device):

@@ -100,6 +100,84 @@ def test_dropped_infinities_and_nan_become_nan(value, dtype, device):
     torch.testing.assert_close(out, torch.where(kept, x, float("nan")), equal_nan=True)
 
 
+# ---- parts of a larger tensor ----------------------------------------------------------------------------------------
+
+PARTS = [(0, 7), (7, 30), (30, 41)]
+
+
+@all_dtypes
+def test_parts_have_the_mask_of_the_whole(dtype, device):
+    drawn = 0.4, *numbers(device, offset=2**32 + 5)
+    x, dout = (randn(41, 40, dtype=dtype, device=device) for _ in range(2))
+    out, mask, dx = ops.dropout(x, *drawn), ops.dropout_mask(x.numel(), *drawn), ops.dropout(dout, *drawn)
+    for begin, end in PARTS:
+        first = 40 * begin
+        assert torch.equal(ops.dropout_mask(40 * (end - begin), *drawn, first), mask[first : 40 * end])
+        part = x[begin:end].requires_grad_()
+        found = ops.dropout(part, *drawn, first)
+        assert torch.equal(found, out[begin:end])
+        assert torch.equal(torch.autograd.grad(found, part, dout[begin:end])[0], dx[begin:end])
+
+
+def test_mask_beyond_2_to_the_35(device):
+    """The number of a group of 8 elements has more than 32 bits from element 2^35 on."""
+    drawn = 0.5, *numbers(device)
+    for first in (2**35 - 16, 2**35, 2**62):
+        expected = [bits_of(12345, 6789, first + i) >= 2**15 for i in range(50)]
+        assert ops.dropout_mask(50, *drawn, first).tolist() == expected
+
+
+@all_dtypes
+@pytest.mark.parametrize("x_dtype", [None, torch.bfloat16], ids=["", "mixed"])
+def test_parts_of_residual_layernorm(dtype, x_dtype, device):
+    if x_dtype and dtype != torch.float32:
+        pytest.skip("only a float32 residual may have another dtype than x")
+    drawn = 0.4, *numbers(device)
+    residual, dsum = (randn(41, 40, dtype=dtype, device=device) for _ in range(2))
+    x, dout = (randn(41, 40, dtype=x_dtype or dtype, device=device) for _ in range(2))
+
+    def results(rows, *first):
+        leaves = [t[rows].requires_grad_() for t in (x, residual)]
+        out, total, _, _ = ops.residual_layernorm(*leaves, None, None, 1e-5, None, *drawn, *first)
+        alone = torch.autograd.grad(total, leaves, dsum[rows], retain_graph=True)
+        return out, total, *torch.autograd.grad((out, total), leaves, (dout[rows], dsum[rows])), *alone
+
+    whole = results(slice(None))
+    for begin, end in PARTS:
+        assert_equal(results(slice(begin, end), 40 * begin), [t[begin:end] for t in whole])
+
+
+def test_second_derivatives_of_a_part(device):
+    x, residual = (randn(3, 8, dtype=torch.float64, device=device, requires_grad=True) for _ in range(2))
+    drawn = 0.5, *numbers(device), 16
+
+    def function(x, residual):
+        return ops.residual_layernorm(x, residual, None, None, 1e-5, None, *drawn)[:2]
+
+    torch.autograd.gradcheck(function, (x, residual), check_forward_ad=True)
+    torch.autograd.gradgradcheck(function, (x, residual))
+
+
+def test_parts_of_fp8_layernorm(device):
+    drawn = 0.4, *numbers(device)
+    x, residual = (randn(41, 48, dtype=torch.bfloat16, device=device) for _ in range(2))
+
+    def sums(rows, *first):
+        return ops.fp8_layernorm(x[rows], residual[rows], None, None, None, False, 1e-5, None, *drawn, *first)[3]
+
+    for begin, end in PARTS:
+        assert torch.equal(sums(slice(begin, end), 48 * begin), sums(slice(None))[begin:end])
+
+
+@pytest.mark.parametrize("first", [-8, 4])
+def test_bad_first_index(first, device):
+    x, drawn = torch.ones(8, device=device), (0.5, *numbers(device))
+    message = f"first_index must be a multiple of 8, got {first}"
+    refused(ops.dropout, (x, *drawn, first), message)
+    refused(ops.dropout_mask, (8, *drawn, first), message)
+    refused(ops.residual_layernorm, (x, x, None, None, 1e-5, None, *drawn, first), message)
+
+
 # ---- functions with dropout ------------------------------------------------------------------------------------------
 
 

@@ -416,6 +416,42 @@ def test_padding_of_the_vocabulary(device):
         assert torch.equal(compiled(*weights), padded(*weights))
 
 
+@all_index_dtypes
+@pytest.mark.parametrize(
+    "bounds", [(0, 0, 13), (0, 7, 13), (0, 5, 5, 12, 13), (0, 13)], ids=["empty", "two", "four", "one"]
+)
+@all_dtypes
+def test_shards(bounds, index, dtype, device):
+    """The sum of the shards' results has the bits of the whole table's. dout are integers, whose sums are exact."""
+    tokens, wte, wpe = inputs(70, 9, 24, dtype, device, index=index)
+    dout = torch.randint(-2, 3, (70, 9, 24)).to(dtype).to(device)
+    dwte, dwpe = ops.encoder_backward(dout, tokens, 13, 11)
+    there = randn(13, 24, dtype=dtype, device=device)
+    expected = there.clone()
+    ops.encoder_backward_(dout, tokens, expected, 11)
+    sums = [0, 0]
+    for first, end in itertools.pairwise(bounds):
+        shard = wte[first:end]
+        sums[0] += ops.encoder(tokens, shard, wpe, 13, first)
+        sums[1] += ops.embedding(tokens, shard, 13, first)
+        assert_equal(ops.encoder_backward(dout, tokens, end - first, 11, first), (dwte[first:end], dwpe))
+        assert torch.equal(ops.embedding_backward(dout, tokens, end - first, first), dwte[first:end])
+        own = there[first:end].clone()
+        assert torch.equal(ops.encoder_backward_(dout, tokens, own, 11, first), dwpe)
+        assert torch.equal(own, expected[first:end])
+    assert_equal(sums, [ops.encoder(tokens, wte, wpe), ops.embedding(tokens, wte)])
+
+
+@pytest.mark.parametrize("vocabulary", [1000, 70000])
+def test_shards_of_long_sums(vocabulary, device):
+    dout = torch.randint(-8, 8, (9000, 8)).float().to(device)
+    tokens = torch.randint(vocabulary, (9000,))
+    tokens = torch.where(torch.rand(9000) < 0.5, vocabulary - 1, tokens).to(device)
+    expected = exact_sums(tokens, dout, vocabulary)
+    for first, end in ((0, vocabulary // 2), (vocabulary // 2, vocabulary), (vocabulary - 1, vocabulary)):
+        assert torch.equal(ops.embedding_backward(dout, tokens, end - first, first), expected[first:end])
+
+
 # ---- bad input -------------------------------------------------------------------------------------------------------
 
 
@@ -433,6 +469,11 @@ def test_bad_input(device):
         refused(ops.encoder, (tokens, wte, wpe, bad), message.format("wte"), f"got {bad}")
         refused(ops.embedding, (tokens, wte, bad), message.format("weight"), f"got {bad}")
     refused(ops.embedding, (tokens, wte[0]), "weight must have 2 dimensions")
+    refused(ops.encoder, (tokens, wte, wpe, 20, -2), "first_token must not be negative", "got -2")
+    refused(ops.embedding, (tokens, wte, 0, 4), "vocab_size must be at least 1", "got 0")
+    refused(ops.embedding_backward, (dout, tokens, 13, -2), "first_token must not be negative", "got -2")
+    refused(ops.encoder, (tokens, wte.requires_grad_(), wpe, 20, 0), "a call with first_token has no derivative")
+    wte.requires_grad_(False)
     refused(ops.embedding_backward, (dout[:1], tokens, 13), r"dout must have shape \(2, 3, 8\)")
     if device.type == "cuda":
         wrong = dout, tokens, 2**24 + 1, 5
@@ -450,6 +491,9 @@ def test_tokens_outside_the_vocabulary(index, device, on_cpu):
         refused(ops.encoder, (bad, wte, wpe), "", rf"token {value} at position \(2, 17\)", "vocabulary of 13")
         with raises("encoder_backward: ", rf"token {value} at position \(2, 17\)", "vocabulary of 13"):
             ops.encoder_backward(dout, bad, 13, 52)
+        refused(
+            ops.encoder, (bad, wte[5:], wpe, 13, 5), "", rf"token {value} at position \(2, 17\)", "vocabulary of 13"
+        )
         refused(ops.embedding, (bad, wte), "", f"token {value} at position 117 ", "vocabulary of 13")
         refused(ops.embedding_backward, (dout, bad, 13), "", f"token {value} at position 117 ", "vocabulary of 13")
     with raises("vocabulary of 0"):

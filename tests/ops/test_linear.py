@@ -15,6 +15,7 @@ from helpers import (
     refused,
     tf32,
     tolerance,
+    wide,
 )
 
 ops = torch.ops.gptkernels
@@ -46,6 +47,32 @@ def test_no_columns(rows, dtype, device):
     for inner, width in [(0, 5), (5, 0), (0, 0)]:
         for bias in (True, False):
             check(inputs(rows, inner, width, dtype, device, bias), randn(rows, width, dtype=dtype, device=device))
+
+
+@pytest.mark.parametrize("wide_sum", [False, True], ids=["", "wide sum"])
+@all_dtypes
+def test_dweight_in_place(wide_sum, dtype, device):
+    dout, x = (randn(2, 19, width, dtype=dtype, device=device) for width in (21, 33))
+    before = randn(21, 33, dtype=wide(dtype) if wide_sum else dtype, device=device)
+    for accumulate in (False, True):
+        found = before.clone()
+        ops.linear_dweight_(dout, x, found, accumulate)
+        product = double(dout).flatten(0, 1).T @ double(x).flatten(0, 1)
+        torchs = (dout.flatten(0, 1).T @ x.flatten(0, 1)).to(before.dtype)
+        if accumulate:
+            product, torchs = product + double(before), torchs + before
+        assert_as_exact_as_torch(found, torchs, product)
+    ops.linear_dweight_(dout[:0], x[:0], before, False)
+    assert not before.any()
+
+
+def test_bad_input_of_dweight_in_place(device):
+    dout, x = (randn(5, width, dtype=torch.bfloat16, device=device) for width in (3, 4))
+    dweight = torch.zeros(3, 4, device=device)
+    refused(ops.linear_dweight_, (dout[1:], x, dweight, False), r"dout must have shape \(5, 3\)", r"\(4, 3\)")
+    refused(ops.linear_dweight_, (dout, x, dweight.double(), False), "dweight must be float32", "float64")
+    refused(ops.linear_dweight_, (dout, x, dweight.T, False), r"dweight must have shape \(3, 4\)", r"\(4, 3\)")
+    refused(ops.linear_dweight_, (dout, x, torch.zeros(4, 3, device=device).T, False), "dweight must be contiguous")
 
 
 @all_dtypes

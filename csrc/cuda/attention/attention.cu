@@ -52,8 +52,8 @@ __global__ void attention_dropout_mask_kernel(bool* mask, AttentionSizes s, Drop
   const int64_t count = s.batches * s.heads * s.queries * s.keys;
   const int64_t step = static_cast<int64_t>(gridDim.x) * blockDim.x;
   for (int64_t at = blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x; at < count; at += step) {
-    const int64_t j = at % s.keys, row = at / s.keys;
-    mask[at] = !draw.drops() || draw.keeps(row / s.queries, row % s.queries, j);
+    const int64_t j = at % s.keys, row = at / s.keys, head = row / s.queries;
+    mask[at] = !draw.drops() || draw.keeps(head, head / s.heads, row % s.queries, j);
   }
 }
 

@@ -12,13 +12,30 @@
 
 namespace gptkernels::cuda {
 
+template <typename T, int N>
+__device__ accumulate_t<T> largest_of(const Packed<T, N>& pack) {
+  if constexpr (sizeof(T) == 2 && N == 8) {
+    using Pair = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
+    const auto& pairs = reinterpret_cast<const Pair(&)[4]>(pack);
+    const Pair largest = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
+    return fmaxf(widen(largest.x), widen(largest.y));
+  } else if constexpr (N == 4) {
+    return fmaxf(fmaxf(pack.v[0], pack.v[1]), fmaxf(pack.v[2], pack.v[3]));
+  } else {
+    accumulate_t<T> largest = widen(pack.v[0]);
+#pragma unroll
+    for (int k = 1; k < N; ++k) largest = fmax(largest, widen(pack.v[k]));
+    return largest;
+  }
+}
+
 // `total` is the sum of exp(x - max). `max` starts at the lowest finite number, not -inf, so that the sum is 0 and not
 // NaN while all x are -inf. NaNs do not change `max`, but make the sum NaN.
-template <typename T>
+template <typename T, typename Total = accumulate_t<T>>
 struct SoftmaxSum {
   using A = accumulate_t<T>;
   A max = std::numeric_limits<A>::lowest();
-  A total = 0;
+  Total total = 0;
 
   template <int kVec>
   __device__ void add(const A (&x)[kVec]) {
@@ -28,7 +45,25 @@ struct SoftmaxSum {
     A sum = 0;
 #pragma unroll
     for (int k = 0; k < kVec; ++k) sum += exp_for<T>(x[k] - largest);
-    total = total * exp_for<T>(max - largest) + sum;
+    total = total * Total(exp_for<T>(max - largest)) + Total(sum);
+    max = largest;
+  }
+
+  // Half as many registers hold the packs as would hold their values.
+  template <int kVec, int kPacks>
+  __device__ void add(const Packed<T, kVec> (&packs)[kPacks]) {
+    A largest = max;
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) largest = fmax(largest, largest_of(packs[j]));
+    A sum = 0;
+#pragma unroll
+    for (int j = 0; j < kPacks; ++j) {
+      A x[kVec];
+      widen(x, packs[j]);
+#pragma unroll
+      for (int k = 0; k < kVec; ++k) sum += exp_for<T>(x[k] - largest);
+    }
+    total = total * Total(exp_for<T>(max - largest)) + Total(sum);
     max = largest;
   }
 
@@ -36,13 +71,13 @@ struct SoftmaxSum {
 
   __device__ void merge(const SoftmaxSum& other) {
     const A largest = fmax(max, other.max);
-    total = total * exp_for<T>(max - largest) + other.total * exp_for<T>(other.max - largest);
+    total = total * Total(exp_for<T>(max - largest)) + other.total * Total(exp_for<T>(other.max - largest));
     max = largest;
   }
 
   __device__ void warp_reduce() {
     const A largest = cuda::warp_reduce<FiniteMax>(max);
-    total = cuda::warp_reduce<Sum>(total * exp_for<T>(max - largest));
+    total = cuda::warp_reduce<Sum>(total * Total(exp_for<T>(max - largest)));
     max = largest;
   }
 
@@ -68,20 +103,6 @@ struct ScaledExp {
 
   __device__ float over_power(float x, float y) const { return exp2_approximately(fmaf(x, factor, -y)); }
 };
-
-template <typename T, int N>
-__device__ float largest_of(const Packed<T, N>& pack) {
-  if constexpr (sizeof(T) == 2 && N == 8) {
-    using Pair = std::conditional_t<std::is_same_v<T, bfloat16>, __nv_bfloat162, __half2>;
-    const auto& pairs = reinterpret_cast<const Pair(&)[4]>(pack);
-    const Pair largest = __hmax2(__hmax2(pairs[0], pairs[1]), __hmax2(pairs[2], pairs[3]));
-    return fmaxf(widen(largest.x), widen(largest.y));
-  } else if constexpr (N == 4) {
-    return fmaxf(fmaxf(pack.v[0], pack.v[1]), fmaxf(pack.v[2], pack.v[3]));
-  } else {
-    return widen(pack.v[0]);
-  }
-}
 
 // `total` is the sum of exp(scale * (x - max)). As in SoftmaxSum, `max` starts at the lowest finite number, and NaNs do
 // not change `max`, but make the sum NaN.

@@ -1,4 +1,4 @@
-// out[b, t] = wte[tokens[b, t]] + wpe[t].
+// out[b, t] = wte[tokens[b, t]] + wpe[t], or 0 for the token of another shard.
 //
 // A warp computes 512 bytes of each of two rows if it uses packs. Persistent grids, and more rows per warp (which could
 // share a row of wpe), read and write in bursts and were up to 10 % slower.
@@ -53,9 +53,11 @@ __global__ void __launch_bounds__(kForwardThreads)
   Packed<T, kVec> embeddings[kForwardRows], positions[kForwardRows];
 #pragma unroll
   for (int r = 0; r < kForwardRows; ++r) {
-    embeddings[r] = load_from_l2<kVec>(p.wte + tokens[r] * p.width + at.column);
-    positions[r] = {};
-    if (p.wpe) positions[r] = load<kVec>(p.wpe + (position + offsets[r]) * p.width + at.column);
+    const int64_t local = tokens[r] - p.first_token;
+    const bool here = local >= 0 && local < p.table_rows;
+    embeddings[r] = positions[r] = {};
+    if (here) embeddings[r] = load_from_l2<kVec>(p.wte + local * p.width + at.column);
+    if (here && p.wpe) positions[r] = load<kVec>(p.wpe + (position + offsets[r]) * p.width + at.column);
   }
 #pragma unroll
   for (int r = 0; r < kForwardRows; ++r) {

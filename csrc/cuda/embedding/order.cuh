@@ -1,7 +1,7 @@
 // The first half of the encoder's backward: sorts the positions (b, t) by token, with two stable counting sorts.
 //
 //   encoder_backward_tiles_kernel   one thread block per tile of the positions (at most 128 tiles): sorts the tile by
-//                                   the low bits of the tokens
+//                                   the low bits of the tokens, and leaves out other shards' tokens
 //   encoder_backward_bins_kernel    one thread block per bin, which has the positions with the same low bits: collects
 //                                   the bin from all tiles, and sorts it by the high bits
 //
@@ -146,21 +146,25 @@ __global__ void __launch_bounds__(kTileThreads)
   const Token first = begin + lane < end ? p.tokens[begin + lane] : Token(0);
   for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < w.zeros; i += int64_t(gridDim.x) * blockDim.x)
     reinterpret_cast<int*>(w.long_runs)[i] = 0;
-  const auto token_at = [&](int i) { return i == begin + lane ? first : p.tokens[i]; };
+  // The token's row of dwte. The rows of other shards' tokens are outside of [0, vocabulary).
+  const auto local_at = [&](int i) { return (i == begin + lane ? first : p.tokens[i]) - p.first_token; };
+  const auto is_here = [&](int64_t local) { return local >= 0 && local < p.vocabulary; };
   const CountingSort sort(shared, bins);
   for (int i = begin + lane; i < end; i += kWarp) {
-    const Token token = token_at(i);
-    if (in_vocabulary(token, p.vocabulary, p.dwpe ? "encoder_backward" : "embedding_backward", i))
-      sort.count(static_cast<int>(token) & (bins - 1));
+    const int64_t local = local_at(i);
+    if (p.is_shard ? is_here(local)
+                   : in_vocabulary(local, p.vocabulary, p.dwpe ? "encoder_backward" : "embedding_backward", i))
+      sort.count(static_cast<int>(local) & (bins - 1));
   }
   sort.scan(bins);
   for (int bin = threadIdx.x; bin < bins; bin += blockDim.x)
     w.tile_starts[bin * w.tiles + blockIdx.x] = sort.start(bin);
-  if (threadIdx.x == 0) w.tile_starts[bins * w.tiles + blockIdx.x] = min(w.n - tile_begin, w.tile_size);
+  if (threadIdx.x == 0) w.tile_starts[bins * w.tiles + blockIdx.x] = sort.end(bins - 1);
   __syncthreads();
   for (int i = begin; i < end; i += kWarp) {
-    const bool active = i + lane < end;
-    const int token = active ? static_cast<int>(token_at(i + lane)) : 0;
+    const int64_t local = i + lane < end ? local_at(i + lane) : -1;
+    const bool active = is_here(local);
+    const int token = static_cast<int>(local);
     const int place = tile_begin + sort.place(active, token & (bins - 1));
     if (active) w.tile_entries[place] = {i + lane, token >> w.shift};
   }
@@ -235,8 +239,9 @@ __global__ void __launch_bounds__(kBinThreads)
     w.items[origin + digit + sort.start(digit)] =
         token < vocabulary && sort.length(digit) <= kWindow ? ~token : kNoHead;
   }
-  if (bin == 0)
-    for (int i = w.n + w.slots + threadIdx.x; i < (w.windows + 1) * kWindow; i += blockDim.x) w.items[i] = kNoHead;
+  if (bin == static_cast<int>(gridDim.x) - 1)  // all entries are in this bin or in earlier bins
+    for (int i = before + total + w.slots + threadIdx.x; i < (w.windows + 1) * kWindow; i += blockDim.x)
+      w.items[i] = kNoHead;
   __syncthreads();
   for_entries([&](bool active, Entry entry) {
     const int place_in_bin = sort.place(active, entry.digit);

@@ -35,11 +35,11 @@ __device__ bool counts(const P& p, int64_t target) {
 }
 
 template <typename P>
-__device__ void check_target(const P& p, int64_t row, int64_t target) {
+__device__ void check_target(const P& p, int64_t row, int64_t target, const char* op = "fused_classifier_forward") {
   if (target == p.ignore_index || counts(p, target)) return;
-  device_fail("fused_classifier_forward", "a target is outside the vocabulary",
-              "target %lld at row %lld is outside the vocabulary of %lld\n", static_cast<long long>(target),
-              static_cast<long long>(p.first_row + row), static_cast<long long>(p.vocab_size));
+  device_fail(op, "a target is outside the vocabulary", "target %lld at row %lld is outside the vocabulary of %lld\n",
+              static_cast<long long>(target), static_cast<long long>(p.first_row + row),
+              static_cast<long long>(p.vocab_size));
   __builtin_unreachable();  // so that no registers are kept for code after the call
 }
 
@@ -54,6 +54,8 @@ struct Classifier {
   A rest = 0;  // without the target's column
   A scale = 0;
   A at_target = 0;
+
+  __device__ Classifier(A logit, A dloss) : logit(logit), dloss(dloss) {}
 
   template <typename P>
   __device__ Classifier(const P& p, int64_t row, int64_t target, bool has_loss)

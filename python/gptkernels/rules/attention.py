@@ -27,9 +27,12 @@ class Options(NamedTuple):
     key_end: Tensor | None = None
     seed: Tensor | None = None
     offset: Tensor | None = None
+    first_head: int = 0
+    total_heads: int | None = None
+    first_query: int = 0
 
 
-def _fake_packed(qkv, num_heads, scale=None, dropout_p=0.0, seed=None, offset=None):
+def _fake_packed(qkv, num_heads, *args, **kwargs):
     b, t, c3 = qkv.shape
     return qkv.new_empty((b, t, c3 // 3)), qkv.new_empty((b, num_heads, t), dtype=accumulate_dtype(qkv.dtype))
 
@@ -84,7 +87,7 @@ def _scores(query: Tensor, key: Tensor, options: Options) -> tuple[Tensor, Tenso
 def _dropout(p: Tensor, options: Options) -> Tensor | None:
     if options.dropout_p == 0:
         return None
-    kept = ops.attention_dropout_mask(*p.shape, options.dropout_p, options.seed, options.offset)
+    kept = ops.attention_dropout_mask(*p.shape, options.dropout_p, *options[-5:])
     return kept.to(p.dtype) / ((1 - options.dropout_p) or 1)
 
 
@@ -135,7 +138,7 @@ class ScaledDotProductAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, dlogsumexp):
         if dout is None and dlogsumexp is None:
-            return (None,) * 12
+            return (None,) * 15
         query, key, value, out, logsumexp, *options = saved(ctx)
         if dout is None:
             dout = torch.zeros_like(out)
@@ -143,7 +146,7 @@ class ScaledDotProductAttention(torch.autograd.Function):
             dout, dlogsumexp, query, key, value, out, logsumexp, *options
         )
         wanted = (g if need else None for g, need in zip(gradients, ctx.needs_input_grad, strict=False))
-        return *wanted, *(None,) * 9
+        return *wanted, *(None,) * 12
 
 
 def _folded(*positions: int):
@@ -171,16 +174,18 @@ def unpack(qkv: Tensor, num_heads: int) -> tuple[Tensor, ...]:
     return qkv.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
 
 
-def packed_formula(qkv, num_heads, scale, dropout_p=0.0, seed=None, offset=None):
-    options = Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
-    out, _ = forward_formula(*unpack(qkv, num_heads), *options)
+def _packed_options(scale, dropout_p=0.0, *rest):
+    return Options(None, dropout_p, True, scale, 0, None, None, *rest)
+
+
+def packed_formula(qkv, num_heads, *options):
+    out, _ = forward_formula(*unpack(qkv, num_heads), *_packed_options(*options))
     return out.transpose(1, 2).flatten(2), None
 
 
-def packed_backward_formula(dout, qkv, out, logsumexp, num_heads, scale, dropout_p=0.0, seed=None, offset=None):
-    options = Options(is_causal=True, scale=scale, dropout_p=dropout_p, seed=seed, offset=offset)
+def packed_backward_formula(dout, qkv, out, logsumexp, num_heads, *options):
     dout = dout.unflatten(2, (num_heads, -1)).transpose(1, 2)
-    gradients = backward_formula(dout, None, *unpack(qkv, num_heads), out, logsumexp, *options)
+    gradients = backward_formula(dout, None, *unpack(qkv, num_heads), out, logsumexp, *_packed_options(*options))
     return torch.stack(gradients).permute(1, 3, 0, 2, 4).flatten(2)
 
 
@@ -188,10 +193,10 @@ class Attention(torch.autograd.Function):
     """qkv (B, T, 3C) -> out (B, T, C), logsumexp (B, NH, T)."""
 
     @staticmethod
-    def forward(ctx, qkv, num_heads, scale, dropout_p, seed, offset):
-        out, logsumexp = below_autograd(ops.attention, qkv, num_heads, scale, dropout_p, seed, offset)
+    def forward(ctx, qkv, num_heads, scale, dropout_p, seed, offset, *heads):
+        out, logsumexp = below_autograd(ops.attention, qkv, num_heads, scale, dropout_p, seed, offset, *heads)
         ctx.save_for_backward(qkv, out, logsumexp, seed, offset)
-        ctx.options = num_heads, scale, dropout_p
+        ctx.options, ctx.heads = (num_heads, scale, dropout_p), heads
         ctx.mark_non_differentiable(logsumexp)
         ctx.set_materialize_grads(False)
         return out, logsumexp
@@ -199,9 +204,10 @@ class Attention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dout, _dlogsumexp):
         if dout is None:
-            return (None,) * 6
+            return (None,) * 8
         qkv, out, logsumexp, seed, offset = ctx.saved_tensors
-        return ops.attention_backward(dout, qkv, out, logsumexp, *ctx.options, seed, offset), *(None,) * 5
+        dqkv = ops.attention_backward(dout, qkv, out, logsumexp, *ctx.options, seed, offset, *ctx.heads)
+        return dqkv, *(None,) * 7
 
 
 def attention_flops(qkv_shape, *args, **kwargs) -> int:
@@ -217,7 +223,7 @@ register.fake("attention", _fake_packed)
 register.fake("attention_backward", like(1))
 register.fake("scaled_dot_product_attention", _fake)
 register.fake("scaled_dot_product_attention_backward", _fake_backward)
-register.fake("attention_dropout_mask", lambda *args: args[-1].new_empty(args[:4], dtype=torch.bool))
+register.fake("attention_dropout_mask", lambda *args, **kwargs: args[5].new_empty(args[:4], dtype=torch.bool))
 register.autograd("attention", Attention, jvp=by_formula(packed_formula))
 register.autograd_by_formula("attention_backward", packed_backward_formula, inputs=2)
 register.autograd("scaled_dot_product_attention", ScaledDotProductAttention, jvp=by_formula(forward_formula))

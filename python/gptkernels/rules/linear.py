@@ -67,6 +67,10 @@ def linear_backward_flops(dout_shape, x_shape, weight_shape, output_mask, **kwar
     return linear_flops(x_shape, weight_shape) * (output_mask[0] + output_mask[1])
 
 
+def linear_dweight_flops(dout_shape, x_shape, *args, **kwargs) -> int:
+    return 2 * math.prod(x_shape) * dout_shape[-1]
+
+
 register.fake("linear", _fake)
 register.fake("linear_backward", _fake_backward)
 register.autograd("linear", Linear, jvp=tangent)
@@ -76,3 +80,6 @@ register.vmap("linear_backward", rows_and_sums(0, 1))
 register.autocast("linear", cuda="lower", cpu="lower")
 register.flops("linear", linear_flops)
 register.flops("linear_backward", linear_backward_flops)
+register.fake("linear_dweight_", lambda *_: None)
+register.without_derivative("linear_dweight_")
+register.flops("linear_dweight_", linear_dweight_flops)

@@ -24,7 +24,7 @@ from gptkernels.rules.dropout import drop
 from gptkernels.rules.layernorm import backward_formula
 
 
-def _fake(x, residual, weight, bias, eps=1e-5, x_bias=None, dropout_p=0.0, seed=None, offset=None):
+def _fake(x, residual, weight, bias, eps=1e-5, x_bias=None, dropout_p=0.0, seed=None, offset=None, first_index=0):
     statistics = x.new_empty(x.shape[:-1], dtype=accumulate_dtype(x.dtype))
     return x.new_empty(x.shape), residual.new_empty(x.shape), statistics, torch.empty_like(statistics)
 
@@ -33,7 +33,7 @@ def _fake_backward(dout, dsum, sum, weight, mean, rstd, output_mask):
     return empty_gradients(sum, (sum.shape, *(sum.shape[-1:],) * (len(output_mask) - 1)), output_mask)
 
 
-def _fake_dropout_backward(dout, dsum, sum, weight, mean, rstd, dropout_p, seed, offset, output_mask):
+def _fake_dropout_backward(dout, dsum, sum, weight, mean, rstd, dropout_p, seed, offset, output_mask, first_index=0):
     _, *found, dresidual = _fake_backward(dout, dsum, sum, weight, mean, rstd, output_mask)
     dx = dout.new_empty(sum.shape if output_mask[0] else (0,))
     return dx, *found, sum.new_empty(sum.shape) if output_mask[4] else dresidual
@@ -43,11 +43,11 @@ class ResidualLayerNorm(torch.autograd.Function):
     """x and residual (..., C), weight, bias and x_bias (C) -> out and sum (..., C), mean and rstd (...)."""
 
     @staticmethod
-    def forward(ctx, x, residual, weight, bias, eps, x_bias, dropout_p, seed, offset):
-        args = x, residual, weight, bias, eps, x_bias, dropout_p, seed, offset
+    def forward(ctx, x, residual, weight, bias, eps, x_bias, dropout_p, seed, offset, first_index):
+        args = x, residual, weight, bias, eps, x_bias, dropout_p, seed, offset, first_index
         out, sum, mean, rstd = below_autograd(ops.residual_layernorm.default, *args)
         ctx.save_for_backward(sum, weight, mean, rstd, seed, offset)
-        ctx.dropout_p, ctx.x_dtype = dropout_p, x.dtype
+        ctx.dropout_p, ctx.first_index, ctx.x_dtype = dropout_p, first_index, x.dtype
         ctx.mark_non_differentiable(mean, rstd)
         ctx.set_materialize_grads(False)
         return out, sum, mean, rstd
@@ -62,7 +62,7 @@ class ResidualLayerNorm(torch.autograd.Function):
             dweight = dbias = None
             dresidual = dx = dsum
             if dsum is not None and (needs_x or needs_x_bias):
-                dx = drop(dsum, *dropout)
+                dx = drop(dsum, *dropout, ctx.first_index)
             dx_bias = _sum_of_rows(dx) if needs_x_bias and dsum is not None else None
             dx = dx if dx is None else dx.to(ctx.x_dtype)
         else:
@@ -70,7 +70,7 @@ class ResidualLayerNorm(torch.autograd.Function):
             mask = (needs_x or needs_residual, needs_weight, needs_bias, needs_x_bias)
             if separate:
                 mask = (needs_x, *mask[1:], needs_residual)
-                gradients = ops.residual_layernorm_dropout_backward.default(*inputs, *dropout, mask)
+                gradients = ops.residual_layernorm_dropout_backward.default(*inputs, *dropout, mask, ctx.first_index)
             elif needs_x_bias:
                 gradients = ops.residual_layernorm_bias_backward.default(*inputs, mask)
             else:
@@ -79,17 +79,17 @@ class ResidualLayerNorm(torch.autograd.Function):
             dx, dweight, dbias, dx_bias = (*present(gradients, mask), None)[:4]
             dresidual = present(gradients, mask)[4] if separate else dx
         dx, dresidual = dx if needs_x else None, dresidual if needs_residual else None
-        return dx, dresidual, dweight, dbias, None, dx_bias, None, None, None
+        return dx, dresidual, dweight, dbias, None, dx_bias, None, None, None, None
 
 
 def _sum_of_rows(t):
     return t.sum(tuple(range(t.dim() - 1))) if t.dim() > 1 else t
 
 
-def formula(x, residual, weight, bias, eps, x_bias, dropout_p, seed, offset):
+def formula(x, residual, weight, bias, eps, x_bias, *dropout):
     wide = accumulate_dtype(x.dtype)
     x = x.to(wide) if x_bias is None else x.to(wide) + x_bias.to(wide)
-    sum = drop(x, dropout_p, seed, offset) + residual.to(wide)
+    sum = drop(x, *dropout) + residual.to(wide)
     return layernorm.formula(sum, weight, bias, eps)[0], sum, None, None
 
 
@@ -100,8 +100,13 @@ _BACKWARD = {
 }
 
 
+def _split(args):
+    """Return output_mask and the arguments of dropout: p, seed, offset and first_index, or nothing."""
+    return (args[0], ()) if len(args) == 1 else (args[3], (*args[:3], args[4]))
+
+
 def masked_backward_formula(dout, dsum, sum, weight, mean, rstd, *args):
-    *dropout, mask = args
+    mask, dropout = _split(args)
     dresidual, dweight, dbias = backward_formula(dout, sum, weight, rstd)
     dresidual = dresidual if dsum is None else dresidual + dsum
     dx = drop(dresidual, *dropout) if dropout else dresidual
@@ -113,7 +118,7 @@ class ResidualLayerNormBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, dout, dsum, sum, weight, mean, rstd, *args):
-        *dropout, ctx.output_mask = args
+        ctx.output_mask, dropout = _split(args)
         save(ctx, dout, sum, weight, rstd, *dropout)
         ctx.set_materialize_grads(False)
         op = getattr(ops, _BACKWARD[len(ctx.output_mask)]).default
@@ -146,7 +151,7 @@ def _vmap(op, size, in_dims, args):
     return (rows(0, 1) if args[6] == 0 else loop)(op, size, in_dims, args)
 
 
-def as_torchs_steps(op, cast, x, residual, weight, bias, eps=1e-5, x_bias=None, dropout_p=0.0, seed=None, offset=None):
+def as_torchs_steps(op, cast, x, residual, weight, bias, eps=1e-5, x_bias=None, p=0.0, seed=None, offset=None, first=0):
     """Use the dtypes that torch's separate ops have under CUDA's autocast.
 
     Autocast leaves an addition and dropout in their operands' dtype, and computes layer_norm in float32. If x and the
@@ -155,9 +160,9 @@ def as_torchs_steps(op, cast, x, residual, weight, bias, eps=1e-5, x_bias=None, 
     """
     if torch.promote_types(x.dtype, residual.dtype) in (torch.float32, torch.float64):
         args = (cast(t, torch.float32) for t in (x, residual, weight, bias))
-        return op(*args, eps, cast(x_bias, torch.float32), dropout_p, seed, offset)
+        return op(*args, eps, cast(x_bias, torch.float32), p, seed, offset, first)
     x = x if x_bias is None else x + cast(x_bias, x.dtype)
-    sum = drop(x, dropout_p, seed, offset) + residual
+    sum = drop(x, p, seed, offset, first) + residual
     out, mean, rstd = ops.layernorm.default(*(cast(t, torch.float32) for t in (sum, weight, bias)), eps)
     return out, sum, mean, rstd
 

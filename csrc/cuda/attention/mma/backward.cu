@@ -167,7 +167,8 @@ __global__ void __launch_bounds__(DqueryShape<T, HS, kExact>::kThreads, DquerySh
     multiply_transposed<T, HS, kExact>(gradients, dout, key_tile + Shape::kStageBytes, head_size);
     if constexpr (kGeneral)
       if (dropout.drops())
-        for_dropped<kM, kN>(dropout, head, row + warp_row, start, [&](int m, int n, int e) { gradients[m][n][e] = 0; });
+        for_dropped<kM, kN>(dropout, dropout.head_number(head, b), row + warp_row, start,
+                            [&](int m, int n, int e) { gradients[m][n][e] = 0; });
 #pragma unroll
     for (int m = 0; m < kM; ++m)
 #pragma unroll
@@ -371,10 +372,11 @@ __global__ void __launch_bounds__(DkeyShape<T, HS>::kThreads, DkeyShape<T, HS>::
     multiply_transposed<T, HS, kExact>(gradients, value, query_tile + Shape::kStageBytes, head_size);
     if constexpr (kGeneral)
       if (dropout.drops()) {
-        for_dropped_transposed<kM, kN>(dropout, b * s.heads + h, row + warp_row, start, [&](int m, int n, int e) {
-          gradients[m][n][e] = 0;
-          weights[m][n][e] = -weights[m][n][e];
-        });
+        for_dropped_transposed<kM, kN>(dropout, dropout.head_number(b * s.heads + h, b), row + warp_row, start,
+                                       [&](int m, int n, int e) {
+                                         gradients[m][n][e] = 0;
+                                         weights[m][n][e] = -weights[m][n][e];
+                                       });
       }
     gradients_of_columns<kGeneral>(gradients, weights, delta, keep_scale);
     add_product<T, HS, kExact>(dvalue, weights, query_tile + Shape::kStageBytes, warp_column);

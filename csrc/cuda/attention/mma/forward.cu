@@ -112,7 +112,8 @@ __global__ void __launch_bounds__(ForwardShape<T, HS, kGeneral, kExact>::kThread
     if (__any_sync(~0u, changed)) for_elements(out, [&](float& x, int m, int, int e) { x *= rescale[m][e / 2]; });
     if constexpr (kGeneral)
       if (dropout.drops())
-        for_dropped<kM, kN>(dropout, head, row + warp_row, start, [&](int m, int n, int e) { scores[m][n][e] = 0; });
+        for_dropped<kM, kN>(dropout, dropout.head_number(head, b), row + warp_row, start,
+                            [&](int m, int n, int e) { scores[m][n][e] = 0; });
     add_product<T, HS, kExact>(out, scores, key_tile + Shape::kStageBytes, 0);
   }
 

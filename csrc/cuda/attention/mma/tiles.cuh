@@ -522,16 +522,17 @@ __device__ void add_mask(float (&scores)[kM][kN][4], const AttentionMask<T>& mas
 // ---- dropout --------------------------------------------------------------------------------------------------------
 
 // Rows are queries, columns are keys. A thread's 8 elements of two neighbouring accumulator tiles are one group of
-// philox.h.
+// philox.h. `head` is DropoutDraw::head_number().
 template <int kM, int kN, typename Drop>
-__device__ void for_dropped(const DropoutDraw& dropout, int64_t head, int query, int key, const Drop& drop) {
+__device__ void for_dropped(const DropoutDraw& dropout, uint32_t head, int query, int key, const Drop& drop) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int n = 0; n < kN; n += 2) {
-      const PhiloxWords words = dropout_words(dropout.seed, dropout.offset, static_cast<uint32_t>(head),
-                                              (query + 16 * m) / 2 + lane / 4, (key + 8 * n) / 4 + lane % 4);
+      const PhiloxWords words =
+          dropout_words(dropout.seed, dropout.offset, head, dropout.first_group_row + (query + 16 * m) / 2 + lane / 4,
+                        (key + 8 * n) / 4 + lane % 4);
 #pragma unroll
       for (int slot = 0; slot < 8; ++slot)
         if (sixteen_bits(words, slot) < dropout.threshold) drop(m, n + slot / 2 % 2, slot / 4 * 2 + slot % 2);
@@ -541,15 +542,17 @@ __device__ void for_dropped(const DropoutDraw& dropout, int64_t head, int query,
 // Rows are keys, columns are queries. Two lanes with neighbouring keys need halves of the same two groups: each lane
 // draws one group, and the lanes exchange words.
 template <int kM, int kN, typename Drop>
-__device__ void for_dropped_transposed(const DropoutDraw& dropout, int64_t head, int key, int query, const Drop& drop) {
+__device__ void for_dropped_transposed(const DropoutDraw& dropout, uint32_t head, int key, int query,
+                                       const Drop& drop) {
   const int lane = threadIdx.x % 32;
   const bool odd = lane / 4 % 2;
 #pragma unroll
   for (int m = 0; m < kM; ++m)
 #pragma unroll
     for (int n = 0; n < kN; n += 2) {
-      const PhiloxWords own = dropout_words(dropout.seed, dropout.offset, static_cast<uint32_t>(head),
-                                            (query + 8 * n) / 2 + lane % 4 * 2 + odd, (key + 16 * m) / 4 + lane / 8);
+      const PhiloxWords own = dropout_words(dropout.seed, dropout.offset, head,
+                                            dropout.first_group_row + (query + 8 * n) / 2 + lane % 4 * 2 + odd,
+                                            (key + 16 * m) / 4 + lane / 8);
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         const uint32_t other = __shfl_xor_sync(~0u, own.word[w], 4);

@@ -227,7 +227,8 @@ __global__ void __launch_bounds__(kThreads)
         for (int j = 0; j < kTile; j += 16) {
           const A weight = exp(scores[j] - origin);
           part += weight;
-          const bool dropped = dropout.drops() && !dropout.keeps(head.index, row + 4 * ty + i, start + tx + j);
+          const bool dropped =
+              dropout.drops() && !dropout.keeps(head.index, head.batch, row + 4 * ty + i, start + tx + j);
           scores[j] = dropped ? A(0) : weight;
         }
         sum[i] = sum[i] * rescale + part;
@@ -309,9 +310,9 @@ __device__ accumulate_t<T> weight_and_gradient(const AttentionBackward<T>& p, co
   // equal those of the forward.
   A probability = exp(fma(weight, static_cast<A>(p.scale), bias) - p.logsumexp[row]);
   if (correction) probability *= correction[row];
-  const A factor = !dropout.drops()                  ? A(1)
-                   : dropout.keeps(head.index, i, j) ? static_cast<A>(dropout.keep_scale)
-                                                     : A(0);
+  const A factor = !dropout.drops()                              ? A(1)
+                   : dropout.keeps(head.index, head.batch, i, j) ? static_cast<A>(dropout.keep_scale)
+                                                                 : A(0);
   weight = probability * factor;
   gradient = probability * (gradient * factor - delta[row]);
   return probability;

@@ -103,6 +103,7 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
     // halves after every tile.
     half ^= 1;
     const int first_row = tile.row + half * 64, row = first_row + warp * 16 + lane / 4;
+    const uint32_t dropout_head = dropout.head_number(tile.head, tile.head / p.problem.heads);
     {
       uint32_t o[16];
       RowStatistics<T, Mask> statistics;
@@ -149,7 +150,8 @@ __device__ void sum_dquery(const Sm90Backward<T>& p, DqueryShared& shared) {
       const int first_key = Mask::kBlocks ? own.first : block * kBlock;
       hide_keys<Mask>(current, p, own, tile.head, first_row, row, first_key);
       probabilities_of_rows(current, p.problem.scale_log2, bias);
-      if constexpr (kDropout) for_kept<32>(dropout, tile.head, first_row + warp * 16, first_key, MarkDropped(current));
+      if constexpr (kDropout)
+        for_kept<32>(dropout, dropout_head, first_row + warp * 16, first_key, MarkDropped(current));
       wgmma_wait<1>();  // for dp and the previous dq
       pin_registers(dp);
       pin_registers(ds);
@@ -212,6 +214,7 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
     const int first_row = tile.row + half * 64, row = first_row + warp * 16 + lane / 4;
     load_a(k, shared.tile[at.slot][0], half * 64 + warp * 16);
     const uint64_t v = panel_descriptor(shared.tile[at.slot][1] + half * 64 * kPanelRowBytes);
+    const uint32_t head_shift = dropout.head_number(0, tile.head / key_heads);  // from a head to its number
 #pragma unroll
     for (int i = 0; i < 32; ++i) dkey[i] = dvalue[i] = 0;
 
@@ -254,7 +257,7 @@ __device__ void sum_dkey_and_dvalue(const Sm90Backward<T>& p, DkeyShared& shared
       for (int i = 0; i < 8; ++i) last = fmaxf(last, current[4 * i + 3]);
       complete(last);
       if constexpr (kDropout)
-        for_kept_transposed<32>(dropout, head, first_row + warp * 16, first_query, MarkDropped(current));
+        for_kept_transposed<32>(dropout, head + head_shift, first_row + warp * 16, first_query, MarkDropped(current));
       wgmma_wait<1>();  // for dp and the previous dv, dk
       pin_registers(dp);
       pin_registers(weights);

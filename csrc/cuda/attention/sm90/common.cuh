@@ -84,14 +84,15 @@ __device__ float keep_probability(const Sm90Problem<T>& problem) {
 
 // Calls apply(i, keep, keep_next) for every even i of the thread's n scores, with dropout's decisions on scores i and i
 // + 1. Rows are queries, columns are keys. A thread's 8 elements of two neighbouring 16x8 tiles are one group
-// (DropoutGroup).
+// (DropoutGroup). `head` is DropoutDraw::head_number().
 template <int n, typename Apply>
 __device__ void for_kept(const DropoutDraw& dropout, uint32_t head, int query, int key, const Apply& apply) {
   const int lane = threadIdx.x % 32;
 #pragma unroll
   for (int j = 0; j < n / 8; j += 2) {
     PhiloxWords words[2];
-    dropout_words(dropout.seed, dropout.offset, head, query / 2 + lane / 4, (key + 16 * j) / 4 + lane % 4, 0, 4, words);
+    dropout_words(dropout.seed, dropout.offset, head, dropout.first_group_row + query / 2 + lane / 4,
+                  (key + 16 * j) / 4 + lane % 4, 0, 4, words);
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll
@@ -112,8 +113,8 @@ __device__ void for_kept_transposed(const DropoutDraw& dropout, uint32_t head, i
 #pragma unroll
   for (int j = 0; j < n / 8; j += 2) {
     PhiloxWords words[2];
-    dropout_words(dropout.seed, dropout.offset, head, (query + 16 * j) / 2 + lane % 4 * 2 + odd, key / 4 + lane / 8, 8,
-                  0, words);
+    dropout_words(dropout.seed, dropout.offset, head,
+                  dropout.first_group_row + (query + 16 * j) / 2 + lane % 4 * 2 + odd, key / 4 + lane / 8, 8, 0, words);
 #pragma unroll
     for (int i = 0; i < 2; ++i)
 #pragma unroll

@@ -429,8 +429,9 @@ struct Warpgroup {
   __device__ void drop(float (&scores)[kScores], const DropoutDraw& dropout) const {
     if (mask.sees_none(p.problem, queries, key_tile)) return;
     float last = 0;
-    for_kept<kScores>(dropout, queries.batch * p.problem.heads + queries.head, queries.first + warp * 16,
-                      mask.first_key(key_tile), [&](int i, bool keep, bool keep_next) {
+    const uint32_t head = dropout.head_number(queries.batch * p.problem.heads + queries.head, queries.batch);
+    for_kept<kScores>(dropout, head, queries.first + warp * 16, mask.first_key(key_tile),
+                      [&](int i, bool keep, bool keep_next) {
                         if (!keep) scores[i] = 0;
                         if (!keep_next) scores[i + 1] = 0;
                         last = fmaxf(last, scores[i + 1]);

@@ -381,6 +381,7 @@ def scaled_dot_product_attention(draw):
         args[name] = draw.indices(name, (batch,), keys + 1, torch.int32) if here else None
     p, seed, offset = dropout_arguments(draw, 0.15)
     dropout = {"dropout_p": p, "seed": seed, "offset": offset}
+    place = {"first_head": 1, "total_heads": heads * group + 2, "first_query": 32}
 
     def ours(query, key, value, attn_mask, key_begin, key_end):
         more = {"key_begin": key_begin, "key_end": key_end, **dropout}
@@ -392,8 +393,8 @@ def scaled_dot_product_attention(draw):
         out, logsumexp = ops.scaled_dot_product_attention(query, key, value, attn_mask, **more)
         saved = out, None, query, key, value, out, logsumexp, attn_mask
         return [
-            invoke(ops.scaled_dot_product_attention, query, key, value, attn_mask, **more),
-            invoke(ops.scaled_dot_product_attention_backward, *saved, **more),
+            invoke(ops.scaled_dot_product_attention, query, key, value, attn_mask, **more, **place),
+            invoke(ops.scaled_dot_product_attention_backward, *saved, **more, **place),
         ]
 
     def of(function):

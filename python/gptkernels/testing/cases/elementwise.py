@@ -79,5 +79,8 @@ def dropout(draw):
         formula,
         formula,
         {"x": x},
-        invocations=lambda: [invoke(ops.dropout, x, *arguments), invoke(ops.dropout_mask, x.numel(), *arguments)],
+        invocations=lambda: [
+            invoke(ops.dropout, x, *arguments, 8),
+            invoke(ops.dropout_mask, x.numel(), *arguments, 8),
+        ],
     )

@@ -8,6 +8,14 @@ from gptkernels import functional as G
 from gptkernels.testing.cases.table import ROWS, TOKENS, WIDTHS, Call, grid, invoke, normal, operator, ops
 
 
+def sum_over_shards(tokens, weight, shards):
+    total, first = 0, 0
+    for shard in weight.chunk(shards):
+        total = total + ops.embedding(tokens, shard, len(weight), first)
+        first += len(shard)
+    return total
+
+
 @operator(
     edges=grid({"batch": ROWS, "length": [3], "vocabulary": [13], "width": WIDTHS}),
     sizes={
@@ -17,7 +25,13 @@ from gptkernels.testing.cases.table import ROWS, TOKENS, WIDTHS, Call, grid, inv
         "width": [2, 33, 96],
         "more positions": 2,
     },
-    functions={"encoder_backward": (lambda g: ops.encoder_backward(g, TOKENS.to(g.device), 4, 5), [(2, 3, 3)])},
+    functions={
+        "encoder_backward": (lambda g: ops.encoder_backward(g, TOKENS.to(g.device), 4, 5), [(2, 3, 3)]),
+        "encoder_backward of a shard": (
+            lambda g: ops.encoder_backward(g, TOKENS.to(g.device), 2, 5, 1),
+            [(2, 3, 3)],
+        ),
+    },
 )
 def encoder(draw):
     dtype = draw.dtype()
@@ -50,7 +64,14 @@ def encoder(draw):
 @operator(
     edges=grid({"x.rows": ROWS, "vocabulary": [13], "width": WIDTHS}),
     sizes={"x.rows": [3, 50, 300], "vocabulary": [4, 70, 200], "width": [2, 33, 96]},
-    functions={"embedding_backward": (lambda g: ops.embedding_backward(g, TOKENS.to(g.device), 4), [(2, 3, 3)])},
+    variants={"": {}, "shards": {"shards": 3}},
+    functions={
+        "embedding_backward": (lambda g: ops.embedding_backward(g, TOKENS.to(g.device), 4), [(2, 3, 3)]),
+        "embedding_backward of a shard": (
+            lambda g: ops.embedding_backward(g, TOKENS.to(g.device), 2, 1),
+            [(2, 3, 3)],
+        ),
+    },
 )
 def embedding(draw):
     dtype = draw.dtype()
@@ -59,14 +80,21 @@ def embedding(draw):
     width = draw.width("width", (max(math.prod(rows), vocabulary),))
     tokens = draw.indices("tokens", rows, vocabulary)
     weight = draw.tensor("weight", (vocabulary, width), dtype, huge=1e300)
+    shards = draw.choose("shards", (None, 1, 2, 3))
+    first = -1 if shards is None else vocabulary // 2
+    whole = G.embedding if draw.chance("functional", 0.5) else ops.embedding
+
+    def ours(tokens, weight):
+        return sum_over_shards(tokens, weight, shards) if shards else whole(tokens, weight)
+
     return Call(
-        "embedding(tokens, weight)",
-        G.embedding if draw.chance("functional", 0.5) else ops.embedding,
+        f"embedding(tokens, weight), shards: {shards}",
+        ours,
         F.embedding,
         F.embedding,
         {"tokens": tokens, "weight": weight},
         invocations=lambda: [
-            invoke(ops.embedding, tokens, weight),
-            invoke(ops.embedding_backward, normal(draw, "dout", *rows, width), tokens, vocabulary),
+            invoke(ops.embedding, tokens, weight, -1, first),
+            invoke(ops.embedding_backward, normal(draw, "dout", *rows, width), tokens, vocabulary, first),
         ],
     )

@@ -154,6 +154,75 @@ def fused_classifier_(draw):
     return classifier(draw, True)
 
 
+def shards_of(logits, shards):
+    """Yield the shards of the columns, and their first columns."""
+    first = 0
+    for shard in logits.chunk(shards, -1):
+        yield shard, first
+        first += shard.shape[-1]
+
+
+def sharded_classifier(logits, targets, shards, options, dlosses=None):
+    """Return the losses, which each shard computes, and dlogits."""
+    statistics = [
+        ops.fused_classifier_statistics(shard, targets, first, *options) for shard, first in shards_of(logits, shards)
+    ]
+    dlogits = logits.clone()
+    losses = [
+        ops.fused_classifier_from_statistics_(shard, targets, torch.stack(statistics), first, *options, dlosses)
+        for shard, first in shards_of(dlogits, shards)
+    ]
+    return losses[-1], dlogits
+
+
+class ShardedClassifier(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, logits, targets, *options):
+        ctx.save_for_backward(logits, targets)
+        ctx.options = options
+        return sharded_classifier(logits, targets, *options)[0]
+
+    @staticmethod
+    def backward(ctx, dlosses):
+        return sharded_classifier(*ctx.saved_tensors, *ctx.options, dlosses)[1], None, None, None
+
+
+@operator(
+    edges=grid({"rows.rows": [1, 5], "width": WIDTHS, "padded": [False], "shards": [1, 3]})
+    + [{**sizes, "shards": 2} for sizes in PADDED],
+    weight=0.4,
+    sizes={**IGNORED_ROWS, "width": [4, 513, 5056], "padded": True, "vocab_size": [3, 301, 5000], "shards": 3},
+    variants={"": {}, "one shard": {"shards": 1}},
+    finite_differences=False,
+)
+def fused_classifier_statistics(draw):
+    dtype = draw.dtype()
+    rows, width, vocab_size, ignore_index, targets = classifier_arguments(draw)
+    shards = draw.choose("shards", (1, 2, 3, 5))
+    logits = draw.tensor("logits", (*rows, width), dtype, 3, huge=1e30)
+
+    def invocations():
+        shard, first = list(shards_of(logits, shards))[-1]
+        options = first, vocab_size, ignore_index
+        statistics = ops.fused_classifier_statistics(shard, targets, *options)[None]
+        dlosses = wide(normal(draw, "dlosses", *rows))
+        return [
+            invoke(ops.fused_classifier_statistics, shard.contiguous(), targets, *options),
+            invoke(ops.fused_classifier_from_statistics_, shard.clone(), targets, statistics, *options, dlosses),
+        ]
+
+    return Call(
+        f"the classifier of {shards} shards, {vocab_size} of {width} columns, ignore_index {ignore_index}",
+        lambda logits, targets: ShardedClassifier.apply(logits, targets, shards, (vocab_size, ignore_index)),
+        lambda logits, targets: losses_of(wide(logits), targets, vocab_size, ignore_index, torchs_loss),
+        lambda logits, targets: losses_of(logits, targets, vocab_size, ignore_index, exact_loss),
+        {"logits": logits, "targets": targets},
+        nan_gradients=False,
+        takes_floating_alone=False,
+        invocations=invocations,
+    )
+
+
 def reduced(losses, targets, ignore_index, reduction):
     if reduction == "none":
         return losses

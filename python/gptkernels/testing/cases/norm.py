@@ -207,12 +207,12 @@ def residual_layernorm(draw):
 
     def invocations():
         x, residual, weight, bias, x_bias = args.values()
-        options = eps, x_bias, p, seed, offset
+        options = eps, x_bias, p, seed, offset, 8
         out, total, mean, rstd = ops.residual_layernorm(x, residual, weight, bias, *options)
         saved = out, None, total, weight, mean, rstd
         wanted = [True, weight is not None, bias is not None, x_bias is not None, True]
         if p or wide != dtype:
-            backward = [invoke(ops.residual_layernorm_dropout_backward, *saved, p, seed, offset, wanted)]
+            backward = [invoke(ops.residual_layernorm_dropout_backward, *saved, p, seed, offset, wanted, 8)]
         else:
             backward = [
                 invoke(ops.residual_layernorm_backward, *saved, wanted[:3]),

@@ -128,6 +128,13 @@ def linear(draw):
                 args["weight"],
                 [True, True, args["bias"] is not None],
             ),
+            invoke(
+                ops.linear_dweight_,
+                normal(draw, "dout", *rows, width),
+                args["x"],
+                normal(draw, "dweight", width, inner).contiguous(),
+                True,
+            ),
         ],
     )
 
