@@ -12,6 +12,7 @@ import gptkernels
 import published
 from gptkernels import functional
 from gptkernels.block.node import Dropout
+from gptkernels.swapping import checks
 from gptkernels.swapping.dropout import Draws
 from helpers import assert_as_exact_as_torch, error_of
 
@@ -187,5 +188,6 @@ def our_dropout(monkeypatch):
         patch.setattr(functional, "_dropout_numbers", numbers)
         patch.setattr(Draws, "__call__", lambda draws, p: Dropout(p, *numbers(p, draws._like)))
         patch.setattr(F, "scaled_dot_product_attention", attention)
+        patch.setattr(checks, "TORCHS_ATTENTION", attention)  # swapped models must not call the replacement
         patch.setattr(F, "dropout", dropout)
         yield

@@ -1,4 +1,4 @@
-"""Supports DTensors in the optimizer: each process updates its own part, and norms are those of the whole tensors."""
+"""Supports DTensors: each process initialises and updates its own part, and norms are those of the whole tensors."""
 
 from typing import Any, NamedTuple
 
@@ -40,6 +40,15 @@ def local(t: Any, place: Place | None) -> Tensor:
 
 def held(t: Any) -> Tensor:
     return t if place_of(t) is None else t.to_local()
+
+
+def first_indices(t: Any) -> tuple[int, ...]:
+    """Return the index in each dimension at which this process's part of a DTensor begins; zeros for other tensors."""
+    if place_of(t) is None:
+        return (0,) * t.dim()
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    return tuple(compute_local_shape_and_global_offset(t.shape, t.device_mesh, t.placements)[1])
 
 
 def norm_of_all(norm: Tensor, place: Place | None) -> Tensor:

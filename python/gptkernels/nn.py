@@ -5,7 +5,7 @@ modules. An option that no kernel supports raises a ValueError when the module i
 """
 
 import functools
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -14,6 +14,9 @@ from gptkernels import functional
 from gptkernels._unmodified import is_unmodified
 from gptkernels.rules.attention import unpack
 from gptkernels.rules.fp8 import ALIGNMENT, new_history
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 __all__ = [
     "GELU", "MLP", "CausalSelfAttention", "CrossEntropyLoss", "Dropout", "Embedding", "KeyValueCache", "LayerNorm",
@@ -291,10 +294,16 @@ class CausalSelfAttention(torch.nn.Module):
         dropout: the probability with which an attention weight is dropped in training.
         fp8: the option ``fp8`` of the two linear layers (:class:`Linear`).
 
+    Attributes:
+        context_group: the process group over which the sequences are divided; None, the default, if they are not. The
+            input then has this rank's tokens (:func:`gptkernels.parallel.split_sequence`).
+
     Raises:
         ValueError: if ``n_head`` does not divide ``n_embd``, ``dropout`` is not from 0 to 1, or with ``fp8`` n_embd is
             not a multiple of 16.
     """
+
+    context_group: "ProcessGroup | None" = None
 
     def __init__(
         self,
@@ -333,9 +342,23 @@ class CausalSelfAttention(torch.nn.Module):
     def _attend(self, x: Tensor, cache: KeyValueCache | None) -> Tensor:
         qkv = self.c_attn(x)
         dropout_p = self.dropout if self.training else 0.0
+        if self.context_group is not None:
+            return self._attend_across(self.context_group, qkv, cache, dropout_p)
         if cache is None:
             return functional.causal_attention(qkv, self.n_head, dropout_p=dropout_p)
         return cache.attend(qkv, self.n_head, dropout_p)
+
+    def _attend_across(
+        self, group: "ProcessGroup", qkv: Tensor, cache: KeyValueCache | None, dropout_p: float
+    ) -> Tensor:
+        from gptkernels.parallel.context import context_parallel_attention  # imports this module
+
+        if cache is not None:
+            raise ValueError("CausalSelfAttention: context parallelism does not support a cache of keys and values")
+        if dropout_p:
+            raise ValueError(f"CausalSelfAttention: context parallelism does not support dropout, got {dropout_p}")
+        query, key, value = unpack(qkv, self.n_head)
+        return context_parallel_attention(query, key, value, group).transpose(1, 2).flatten(2)
 
     def extra_repr(self) -> str:
         """Return the number of heads, and the dropout probability if it is not 0."""

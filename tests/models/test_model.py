@@ -10,6 +10,7 @@ import sys
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
 import small_models
@@ -20,7 +21,7 @@ from gptkernels.models.transformer import Block
 from gptkernels.nn import KeyValueCache
 from gptkernels.optim import AdamW
 from gptkernels.rules import ops
-from helpers import CountCalls, assert_raises, kept_sizes, tolerance
+from helpers import CountCalls, all_dtypes, assert_raises, kept_sizes, tolerance
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -159,6 +160,40 @@ def test_initial_weights_have_gpt2s_deviations(device):
             std = 0.02 / math.sqrt(6) if name.endswith("c_proj.weight") else 0.02
             assert values.std().item() == pytest.approx(std, rel=0.05)
             assert abs(values.mean().item()) < 3 * std / math.sqrt(values.numel()) + 1e-4
+
+
+@all_dtypes
+def test_a_seed_gives_the_same_weights_on_every_device(dtype, device):
+    """The weights of all dtypes are the same float64 numbers, rounded once to float32 and then to 16 bits."""
+    states = []
+    for wanted in (("cpu", torch.float64), (device, dtype)):
+        torch.manual_seed(5)
+        states.append(GPT2(CONFIG, *wanted).state_dict())
+        state = torch.random.get_rng_state()
+        torch.manual_seed(5)
+        torch.randint(2**63 - 1, ())
+        assert torch.equal(torch.random.get_rng_state(), state)  # one number was drawn
+    for expected, found in zip(*(s.values() for s in states), strict=True):
+        assert torch.equal(found.cpu(), expected if dtype == torch.float64 else expected.float().to(dtype))
+
+
+def test_the_size_of_a_model_changes_no_matrix_of_equal_width():
+    """A longer model begins with the matrices of a shorter one, except for the scale of the residual projections."""
+    states = []
+    for layers in (1, 3):
+        torch.manual_seed(5)
+        states.append(GPT2(dataclasses.replace(CONFIG, n_layer=layers)).state_dict())
+    for name in states[0]:
+        assert torch.equal(states[0][name], states[1][name]) != name.endswith("c_proj.weight")
+
+
+def test_meta_and_fake_models_draw_no_weights():
+    torch.manual_seed(5)
+    state = torch.random.get_rng_state()
+    assert all(p.is_meta for p in GPT2(CONFIG, "meta").parameters())
+    assert torch.equal(torch.random.get_rng_state(), state)
+    with FakeTensorMode():
+        assert all(isinstance(p, FakeTensor) for p in GPT2(CONFIG).parameters())
 
 
 @pytest.mark.parametrize("rows", [65, 70, 128, 200])

@@ -1,12 +1,10 @@
 """Tests that two processes on the CPU have the losses of one process, with DDP or FSDP2 and with our optimizer.
 
-A fixture starts two processes, which train once in each way of ``WAYS``. Process 0 saves the results, which the tests
-read.
+A fixture starts two processes, which train once in each way of ``WAYS``. The tests read the results of process 0.
 """
 
 import copy
 import functools
-import os
 
 import pytest
 import torch
@@ -23,6 +21,7 @@ import published
 import small_models
 from gptkernels import nn
 from gptkernels.optim import AdamW, clip_grad_norm_
+from processes import run_processes
 
 # The tests run in one worker of pytest-xdist, so that the fixture starts the processes once.
 pytestmark = [
@@ -238,37 +237,18 @@ WAYS = [
 ]  # fmt: skip
 
 
-def run_process(rank, folder):
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=2)
-    found = {}
-    for way in WAYS:
-        try:
-            found[way.__name__] = way(folder)
-        except Exception as error:
-            found[way.__name__] = f"{type(error).__name__}: {error}"
-    if rank == 0:
-        torch.save(found, f"{folder}/found.pt")
-    dist.barrier()
-    os._exit(0)  # With sys.exit, threads of torch that still run may abort the process.
+def run_ways(folder):
+    return {way.__name__: way(folder) for way in WAYS}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("processes")
-    torch.multiprocessing.spawn(run_process, (str(folder),), nprocs=2)
-    return folder
+    return tmp_path_factory.mktemp("processes")
 
 
 @pytest.fixture(scope="module")
 def results(folder):
-    return torch.load(folder / "found.pt")
-
-
-def check_result(results, way):
-    found = results[way.__name__]
-    assert not isinstance(found, str), found
-    return found
+    return run_processes(run_ways, 2, folder)[0]
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +267,7 @@ def alone_without_clipping():
     "way", [ddp, fsdp, sharded_layers, clipped_by_ours, replicated_and_sharded], ids=lambda way: way.__name__
 )
 def test_two_processes_have_the_losses_of_one(way, results, alone):
-    losses, norms = check_result(results, way)
+    losses, norms = results[way.__name__]
     assert losses == pytest.approx(alone[0], rel=1e-7)
     assert norms == pytest.approx(alone[1], rel=1e-6)  # norms are float32
     assert min(norms) > CLIP
@@ -295,35 +275,35 @@ def test_two_processes_have_the_losses_of_one(way, results, alone):
 
 @pytest.mark.parametrize("way", [to_torchs, from_torchs], ids=lambda way: way.__name__)
 def test_sharded_optimizer_state_is_torchs(way, results, alone_without_clipping):
-    assert check_result(results, way)[0] == pytest.approx(alone_without_clipping[0], rel=1e-10)
+    assert results[way.__name__][0] == pytest.approx(alone_without_clipping[0], rel=1e-10)
 
 
 def test_a_swapped_model_is_sharded(results):
     model = make_swapped_model()
     gptkernels.unswap(model)
     expected = train(model, torch.optim.AdamW(model.parameters(), lr=LR), clip=torch.nn.utils.clip_grad_norm_)
-    assert check_result(results, swapped)[0] == pytest.approx(expected[0], rel=1e-5)  # nanoGPT's loss is float32
+    assert results[swapped.__name__][0] == pytest.approx(expected[0], rel=1e-5)  # nanoGPT's loss is float32
 
 
 def test_uneven_and_empty_shards(results):
     model = make_uneven_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR)
     parameters, norms = regression(model, optimizer, torch.nn.utils.clip_grad_norm_)
-    found = check_result(results, uneven)
+    found = results[uneven.__name__]
     assert found[0] == pytest.approx(parameters, rel=1e-6, abs=1e-9)
     assert found[1] == pytest.approx(norms, rel=1e-6)
 
 
 def test_master_weights(results):
     """An element's update depends on no other element, so sharding changes no bit."""
-    for a, b in zip(check_result(results, masters), masters(None), strict=True):
+    for a, b in zip(results[masters.__name__], masters(None), strict=True):
         assert a.dtype == b.dtype
         assert torch.equal(a, b)
 
 
 def test_mixed_precision(results, alone):
-    losses, norms = check_result(results, mixed_precision)
-    torchs, torchs_norms = check_result(results, mixed_precision_with_torchs)
+    losses, norms = results[mixed_precision.__name__]
+    torchs, torchs_norms = results[mixed_precision_with_torchs.__name__]
     assert losses == pytest.approx(torchs, rel=1e-4)
     assert norms == pytest.approx(torchs_norms, rel=1e-3)
     assert losses == pytest.approx(alone[0], rel=2e-2)
@@ -331,8 +311,8 @@ def test_mixed_precision(results, alone):
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_distributed_checkpoint_is_continued(results, folder, alone):
-    losses, _ = check_result(results, saved)
-    assert losses == check_result(results, fsdp)[0]
+    losses, _ = results[saved.__name__]
+    assert losses == results[fsdp.__name__][0]
     model, optimizer = load_checkpoint(make_model(), str(folder / "checkpoint"))
     assert train(model, optimizer, 2, first=2)[0] == pytest.approx(losses[2:], rel=1e-7)
     assert copy.deepcopy(optimizer).state_dict()["state"][0]["step"] == 4

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gptkernels
 from helpers import assert_as_exact_as_torch, assert_raises
+from swapped import make_model_and_call, transformers
 
 ROOT = Path(__file__).parents[2]
 
@@ -128,3 +129,28 @@ def test_names_in_build_toml_exist():
     build = tomllib.loads((ROOT / "kernel-hub" / "build.toml").read_text())
     assert build["general"]["name"].replace("-", "_") == "gptkernels_layers"
     assert (ROOT / "kernel-hub" / "torch-ext" / "gptkernels_layers" / "layers.py").exists()
+
+
+class Attention(torch.nn.Module):
+    def forward(self, x):
+        return F.scaled_dot_product_attention(x, x, x)
+
+
+def test_swapped_models_call_a_replacement_of_torchs_attention(device, monkeypatch):
+    """Torch's ``context_parallel`` replaces the attribute of ``torch.nn.functional`` in the same way."""
+    torchs, calls = F.scaled_dot_product_attention, []
+
+    def replacement(*args, **kwargs):
+        calls.append(args)
+        return torchs(*args, **kwargs)
+
+    x = torch.randn(1, 2, 8, 16, device=device)
+    families = ["nanoGPT", *["GPT2LMHeadModel"] * (transformers is not None)]
+    models = [(gptkernels.swap(Attention()), lambda model, device: model(x), 1)]
+    models += [(gptkernels.swap(model), call, 2) for model, call in (make_model_and_call(f, device) for f in families)]
+    for model, call, layers in models:
+        calls.clear()
+        with monkeypatch.context() as context:
+            context.setattr(F, "scaled_dot_product_attention", replacement)
+            call(model, device)
+        assert len(calls) == layers

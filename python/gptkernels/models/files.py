@@ -94,6 +94,8 @@ class Files(torch.nn.Module):
 def _build(
     cls: type[Model], config: dict[str, Any], state: dict[str, torch.Tensor], dropout: float, device: Any, dtype: Any
 ) -> Model:
-    model = cls(GPT2Config(**config, dropout=dropout), device, dtype or common_dtype(state.values()))
+    # On the meta device no weights are drawn, which the state would replace.
+    model = cls(GPT2Config(**config, dropout=dropout), "meta", dtype or common_dtype(state.values()))
+    model.to_empty(device=torch.get_default_device() if device is None else device)
     model.load_state_dict(state)
     return model

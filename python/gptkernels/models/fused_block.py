@@ -19,7 +19,8 @@ def run(block: torch.nn.Module, stream: Tensor, pending: Pending | None) -> tupl
     """Compute a ``Block`` without its last residual addition, bitwise as its modules would.
 
     Return the stream (B, T, C) and the pending addition, or None if the modules must be called one by one, for example
-    because one of them was replaced or hooked, the block is traced, or no gradients are recorded.
+    because one of them was replaced or hooked, the block is traced, no gradients are recorded, or the sequences are
+    divided over ranks.
     """
     dtypes = dtypes_of(stream)
     if dtypes is None or stream.device.type not in KEYS:
@@ -31,6 +32,8 @@ def run(block: torch.nn.Module, stream: Tensor, pending: Pending | None) -> tupl
         (ln_1, nn.LayerNorm), (attn, nn.CausalSelfAttention), (ln_2, nn.LayerNorm), (mlp, nn.MLP),
         (resid_dropout, nn.Dropout),
     ):  # fmt: skip
+        return None
+    if attn.context_group is not None:
         return None
     of_attn, of_mlp = attn.__dict__["_modules"], mlp.__dict__["_modules"]
     c_attn, attn_proj, c_fc, mlp_proj = of_attn["c_attn"], of_attn["c_proj"], of_mlp["c_fc"], of_mlp["c_proj"]

@@ -4,23 +4,30 @@ Shapes: B batch, T tokens, C channels, V vocabulary, Vp padded vocabulary, L lay
 and Hugging Face's names; matrices are (out, in).
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.autograd import forward_ad
+from torch.nn import init
+from torch.overrides import TorchFunctionMode
 
-from gptkernels import functional, nn
+from gptkernels import _dtensor, functional, nn
 from gptkernels._unmodified import is_unmodified
 from gptkernels.models.config import GPT2Config
 from gptkernels.models.decoding import Draw, TokenStream, steps
 from gptkernels.models.files import Files
 from gptkernels.models.nanogpt import NanoGPT
-from gptkernels.models.transformer import Transformer
+from gptkernels.models.transformer import Transformer, whole_length
 from gptkernels.rules import ops
 from gptkernels.rules.encoder import tied_encoder
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 
 class GPT2(Files, NanoGPT):
@@ -28,13 +35,20 @@ class GPT2(Files, NanoGPT):
 
     The embedding has Vp rows, of which the last Vp - V are 0 and unused. A state dict whose embedding has V or more
     rows can be loaded, with or without ``lm_head.weight``.
+
+    Attributes:
+        context_group: the process group over which :func:`gptkernels.parallel.context_parallel` has divided the
+            sequences; None, the default, if they are not divided.
     """
+
+    context_group: "ProcessGroup | None" = None
 
     def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
         self.config = config
-        self.transformer = Transformer(config, device, dtype)
-        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False, device=device, dtype=dtype)
+        with _WithoutDraws():
+            self.transformer = Transformer(config, device, dtype)
+            self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size, bias=False, device=device, dtype=dtype)
         self.lm_head.weight = self.transformer.wte.weight
         self.register_load_state_dict_pre_hook(_fit_vocabulary)
         self.reset_parameters()
@@ -44,15 +58,27 @@ class GPT2(Files, NanoGPT):
         """Initialise the parameters as in GPT-2, and reset the amax histories.
 
         Matrices are drawn from N(0, 0.02^2), the two ``c_proj`` of each layer from N(0, 0.02^2 / (2L)). Biases and the
-        embedding's padding are 0, and the norms' weights are 1.
+        embeddings' padding are 0, and the norms' weights are 1.
+
+        One number of torch's generator for the CPU determines all weights, whatever their device. In another dtype they
+        have the same values, rounded. Of a DTensor each process draws only its own part; all processes must have set
+        the same seed. On the meta device nothing is drawn.
         """
+        if self.lm_head.weight.is_meta:
+            return
+        with unset_fake_temporarily():
+            seed = int(torch.randint(2**63 - 1, (), device="cpu"))
         residual_std = 0.02 / math.sqrt(2 * self.config.n_layer)
+        streams = itertools.count()
         for name, parameter in self.named_parameters():
-            if parameter.dim() == 2:
-                parameter.normal_(0.0, residual_std if name.endswith("c_proj.weight") else 0.02)
+            part, first = _dtensor.held(parameter), _dtensor.first_indices(parameter)
+            if parameter.dim() >= 2 and not name.endswith("bias"):
+                std = residual_std if name.endswith("c_proj.weight") else 0.02
+                _draw(part, parameter.shape, first, (0.0, std, seed, next(streams)))
+                if name.endswith(("wte.weight", "lm_head.weight")):
+                    part[max(self.config.vocab_size - first[0], 0) :].zero_()
             else:
-                parameter.fill_(1.0 if name.endswith("weight") else 0.0)
-        self.lm_head.weight[self.config.vocab_size :].zero_()
+                part.fill_(1.0 if name.endswith("weight") else 0.0)
         for history in self.buffers():
             history.zero_()
 
@@ -93,11 +119,15 @@ class GPT2(Files, NanoGPT):
         self._check(tokens, targets)
         if targets is not None and not return_logits and is_unmodified(self.lm_head, nn.Linear):
             hidden, weight = self._hidden_and_head(tokens)
+            divided = self.context_group is not None
             options: dict[str, Any] = {"ignore_index": ignore_index, "vocab_size": self.config.vocab_size}
+            options["reduction"] = "sum" if divided else "mean"
             if self.config.fp8_head and self.training and torch.is_grad_enabled():
                 options["fp8_logits"] = self.config.fp8_logits
-                return None, functional.fp8_linear_cross_entropy(hidden, weight, targets, **options)
-            return None, functional.linear_cross_entropy(hidden, weight, targets, **options)
+                loss = functional.fp8_linear_cross_entropy(hidden, weight, targets, **options)
+            else:
+                loss = functional.linear_cross_entropy(hidden, weight, targets, **options)
+            return None, self._mean(loss, targets, ignore_index) if divided else loss
         hidden = self.transformer(tokens)
         padded = self.lm_head(hidden)
         logits = padded[..., : self.config.vocab_size]
@@ -106,7 +136,16 @@ class GPT2(Files, NanoGPT):
         flat = targets.reshape(-1)
         rows = padded.reshape(-1, padded.shape[-1])
         losses, _ = ops.fused_classifier.default(rows, flat, self.config.vocab_size, ignore_index)
-        return logits if return_logits else None, losses.sum() / (flat != ignore_index).sum()
+        return logits if return_logits else None, self._mean(losses.sum(), flat, ignore_index)
+
+    def _mean(self, loss: Tensor, targets: Tensor, ignore_index: int) -> Tensor:
+        """Divide a sum of losses by the number of targets; with context parallelism, by the mean number per rank."""
+        count, group = (targets != ignore_index).sum(), self.context_group
+        if group is None:
+            return loss / count
+        from gptkernels.parallel._collectives import all_reduce  # imports this module
+
+        return loss * group.size() / all_reduce(count, group)
 
     def _hidden_and_head(self, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """Return the transformer's output and the LM head's weight.
@@ -123,7 +162,7 @@ class GPT2(Files, NanoGPT):
             or forward_ad._current_level >= 0
         ):
             return transformer(tokens), weight
-        stream, weight = tied_encoder(tokens, weight, transformer.wpe.weight, transformer.vocab_size)
+        stream, weight = tied_encoder(tokens, weight, transformer.positions(tokens), transformer.vocab_size)
         return transformer.after_embedding(stream), weight
 
     def _check(self, tokens: Tensor, targets: Tensor | None = None) -> None:
@@ -132,8 +171,9 @@ class GPT2(Files, NanoGPT):
                 raise TypeError(f"GPT2: {name} must be int64 or int32, got {t.dtype}")
         if tokens.dim() != 2:
             raise ValueError(f"GPT2: tokens must have shape (B, T), got {tuple(tokens.shape)}")
-        if tokens.shape[1] > self.config.block_size:
-            raise ValueError(f"GPT2: {tokens.shape[1]} tokens are more than block_size {self.config.block_size}")
+        length = whole_length(tokens, self.context_group)
+        if length > self.config.block_size:
+            raise ValueError(f"GPT2: {length} tokens are more than block_size {self.config.block_size}")
         if targets is not None and targets.shape != tokens.shape:
             raise ValueError(
                 f"GPT2: targets must have the shape of tokens, {tuple(tokens.shape)}, got {tuple(targets.shape)}"
@@ -205,6 +245,8 @@ class GPT2(Files, NanoGPT):
             TypeError: tokens has another dtype.
             FloatingPointError: the logits of a step are NaN or infinite.
         """
+        if self.context_group is not None:
+            raise RuntimeError("GPT2: a model with context parallelism cannot generate")
         window, lengths = self._windows(tokens)
         self._check(window)
         if min(lengths, default=1) == 0:
@@ -223,6 +265,28 @@ class GPT2(Files, NanoGPT):
             raise ValueError("GPT2: a list of prompts must have at least one, each of shape (T_i,)")
         windows = [prompt[-self.config.block_size :] for prompt in tokens]
         return torch.nn.utils.rnn.pad_sequence(windows, batch_first=True), [len(window) for window in windows]
+
+
+class _WithoutDraws(TorchFunctionMode):
+    """Keeps torch's layers from drawing their weights, which the model draws itself."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return None if func in (init.kaiming_uniform_, init.normal_, init.uniform_) else func(*args, **(kwargs or {}))
+
+
+def _draw(part: Tensor, shape: Sequence[int], first: Sequence[int], options: tuple[Any, ...], index: int = 0) -> None:
+    """Draw the part of a tensor of ``shape`` that begins at the indices ``first``, by the flat indices of its elements.
+
+    ``index`` is the flat index of the tensor's first element.
+    """
+    if len(shape) > 2 and part.shape[2:] == shape[2:]:
+        inner = math.prod(shape[2:])
+        part, shape, first = part.view(part.shape[0], -1), (shape[0], shape[1] * inner), (first[0], first[1] * inner)
+    if len(shape) == 2:
+        ops.normal_.default(part, *options, index + first[0] * shape[1] + first[1], shape[1])
+        return
+    for i, slice in enumerate(part, first[0]):
+        _draw(slice, shape[1:], first[1:], options, index + i * math.prod(shape[1:]))
 
 
 def _fit_vocabulary(model: GPT2, state_dict: dict[str, Tensor], prefix: str, metadata: dict[str, Any], *_: Any) -> None:

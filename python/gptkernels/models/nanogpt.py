@@ -13,11 +13,14 @@ from gptkernels.optim import AdamW
 
 def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[str, Any]]:
     """Make two parameter groups: matrices and embeddings, with weight decay, and biases and norms, without it."""
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
-    ]
+    decayed: list[torch.nn.Parameter] = []
+    others: list[torch.nn.Parameter] = []
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            # In a tensor-parallel model a bias may have several dimensions.
+            is_matrix = parameter.dim() >= 2 and not name.endswith("bias")
+            (decayed if is_matrix else others).append(parameter)
+    return [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
 
 
 class NanoGPT(torch.nn.Module):

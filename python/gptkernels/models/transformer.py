@@ -1,7 +1,7 @@
 """GPT-2 (Radford et al., 2019) without its LM head: embeddings, layers and the final norm."""
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -13,6 +13,14 @@ from gptkernels.models import fused_block
 from gptkernels.models.config import GPT2Config
 from gptkernels.models.recompute import checkpointed, uses_dropout
 from gptkernels.rules import ops
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+
+
+def whole_length(tokens: Tensor, group: "ProcessGroup | None") -> int:
+    """Return the length of the sequences of which this rank has the tokens (B, T)."""
+    return tokens.shape[1] * (1 if group is None else group.size())
 
 
 class Block(torch.nn.Module):
@@ -93,9 +101,11 @@ class Transformer(torch.nn.Module):
 
     Attributes:
         recompute_blocks: save only a layer's inputs for the backward, which computes the layer again.
+        context_group: the process group over which the sequences are divided; None, the default, if they are not.
     """
 
     recompute_blocks: bool = False
+    context_group: "ProcessGroup | None" = None
 
     def __init__(self, config: GPT2Config, device: Any = None, dtype: torch.dtype | None = None) -> None:
         super().__init__()
@@ -130,6 +140,20 @@ class Transformer(torch.nn.Module):
 
     def _embed(self, tokens: Tensor, start: int) -> Tensor:
         if self.embeds_in_one():
-            positions = self.wpe.weight[start:] if start else self.wpe.weight
-            return ops.encoder.default(tokens, self.wte.weight, positions, self.vocab_size)
-        return self.wte(tokens) + self.wpe(torch.arange(start, start + tokens.shape[1], device=tokens.device))
+            return ops.encoder.default(tokens, self.wte.weight, self.positions(tokens, start), self.vocab_size)
+        places = torch.arange(start, start + whole_length(tokens, self.context_group), device=tokens.device)
+        return self.wte(tokens) + self.wpe(self._part_of_this_rank(places))
+
+    def positions(self, tokens: Tensor, start: int = 0) -> Tensor:
+        """Return the position embeddings of tokens (B, T), of which the first is at ``start``: (T or more, C)."""
+        weight = self.wpe.weight[start:] if start else self.wpe.weight
+        if self.context_group is None:
+            return weight
+        return self._part_of_this_rank(weight[: whole_length(tokens, self.context_group)])
+
+    def _part_of_this_rank(self, positions: Tensor) -> Tensor:
+        if self.context_group is None:
+            return positions
+        from gptkernels.parallel.context import split_sequence  # imports this module
+
+        return split_sequence(positions, self.context_group, 0)

@@ -5,6 +5,7 @@ import sys
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch._subclasses.functional_tensor import FunctionalTensor
@@ -15,6 +16,7 @@ from gptkernels.swapping.classes import kind_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 DEVICES = ("cpu", "cuda", "meta")
+TORCHS_ATTENTION = F.scaled_dot_product_attention
 _TENSORS = (Tensor, torch.nn.Parameter, FakeTensor, FunctionalTensor)
 
 
@@ -62,3 +64,11 @@ def dropout_of(module: Any) -> float | None:
     if type(module) is not torch.nn.Dropout or not bare(module):
         return None
     return module.p if module.training else 0.0
+
+
+def attention_is_replaced() -> bool:
+    """Return whether ``F.scaled_dot_product_attention`` was replaced; torch's ``context_parallel`` does so.
+
+    If so, the original attention must run, because it calls the replacement.
+    """
+    return F.scaled_dot_product_attention is not TORCHS_ATTENTION

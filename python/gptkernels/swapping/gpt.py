@@ -15,7 +15,7 @@ from gptkernels.block.fused import FusedBlock, Pending, add, cast_all
 from gptkernels.block.node import Dtypes, dtypes_of
 from gptkernels.rules._autocast import autocast_dtype
 from gptkernels.swapping.block_modules import fused_block, parts_of
-from gptkernels.swapping.checks import bare, count, dropout_of, untouched, why_not
+from gptkernels.swapping.checks import attention_is_replaced, bare, count, dropout_of, untouched, why_not
 from gptkernels.swapping.classes import Namespace, replacement
 from gptkernels.swapping.dropout import Draws, drop
 from gptkernels.swapping.head import head_and_loss
@@ -37,7 +37,12 @@ def looks_like_attention(module: Any) -> bool:
 
 
 def attention_dropout(module: Any) -> float | None:
-    """Return the probability of dropout, or None if ``attn_dropout`` must be called or the two attributes disagree."""
+    """Return the probability of dropout, or None if the original attention must run.
+
+    It must if ``attn_dropout`` must be called, the two attributes disagree, or torch's attention was replaced.
+    """
+    if attention_is_replaced():
+        return None
     p = 0.0
     if "attn_dropout" in module._modules:
         found = dropout_of(module.attn_dropout)
@@ -57,7 +62,7 @@ def attention(original: Any) -> Namespace:
     def forward(self: Any, x: Tensor) -> Tensor:
         p = attention_dropout(self)
         if p is None or (reason := why_not(x)) is not None:
-            count(self, "attn_dropout was changed" if p is None else str(reason))
+            count(self, "attn_dropout or F.scaled_dot_product_attention was changed" if p is None else str(reason))
             return original.forward(self, x)
         draws = Draws(2, x)
         return drop(project(_attended(self, x, p, draws), self.c_proj), self._modules.get("resid_dropout"), draws)

@@ -20,7 +20,14 @@ from gptkernels.block.fused import FusedBlock, Pending, add, cast_all
 from gptkernels.block.node import Dtypes, dtypes_of
 from gptkernels.rules.attention import unpack
 from gptkernels.swapping.block_modules import Parts, fused_block, parts_of, probability
-from gptkernels.swapping.checks import count, dropout_of, has_librarys_forward, untouched, why_not
+from gptkernels.swapping.checks import (
+    attention_is_replaced,
+    count,
+    dropout_of,
+    has_librarys_forward,
+    untouched,
+    why_not,
+)
 from gptkernels.swapping.classes import Namespace, replacement
 from gptkernels.swapping.dropout import Draws, drop
 from gptkernels.swapping.head import head_and_loss
@@ -60,7 +67,12 @@ def _has_forward_of(module: torch.nn.Module, kind: Any) -> bool:
 
 
 def _sdpa_is_theirs() -> bool:
-    """Return whether the function registered as "sdpa" is transformers' own; True while compiling."""
+    """Return whether the function registered as "sdpa" is transformers' own, and the one that it calls is torch's.
+
+    While compiling, the first is not checked.
+    """
+    if attention_is_replaced():
+        return False
     functions = sys.modules["transformers.modeling_utils"].ALL_ATTENTION_FUNCTIONS
     theirs = sys.modules["transformers.integrations.sdpa_attention"].sdpa_attention_forward
     return torch.compiler.is_compiling() or functions["sdpa"] is theirs
@@ -262,7 +274,7 @@ def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
         return "cross-attention, model parallelism or is_causal=False in the configuration"
     implementation = config._attn_implementation
     if not _sdpa_is_theirs():
-        return "another function is registered as sdpa"
+        return "another function is registered as sdpa, or F.scaled_dot_product_attention was replaced"
     if implementation not in (*SUPPORTED, "eager") or (implementation == "eager" and config.reorder_and_upcast_attn):
         return f"attn_implementation is {implementation!r}" + (
             " and reorder_and_upcast_attn is set" if implementation == "eager" else ""

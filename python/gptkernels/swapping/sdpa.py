@@ -13,11 +13,17 @@ from typing import Any
 import torch.nn.functional as F
 
 from gptkernels import functional
+from gptkernels.swapping.checks import attention_is_replaced
 from gptkernels.swapping.classes import Namespace, replacement
 
 NAME = "scaled_dot_product_attention"
 OURS = f"gptkernels_{NAME}"
 _FOREIGN = ("torch.", "torch", "transformers.", "gptkernels.")
+
+
+def _attention(*args: Any, **kwargs: Any) -> Any:
+    function = F if attention_is_replaced() else functional
+    return function.scaled_dot_product_attention(*args, **kwargs)
 
 
 def methods_that_call_it(kind: type) -> dict[str, Any]:
@@ -58,9 +64,9 @@ def _always_of_functional(method: Any) -> bool:
 
 def _redirected(method: Any) -> Any:
     names = _names(method)
-    setattr(F, OURS, functional.scaled_dot_product_attention)
+    setattr(F, OURS, _attention)
     if any(method.__globals__.get(name) is F.scaled_dot_product_attention for name in names):
-        method.__globals__[OURS] = functional.scaled_dot_product_attention
+        method.__globals__[OURS] = _attention
     code = method.__code__
     code = code.replace(co_names=tuple(OURS if name in names else name for name in code.co_names))
     made = types.FunctionType(code, method.__globals__, method.__name__, method.__defaults__, method.__closure__)

@@ -1,0 +1,258 @@
+"""Context parallelism: the tokens of each sequence are divided over the ranks of a process group.
+
+A sequence of T tokens is cut into 2 * R chunks of equal length, R being the number of ranks. Rank r has chunk r, its
+head, and chunk 2 * R - 1 - r, its tail, so that all ranks compute equally many causal scores. Only attention needs the
+tokens of other ranks. It gathers their keys and values.
+
+Shapes: B batch, T tokens of the whole sequence, NH query heads, KH key heads, HS head size.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from gptkernels.parallel._collectives import reduce_scatter, start_gather, wait
+from gptkernels.rules import ops
+from gptkernels.rules._autocast import autocast_dtype
+from gptkernels.rules._register import accumulate_dtype
+
+
+def _as_group(group: ProcessGroup | DeviceMesh) -> ProcessGroup:
+    return group.get_group() if isinstance(group, DeviceMesh) else group
+
+
+def _in_order(gathered: Tensor, group: ProcessGroup) -> Tensor:
+    """Wait for all ranks' tokens (T, ...), and return them in the order of the sequence."""
+    chunks = wait(gathered).tensor_split(2 * group.size())
+    return torch.cat([*chunks[::2], *chunks[::-2]])  # heads in the order of ranks, tails in the reverse order
+
+
+def _add_and_scatter(t: Tensor, group: ProcessGroup) -> Tensor:
+    """Add all ranks' t (T, ...), which is in the order of the sequence, and return this rank's tokens (T / R, ...)."""
+    ranks = group.size()
+    chunks = t.tensor_split(2 * ranks)
+    by_rank = torch.cat([chunk for i in range(ranks) for chunk in (chunks[i], chunks[-1 - i])])
+    return reduce_scatter(by_rank, group)
+
+
+def split_sequence(t: Tensor, group: ProcessGroup | DeviceMesh, dim: int = 1) -> Tensor:
+    """Return this rank's head and tail of a tensor that all ranks have, concatenated.
+
+    Args:
+        t: the whole tensor, such as tokens or targets (B, T).
+        group: the process group, or a mesh of one dimension.
+        dim: the dimension of the T tokens.
+
+    Raises:
+        ValueError: if T is not a multiple of twice the number of ranks.
+    """
+    group = _as_group(group)
+    tokens, chunks = t.shape[dim], 2 * group.size()
+    if tokens % chunks:
+        raise ValueError(
+            f"split_sequence: dimension {dim} must be a multiple of {chunks}, twice the number of ranks, got {tokens}"
+        )
+    parts = t.tensor_split(chunks, dim)
+    return torch.cat([parts[group.rank()], parts[-1 - group.rank()]], dim)
+
+
+@torch.no_grad()
+def gather_sequence(t: Tensor, group: ProcessGroup | DeviceMesh, dim: int = 1) -> Tensor:
+    """Return the whole tensor of which each rank has the part that :func:`split_sequence` returns, without gradients.
+
+    Args:
+        t: this rank's head and tail, such as logits (B, T / R, V) for R ranks. All ranks' tensors have the same shape.
+        group: the process group, or a mesh of one dimension.
+        dim: the dimension of the tokens.
+
+    Raises:
+        ValueError: if the number of this rank's tokens is odd.
+    """
+    _check_even("gather_sequence", "t", t.shape[dim])
+    group = _as_group(group)
+    return _in_order(start_gather(t.movedim(dim, 0).contiguous(), group), group).movedim(0, dim)
+
+
+def _check_even(function: str, name: str, tokens: int) -> None:
+    if tokens % 2:
+        raise ValueError(f"{function}: {name} must have an even number of tokens, a head and a tail, got {tokens}")
+
+
+def _pack(key: Tensor, value: Tensor) -> Tensor:
+    """(B, KH, T, HS) each -> (T, 2, B, KH, HS). The first dimension is the one that collectives divide."""
+    return torch.stack([t.permute(2, 0, 1, 3) for t in (key, value)], 1)
+
+
+def _unpack(packed: Tensor) -> tuple[Tensor, ...]:
+    return packed.permute(1, 2, 3, 0, 4).unbind()
+
+
+def _queries(query: Tensor, group: ProcessGroup, is_causal: bool) -> Iterator[tuple[slice, int, int]]:
+    """Yield for head and tail: the slice of this rank's queries, their place in the sequence, and the keys they see."""
+    length, last = query.shape[2] // 2, 2 * group.size() - 1
+    for i, chunk in enumerate((group.rank(), last - group.rank())):
+        keys = chunk + 1 if is_causal else last + 1
+        yield slice(i * length, (i + 1) * length), chunk * length, keys * length
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, is_causal: bool, scale: float | None
+) -> tuple[Tensor, Tensor]:
+    """Return the output (B, NH, T / R, HS) and the scores' logsumexp (B, NH, T / R), without gradients."""
+    keys, values = _unpack(_in_order(start_gather(_pack(key, value), group), group))
+    outs, logsumexps = [], []
+    for part, offset, end in _queries(query, group, is_causal):
+        out, logsumexp = ops.scaled_dot_product_attention.default(
+            query[:, :, part], keys[:, :, :end], values[:, :, :end], None, 0.0, is_causal, scale, offset
+        )
+        outs.append(out.transpose(1, 2))  # (B, T, NH, HS) is the order of dimensions in memory
+        logsumexps.append(logsumexp)
+    return torch.cat(outs, 1).transpose(1, 2), torch.cat(logsumexps, 2)
+
+
+def attend_backward(
+    dout: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    logsumexp: Tensor,
+    group: ProcessGroup,
+    is_causal: bool,
+    scale: float | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of this rank's query, key and value."""
+    gathered = start_gather(_pack(key, value), group)
+    # Head, tail and ranks are added in float32, because 16-bit sums would be rounded at each addition.
+    sums = gathered.new_zeros(gathered.shape, dtype=accumulate_dtype(query.dtype))
+    keys, values = _unpack(_in_order(gathered, group))
+    del gathered
+    dkeys, dvalues = _unpack(sums)
+    dqueries = []
+    for part, offset, end in _queries(query, group, is_causal):
+        dquery, dkey, dvalue = ops.scaled_dot_product_attention_backward.default(
+            dout[:, :, part], None, query[:, :, part], keys[:, :, :end], values[:, :, :end], out[:, :, part],
+            logsumexp[:, :, part], None, 0.0, is_causal, scale, offset,
+        )  # fmt: skip
+        dqueries.append(dquery)
+        dkeys[:, :, :end].add_(dkey)
+        dvalues[:, :, :end].add_(dvalue)
+    del keys, values, dkey, dvalue  # their memory is free for the reduction
+    dkey, dvalue = _unpack(_add_and_scatter(sums, group).to(key.dtype))
+    return torch.cat(dqueries, 2), dkey, dvalue
+
+
+class _ContextParallelAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[no-untyped-def]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, is_causal: bool, scale: float | None
+    ):
+        ctx.options = group, is_causal, scale
+        out, logsumexp = attend(query, key, value, *ctx.options)
+        ctx.save_for_backward(query, key, value, out, logsumexp)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, dout: Tensor):  # type: ignore[no-untyped-def]
+        if torch.is_grad_enabled():
+            raise RuntimeError("context_parallel_attention has no second derivative: call it without create_graph=True")
+        return *attend_backward(dout, *ctx.saved_tensors, *ctx.options), None, None, None
+
+
+def context_parallel_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    group: ProcessGroup | DeviceMesh,
+    *,
+    is_causal: bool = True,
+    scale: float | None = None,
+) -> Tensor:
+    """Compute attention over sequences of T tokens, of which each of R ranks has a head and a tail, T / R tokens.
+
+    The forward gathers the keys and values of all ranks. They are not kept: the backward gathers them again, and adds
+    the gradients of all ranks in float32 (float64 for float64). All ranks must call the function with tensors of the
+    same shapes, and must run the backward. Inside autocast the tensors are cast to autocast's dtype.
+
+    Args:
+        query: (B, NH, T / R, HS), this rank's part as in :func:`split_sequence`.
+        key, value: (B, KH, T / R, HS). NH is a multiple of KH, and NH / KH neighbouring query heads share a key head.
+        group: the process group, or a mesh of one dimension.
+        is_causal: whether a query sees only the keys up to its own position in the sequence.
+        scale: the factor of the scores; None is 1/sqrt(HS).
+
+    Returns:
+        The output (B, NH, T / R, HS).
+
+    Raises:
+        ValueError: if T / R is odd, or not the same for query and key.
+        RuntimeError: for a second derivative.
+    """
+    name = "context_parallel_attention"
+    _check_even(name, "query", query.shape[2])
+    if key.shape[2] != query.shape[2] or value.shape != key.shape:
+        raise ValueError(
+            f"{name}: key and value must have one shape and the {query.shape[2]} tokens of query, "
+            f"got {tuple(key.shape)} and {tuple(value.shape)}"
+        )
+    low = autocast_dtype(query.device.type)
+    if low is not None and query.dtype != torch.float64:
+        query, key, value = query.to(low), key.to(low), value.to(low)
+    return _ContextParallelAttention.apply(query, key, value, _as_group(group), is_causal, scale)  # type: ignore[no-any-return]
+
+
+def context_parallel(model: torch.nn.Module, group: ProcessGroup | DeviceMesh) -> torch.nn.Module:
+    """Divide the sequences of a :class:`gptkernels.models.GPT2` over the ranks of a process group, in place.
+
+    The model then takes this rank's tokens and targets (B, T / R), the parts that :func:`split_sequence` returns, and
+    returns this rank's logits. The mean of the losses that the R ranks return is the loss of the whole sequences: each
+    rank divides the sum of its losses by the mean number of targets of a rank, which takes an all-reduce of one number.
+    The gradients of the whole sequences are thus the mean over the ranks, as with data parallelism: use DDP or FSDP2
+    with a process group of all data-parallel and context-parallel ranks.
+
+    Each layer runs single operators instead of one autograd node. ``generate`` raises an error.
+
+    Args:
+        model: a ``GPT2``, also inside another module, or a part of it, such as its ``transformer``.
+        group: the process group, or a mesh of one dimension, whose ranks have parts of the same sequences.
+
+    Returns:
+        The model.
+
+    Raises:
+        ValueError: if the model has dropout.
+        TypeError: if the model contains no layer of a ``GPT2``.
+    """
+    from gptkernels import nn
+    from gptkernels.models.gpt2 import GPT2
+    from gptkernels.models.transformer import Transformer
+
+    parts = [part for part in model.modules() if isinstance(part, nn.CausalSelfAttention | Transformer | GPT2)]
+    if not parts:
+        raise TypeError(f"context_parallel: the model must be or contain a GPT2, got {type(model).__name__}")
+    for part in model.modules():
+        is_attention = isinstance(part, nn.CausalSelfAttention)
+        p = part.dropout if is_attention else part.p if isinstance(part, torch.nn.Dropout) else 0.0
+        if p:
+            raise ValueError(f"context_parallel: dropout is not supported, got {p} in {type(part).__name__}")
+    for part in parts:
+        part.context_group = _as_group(group)
+    return model
+
+
+@contextmanager
+def whole_sequences(model: torch.nn.Module) -> Iterator[None]:
+    """Let a model that :func:`context_parallel` has divided compute whole sequences, as before, in this context."""
+    divided = [(part, part.context_group) for part in model.modules() if getattr(part, "context_group", None)]
+    for part, _ in divided:
+        part.context_group = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        for part, group in divided:
+            part.context_group = group
