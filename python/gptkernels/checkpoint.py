@@ -11,18 +11,17 @@ ValueError. Sizes are checked before memory for tensors is allocated.
 """
 
 import dataclasses
-import functools
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 import torch
-from safetensors import SafetensorError
 
 from gptkernels.files.regular import open_regular
-from gptkernels.files.safetensors import CheckedFile, DamagedError, open_safetensors, write_safetensors
+from gptkernels.files.safetensors import open_safetensors, write_safetensors
+from gptkernels.files.trees import as_dict, flatten, parse
 from gptkernels.files.writing import HEADER_BYTES, MODEL_MAGIC, file_size, make_header, read_header, replace_file
 
 CHECKPOINT = "checkpoint.safetensors"
@@ -32,8 +31,6 @@ _VERSIONS = {torch.float32: 3, torch.bfloat16: 5}
 _UNPADDED = 1  # llm.c's version of April 2024: float32, no padding, no padded_vocab_size in the header
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _PADDING = 128
-_KEYS = (str, int)
-"""The types that a dict's keys may have in a training state. True and 1.0 are not allowed, because they equal 1."""
 _TANH = "gelu_tanh"
 _ACTIVATIONS = (_TANH, "gelu")
 
@@ -93,7 +90,7 @@ def save_model(
             cannot represent the model. A `.bin` always has biases and the tanh GELU.
     """
     path = Path(path)
-    config = check_model_config(_as_dict(config), str(path))
+    config = check_model_config(as_dict(config), str(path))
     if path.suffix == ".safetensors":
         if padded_vocab_size is not None:
             raise ValueError(f"{path}: padded_vocab_size is for .bin; .safetensors are not padded")
@@ -186,19 +183,13 @@ def _read_tensor(file: BinaryIO, shape: tuple[int, ...], dtype: torch.dtype) -> 
 
 
 def _load_safetensors(path: Path) -> tuple[dict[str, Any], StateDict]:
-    with open_safetensors(path, "model", "training") as file:
-        config = check_model_config(_parse(path, file, "config"), str(path))
-        if file.metadata["kind"] == "gptkernels.training":
-            model = _parse(path, file, "model")
-        else:
+    with open_safetensors(path, "model", "training", "sharded") as file:
+        config = check_model_config(parse(path, file, "config"), str(path))
+        if file.metadata["kind"] == "gptkernels.model":
             model = {name: file.tensor(name) for name in file.names()}
+        else:
+            model = parse(path, file, "model")
         return config, check_parameters(model, config, str(path))
-
-
-def _as_dict(config: Any) -> dict[str, Any]:
-    if dataclasses.is_dataclass(config) and not isinstance(config, type):
-        return dataclasses.asdict(config)
-    return dict(config)
 
 
 def check_model_config(config: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -225,7 +216,7 @@ def check_model(state_dict: Mapping[str, torch.Tensor], config: Any, where: str)
 
     The message of a ValueError begins with `where`.
     """
-    config = check_model_config(_as_dict(config), where)
+    config = check_model_config(as_dict(config), where)
     check_parameters(state_dict, config, where)
     return config
 
@@ -345,15 +336,15 @@ def save_training_state(
     if path.suffix != ".safetensors":
         raise ValueError(f"{path}: a training state is a .safetensors file")
     fields = {
-        "config": _as_dict(config),
+        "config": as_dict(config),
         "model": model.state_dict() if isinstance(model, torch.nn.Module) else model,
         "optimizer": optimizer,
         "trainer": trainer,
         "rng": rng_state(),
     }
     tensors: StateDict = {}
-    names: dict[tuple, str] = {}
-    trees = {field: json.dumps(_flatten(value, field, tensors, names)) for field, value in fields.items()}
+    names: dict[Any, str] = {}
+    trees = {field: json.dumps(flatten(value, field, tensors, names)) for field, value in fields.items()}
     write_safetensors(path, tensors, "training", trees)
 
 
@@ -365,18 +356,20 @@ def load_training_state(path: str | os.PathLike[str]) -> TrainingState:
     """
     path = Path(path)
     fields = [field.name for field in dataclasses.fields(TrainingState)]
-    with open_safetensors(path, "training") as file:
-        return TrainingState(**{field: _parse(path, file, field) for field in fields})
+    with open_safetensors(path, "training", "sharded") as file:
+        return TrainingState(**{field: parse(path, file, field) for field in fields})
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the states of torch's generators for the CPU and, if CUDA is in use, for all CUDA devices."""
-    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    """Return the states of torch's generators for the CPU and, if CUDA is in use, for the current CUDA device."""
+    cuda = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 
 
 def restore_rng_state(state: Mapping[str, Any]) -> None:
-    """Set torch's generators to the states of `rng_state()`. States of missing CUDA devices are ignored.
+    """Set torch's generators for the CPU and the current CUDA device to the states of `rng_state()`.
+
+    A state for CUDA is ignored if there is no CUDA device.
 
     Raises:
         ValueError: if `state` does not contain states of torch's generators.
@@ -384,61 +377,7 @@ def restore_rng_state(state: Mapping[str, Any]) -> None:
     try:
         cpu, cuda = state["cpu"], list(state["cuda"])
         torch.set_rng_state(cpu)
-        for device, saved in zip(range(torch.cuda.device_count()), cuda, strict=False):
-            torch.cuda.set_rng_state(saved, device)
+        if cuda and torch.cuda.is_available():
+            torch.cuda.set_rng_state(cuda[0])
     except (AttributeError, KeyError, TypeError, RuntimeError) as error:
         raise ValueError(f"rng: not the states of torch's random number generators: {error}") from error
-
-
-def _flatten(value: Any, where: str, tensors: StateDict, names: dict[tuple, str]) -> Any:
-    """Convert `value` to JSON values, and store its tensors in `tensors` by their paths in `value`.
-
-    Values that JSON does not have become an object with one key: {"$tensor": name}, {"$tuple": [...]}, and {"$dict":
-    [[key, value], ...]} for a dict with a key that is an integer or begins with "$".
-    """
-    if isinstance(value, torch.Tensor):
-        identity = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
-        if identity not in names or value.numel() == 0:
-            if where in tensors:
-                raise ValueError(f"{where}: two entries of that name")
-            tensors[where], names[identity] = value, where
-        return {"$tensor": names[identity]}
-    if isinstance(value, Mapping):
-        if not all(type(key) in _KEYS for key in value):
-            raise ValueError(f"{where}: cannot save keys other than strings and integers")
-        items = [(key, _flatten(entry, f"{where}/{key}", tensors, names)) for key, entry in value.items()]
-        plain = all(isinstance(key, str) and not key.startswith("$") for key, _ in items)
-        return dict(items) if plain else {"$dict": items}
-    if isinstance(value, list | tuple):
-        entries = [_flatten(entry, f"{where}/{i}", tensors, names) for i, entry in enumerate(value)]
-        return {"$tuple": entries} if isinstance(value, tuple) else entries
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    raise ValueError(f"{where}: cannot save a {type(value).__name__}")
-
-
-def _unflatten(tree: Any, get_tensor: Callable[[str], torch.Tensor]) -> Any:
-    if isinstance(tree, list):
-        return [_unflatten(entry, get_tensor) for entry in tree]
-    if not isinstance(tree, dict):
-        return tree
-    if "$tensor" in tree:
-        return get_tensor(tree["$tensor"])
-    if "$tuple" in tree:
-        return tuple(_unflatten(tree["$tuple"], get_tensor))
-    items = tree["$dict"] if "$dict" in tree else tree.items()
-    if wrong := [key for key, _ in items if type(key) not in _KEYS]:
-        raise ValueError(f"a key is {wrong[0]!r}, must be a string or an integer")
-    return {key: _unflatten(entry, get_tensor) for key, entry in items}
-
-
-def _parse(path: Path, file: CheckedFile, field: str) -> dict[str, Any]:
-    try:
-        value = _unflatten(json.loads(file.metadata[field]), functools.cache(file.tensor))  # so tied tensors stay tied
-    except DamagedError:
-        raise
-    except (KeyError, TypeError, ValueError, RecursionError, SafetensorError) as error:
-        raise ValueError(f"{path}: {field} in the metadata is missing or damaged: {error!r}") from error
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: {field} in the metadata is damaged: {type(value).__name__} instead of dict")
-    return value

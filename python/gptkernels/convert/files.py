@@ -50,15 +50,12 @@ def read(form: Form, path: Path, *, with_progress: bool = False) -> Model:
     if form is Form.NANOGPT:
         return read_nanogpt(path)
     config, state = load_model(path)
-    model = checked_model(state, config, str(path), (path,))
-    if not with_progress or form is Form.LLMC or not _is_training_state(path):
-        return model
-    return _with_progress(model, path)
-
-
-def _is_training_state(path: Path) -> bool:
-    with open_safetensors(path, "model", "training") as file:
-        return file.metadata["kind"] == "gptkernels.training"
+    if form is Form.LLMC:
+        return checked_model(state, config, str(path), (path,))
+    with open_safetensors(path, "model", "training", "sharded") as file:
+        model = checked_model(state, config, str(path), tuple(file.files()))
+        is_model = file.metadata["kind"] == "gptkernels.model"
+    return _with_progress(model, path) if with_progress and not is_model else model
 
 
 def _with_progress(model: Model, path: Path) -> Model:

@@ -26,9 +26,15 @@ def check_regular(path: str | os.PathLike[str]) -> None:
 def open_regular(path: str | os.PathLike[str]) -> Iterator[BinaryIO]:
     """Open a regular file for reading. If reading fails in the context, the OSError names the file."""
     check_regular(path)
+    with naming_file(path), open(path, "rb") as file:
+        yield file
+
+
+@contextmanager
+def naming_file(path: str | os.PathLike[str]) -> Iterator[None]:
+    """Add the file's name to an OSError that has none."""
     try:
-        with open(path, "rb") as file:
-            yield file
+        yield
     except OSError as error:
         if error.filename is not None:
             raise

@@ -9,6 +9,7 @@ cannot be recognised after a kill, and a full disk raises no OSError.
 
 import json
 import os
+import shutil
 import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -27,6 +28,10 @@ _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.bool: "BOOL",
     torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8",
 }  # fmt: skip
+_TORCH_DTYPES = {name: dtype for dtype, name in _DTYPES.items()}
+
+Parts = Mapping[tuple[int, ...], torch.Tensor]
+"""Parts of a tensor by the indices of their first elements."""
 
 
 def write_safetensors(
@@ -101,11 +106,17 @@ class DamagedError(ValueError):
 class CheckedFile:
     """An open file of `write_safetensors`, whose tensors are verified when they are read."""
 
+    ranks = 1
+    """The number of processes that have written the file."""
+
     def __init__(self, path: Path, file: Any, metadata: dict[str, str]) -> None:
-        self._path, self._file, self.metadata = path, file, metadata
+        self.path, self._file, self.metadata = path, file, metadata
         self._checksums = _parse_checksums(metadata)
         if self._checksums.keys() != set(file.keys()):
             raise DamagedError(f"{path}: damaged: the tensors are not those of the checksums in the metadata")
+
+    def files(self) -> list[Path]:
+        return [self.path]
 
     def names(self) -> list[str]:
         return list(self._checksums)
@@ -114,8 +125,25 @@ class CheckedFile:
         wanted = self._checksums[name]
         tensor = self._file.get_tensor(name)
         if (found := _tensor_checksum(tensor, _bytes(tensor))) != wanted:
-            raise DamagedError(f"{self._path}: {name} is damaged: its checksum is {found}, was {wanted}")
+            raise DamagedError(f"{self.path}: {name} is damaged: its checksum is {found}, was {wanted}")
         return tensor
+
+    def empty(self, name: str) -> torch.Tensor:
+        """Return a tensor without data, on the meta device, with the shape and dtype of a tensor in the file."""
+        found = self._file.get_slice(name)
+        return torch.empty(found.get_shape(), dtype=_TORCH_DTYPES[found.get_dtype()], device="meta")
+
+    def verify(self, rank: int = 0, ranks: int = 1) -> None:
+        """Verify this rank's share of the checksums. All ranks together verify all of them."""
+        for name in self.names()[rank::ranks]:
+            self.tensor(name)
+
+    def read_parts(self, wanted: Mapping[str, Parts]) -> None:
+        """Read parts of tensors without a verification of their checksums."""
+        for name, parts in wanted.items():
+            for begin, part in parts.items():
+                region = tuple(slice(i, i + n) for i, n in zip(begin, part.shape, strict=True))
+                part.copy_(self._file.get_slice(name)[region] if region else self._file.get_tensor(name))
 
 
 def _parse_checksums(metadata: Mapping[str, str]) -> dict[str, str]:
@@ -132,7 +160,12 @@ def open_safetensors(path: Path, *kinds: str) -> Iterator[CheckedFile]:
         with open_regular(path), safe_open(path, "pt") as file:
             metadata = file.metadata() or {}
             _check_metadata(path, metadata, kinds)
-            yield CheckedFile(path, file, metadata)
+            if metadata["kind"] == "gptkernels.sharded":
+                from gptkernels.files.sharded import ShardedFile  # its import takes a second
+
+                yield ShardedFile(path, file, metadata)
+            else:
+                yield CheckedFile(path, file, metadata)
     except SafetensorError as error:
         raise ValueError(f"{path}: not a whole safetensors file: {error}") from error
 
@@ -143,6 +176,30 @@ def is_own_safetensors(path: Path) -> bool:
             return (file.metadata() or {}).get("kind", "").startswith("gptkernels.")
     except SafetensorError:
         return False
+
+
+def remove_unnamed_shards(folder: Path) -> None:
+    """Remove the folders of shards that no file names, unless a file that may name them is damaged.
+
+    They belong to a checkpoint that was replaced or removed, or whose writing was interrupted. This function must not
+    be called while a checkpoint is written.
+    """
+    if shards := [*folder.glob("checkpoint-*.shards")]:
+        try:
+            named = {_folder_of_shards(index) for index in folder.glob("checkpoint*.safetensors")}
+        except ValueError:
+            return
+        for unnamed in [path for path in shards if path.name not in named]:
+            shutil.rmtree(unnamed)
+
+
+def _folder_of_shards(index: Path) -> str | None:
+    try:
+        with safe_open(index, "pt") as file:
+            shards = (file.metadata() or {}).get("shards")
+        return None if shards is None else str(json.loads(shards)["folder"])
+    except (KeyError, TypeError, RecursionError, SafetensorError) as error:
+        raise ValueError(f"{index}: not a whole checkpoint: {error}") from error
 
 
 def _check_metadata(path: Path, metadata: Mapping[str, str], kinds: tuple[str, ...]) -> None:

@@ -47,9 +47,9 @@ def replace_file(path: str | os.PathLike[str]) -> Iterator[Path]:
         temporary.unlink(missing_ok=True)
         open(temporary, "xb").close()  # the mode x never follows a link
         yield temporary
-        _fsync(temporary)
+        fsync(temporary)
         os.replace(temporary, path)
-        _fsync(path.parent)
+        fsync(path.parent)
     except OSError as error:
         if error.errno is None or error.filename not in (None, str(temporary)):
             raise
@@ -64,7 +64,7 @@ def remove_unfinished(folder: Path, names: Iterable[str]) -> None:
             temporary.unlink(missing_ok=True)
 
 
-def _fsync(path: Path) -> None:
+def fsync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
