@@ -1,6 +1,7 @@
 """Small runs of the trainer and comparisons of runs."""
 
 import csv
+import struct
 import sys
 from pathlib import Path
 
@@ -42,6 +43,23 @@ def make_options(folder, device, **changes):
 def train_with(options, **changes):
     given = {name: str(value) if isinstance(value, Path) else value for name, value in (options | changes).items()}
     return train(TrainConfig(**given))
+
+
+def make_words(context, endings, label, index):
+    """Return a question as 16-bit words, as `write_evalfile` in llm.c's dev/data/data_common.py writes it."""
+    words = [65535, 0, index, label, len(endings)]
+    for part in (context, *endings):
+        words += [len(part), *part]
+    words[1] = 2 * len(words)
+    return words
+
+
+def write_questions(path, questions, **changes):
+    streams = [make_words(*question, i) for i, question in enumerate(questions)]
+    header = {"magic": 20240522, "version": 1, "count": len(streams), "longest": 2 * max(map(len, streams))} | changes
+    flat = [word for stream in streams for word in stream]
+    path.write_bytes(struct.pack("<256i", *header.values(), *[0] * 252) + struct.pack(f"<{len(flat)}H", *flat))
+    return str(path)
 
 
 def write_text(prefix):

@@ -1,6 +1,6 @@
 """AdamW (Loshchilov and Hutter, 2019) and gradient clipping with this package's kernels."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -327,6 +327,14 @@ def _norm_of(tensors: list[Tensor]) -> Tensor:
     return below_autograd(ops.global_norm.default, tensors)  # type: ignore[no-any-return]
 
 
+def gradient_norm(grads: Sequence[Tensor]) -> Tensor:
+    """Return the norm of all gradients together, 0-dim float32; DTensors count as whole tensors."""
+    places = [_dtensor.place_of(grad) for grad in grads]
+    return _total_norm(
+        _by_place((place, [_dtensor.local(grad, place)]) for place, grad in zip(places, grads, strict=True))
+    )
+
+
 @torch.no_grad()
 def clip_grad_norm_(
     parameters: Tensor | Iterable[Tensor],
@@ -357,10 +365,7 @@ def clip_grad_norm_(
         raise ValueError(f"clip_grad_norm_: norm_type must be 2, got {norm_type}: gptkernels has no kernel for it")
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
     grads = [p.grad for p in parameters if p.grad is not None]
-    places = [_dtensor.place_of(grad) for grad in grads]
-    total = _total_norm(
-        _by_place((place, [_dtensor.local(grad, place)]) for place, grad in zip(places, grads, strict=True))
-    )
+    total = gradient_norm(grads)
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"clip_grad_norm_: the gradients' norm is {total.item()}, so they cannot be clipped")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)

@@ -69,6 +69,14 @@ def test_resume_continues_the_latest_run(run_train, tmp_path, capsys):
     assert (tmp_path / "runs" / "tiny" / "main.log").read_text().count("trl") == 5
 
 
+def test_auto_resume_begins_a_run_and_continues_it(run_train, capsys):
+    assert run_train("--auto-resume") == 2
+    assert "--auto-resume takes --output" in capsys.readouterr().err
+    for steps, message in ((3, "steps 0 to 3"), (5, "steps 3 to 5")):
+        assert run_train("--auto-resume", "--output", "run", "--steps", str(steps)) == 0
+        assert message in capsys.readouterr().out
+
+
 def test_the_printed_commands_can_be_typed(run_train, tmp_path, device, monkeypatch, capsys):
     def typed(label, *more):
         line = re.findall(rf"^{label}: (.*)", capsys.readouterr().out, re.M)[-1]

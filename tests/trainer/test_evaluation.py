@@ -13,30 +13,14 @@ from gptkernels.trainer.cli import main
 from gptkernels.trainer.config import TrainConfig
 from gptkernels.trainer.evaluate import evaluate, evaluate_run
 from gptkernels.trainer.evaluation import answer
+from gptkernels.trainer.one_process import OneProcess
 from gptkernels.trainer.processes import Processes
 from helpers import assert_raises
-from small_runs import TEXT, error_of, make_options, read_log, run_flags, train_with
+from small_runs import TEXT, error_of, make_options, read_log, run_flags, train_with, write_questions
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 CONTEXT, ENDINGS = [5, 6, 7], [[1], [2, 3], [4, 5, 6, 7], [8]]
-
-
-def make_words(context, endings, label, index):
-    """Return a question as 16-bit words, as `write_evalfile` in llm.c's dev/data/data_common.py writes it."""
-    words = [65535, 0, index, label, len(endings)]
-    for part in (context, *endings):
-        words += [len(part), *part]
-    words[1] = 2 * len(words)
-    return words
-
-
-def write_questions(path, questions, **changes):
-    streams = [make_words(*question, i) for i, question in enumerate(questions)]
-    header = {"magic": 20240522, "version": 1, "count": len(streams), "longest": 2 * max(map(len, streams))} | changes
-    flat = [word for stream in streams for word in stream]
-    path.write_bytes(struct.pack("<256i", *header.values(), *[0] * 252) + struct.pack(f"<{len(flat)}H", *flat))
-    return str(path)
 
 
 @pytest.fixture
@@ -124,11 +108,11 @@ def test_the_answer_has_the_lowest_mean_loss(tmp_path, device, tokens_per_batch)
     labelled = [(*question, label) for question, label in zip(questions, labels, strict=True)]
     path = write_questions(tmp_path / "questions.bin", labelled)
     processes = Processes(str(device))
-    assert answer(model, read_questions(path, 40), tokens_per_batch, processes) == (20, 30)
+    assert answer(OneProcess(model), read_questions(path, 40), tokens_per_batch, processes) == (20, 30)
     halves = []
     for processes.rank in (0, 1):  # each rank answers every second question
         processes.world_size, processes.average = 2, lambda share: halves.append(share.item()) or share
-        answer(model, read_questions(path, 40), tokens_per_batch, processes)
+        answer(OneProcess(model), read_questions(path, 40), tokens_per_batch, processes)
     assert sum(halves) == 20
 
 

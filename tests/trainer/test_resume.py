@@ -35,7 +35,7 @@ def options(tmp_path, device):
 
 @pytest.fixture
 def checkpoint(options, monkeypatch):
-    monkeypatch.setattr(_files, "_fsync", lambda path: None)
+    monkeypatch.setattr(_files, "fsync", lambda path: None)
     return train_with(options).output / "checkpoint.safetensors"
 
 

@@ -431,7 +431,7 @@ def fill_disk(monkeypatch, count):
 
     for name in ("training", "validation"):
         monkeypatch.setattr(TrainingLog, name, failing(getattr(TrainingLog, name)))
-    monkeypatch.setattr(_files, "_fsync", failing(lambda path: None))
+    monkeypatch.setattr(_files, "fsync", failing(lambda path: None))
     monkeypatch.setattr(os, "replace", failing(os.replace))
     monkeypatch.setattr(_safetensors, "_tensor_checksum", failing(_safetensors._tensor_checksum))
     monkeypatch.setattr("gptkernels.trainer.logs._continue", failing(logs._continue))

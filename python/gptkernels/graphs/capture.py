@@ -5,12 +5,14 @@ import logging
 import warnings
 import weakref
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.optim import optimizer as torch_optimizer
 
+from gptkernels import _dtensor
 from gptkernels.graphs.staging import Signature, Staging, signature
 from gptkernels.optim import AdamW
 
@@ -18,8 +20,9 @@ __all__ = ["GraphedStep", "StepNumbers", "StepResult", "graphed_step"]
 
 _log = logging.getLogger("gptkernels.graphs")
 
-# Eager steps before a capture: the first initialises kernels and state, the second is checked for synchronisation.
+# Eager steps before a capture: the first initialises kernels and state, the last is checked for synchronisation.
 _WARM_UP = 2
+_WARM_UP_REDUCING = 12  # DistributedDataParallel measures ten steps, for which it waits for the device until the next
 
 Batch = Sequence[Tensor]
 
@@ -67,6 +70,7 @@ def graphed_step(
     *,
     before_update: Callable[[], object] | None = None,
     capture: bool = True,
+    no_sync: Callable[[], AbstractContextManager[object]] | None = None,
 ) -> "GraphedStep":
     """Make a training step that is captured as a CUDA graph, and then replayed with little host work.
 
@@ -84,8 +88,9 @@ def graphed_step(
     ``step(batch, batch, batch)`` is one update with the mean of the three losses. The results, including dropout's
     masks, are bitwise those of the eager step.
 
-    Before each capture for new shapes of the batches, two steps run eagerly. Python code in ``loss`` and in hooks of
-    the model runs only in these steps and the capture.
+    Before each capture for new shapes of the batches, two steps run eagerly, or 12 steps with ``no_sync``. Python code
+    in ``loss`` and in hooks of the model runs only in these steps and the capture. A graph is captured on the current
+    CUDA stream, unless it is the default stream.
 
     Learning rates may change at every step. The step is captured again if one of these changes: the shapes or the
     number of batches, an option of a param group, ``requires_grad`` of a parameter, autocast, or the memory of a
@@ -94,7 +99,8 @@ def graphed_step(
 
     The step runs eagerly, and the log of ``gptkernels.graphs`` says why, if the parameters are not plain tensors on one
     CUDA device; ``optimizer`` is not :class:`gptkernels.optim.AdamW`, or has step hooks; there are several processes
-    and no ``before_update``; or the loss or a hook synchronises with the device, or cannot be captured.
+    and neither ``no_sync`` nor ``before_update``; or the loss or a hook synchronises with the device, or cannot be
+    captured.
 
     Args:
         loss: ``loss(*batch)`` returns a 0-dim tensor. ``loss``, or the caller of the step, may enter
@@ -103,12 +109,15 @@ def graphed_step(
         before_update: called between the last backward and the update, outside the graphs. It may change the gradients
             in ``.grad`` in place, for example average them over processes.
         capture: False for a step that always runs eagerly.
+        no_sync: makes the context of every micro-batch except the last, in which its backward must not reduce the
+            gradients over processes, such as ``no_sync`` of a :class:`torch.nn.parallel.DistributedDataParallel` model
+            that ``loss`` calls. The model must be made on the CUDA stream on which the steps are captured.
 
     Raises:
         TypeError: if a batch is not a sequence of tensors.
         ValueError: if no batch is given.
     """
-    return GraphedStep(loss, optimizer, before_update, capture)
+    return GraphedStep(loss, optimizer, before_update, capture, no_sync)
 
 
 class GraphedStep:
@@ -123,14 +132,17 @@ class GraphedStep:
         optimizer: torch.optim.Optimizer,
         before_update: Callable[[], object] | None,
         capture: bool,
+        no_sync: Callable[[], AbstractContextManager[object]] | None,
     ) -> None:
         self._loss = loss
         self._optimizer = optimizer
         self._before_update = before_update
+        self._no_sync = no_sync
+        self._warm_up = _WARM_UP if no_sync is None else _WARM_UP_REDUCING
         self._device = _parameters(optimizer)[0].device
         self.captures = 0
         self.eager_because: str | None = None if capture else "capture is False"
-        if capture and (why := _why_not(loss, optimizer, before_update is not None)):
+        if capture and (why := _why_not(loss, optimizer, before_update is not None or no_sync is not None)):
             self._fall_back(why)
         self.reset()
         _reset_when_loaded(self, optimizer)
@@ -163,7 +175,7 @@ class GraphedStep:
         if setting != self._setting or self._state is not self._optimizer.state:
             self.reset()
             self._setting, self._state = setting, self._optimizer.state
-        return self._eager_steps.get(signatures, 0) >= _WARM_UP
+        return self._eager_steps.get(signatures, 0) >= self._warm_up
 
     def _fall_back(self, why: str) -> None:
         self.eager_because = why
@@ -178,12 +190,13 @@ class GraphedStep:
         """
         signatures = _signatures(batches)
         count = self._eager_steps[signatures] = self._eager_steps.get(signatures, 0) + 1
-        watch = self.eager_because is None and count == _WARM_UP
+        watch = self.eager_because is None and count == self._warm_up
         with _Watch() if watch else contextlib.nullcontext() as found:
             batches = [[t.to(self._device, non_blocking=True) for t in batch] for batch in batches]
-            total = self._micro_step(batches[0], len(batches))
-            for batch in batches[1:]:
-                self._micro_step(batch, len(batches), total)
+            total = None
+            for i, batch in enumerate(batches, 1):
+                total = self._micro_step(batch, len(batches), i == len(batches), total)
+        assert total is not None
         if self._before_update is not None:
             self._before_update()
         numbers = self._update(total)
@@ -191,15 +204,16 @@ class GraphedStep:
             self._fall_back(f"the loss or a hook waits for the device, at {found.place}")
         return numbers
 
-    def _micro_step(self, batch: Batch, count: int, total: Tensor | None = None) -> Tensor:
+    def _micro_step(self, batch: Batch, count: int, is_last: bool, total: Tensor | None = None) -> Tensor:
         if total is None:
             self._drop_gradients()
         torch.clear_autocast_cache()  # drops casts from before the parameters' update, or from outside the graph
-        loss = self._loss(*batch)
-        if count > 1:
-            loss = loss / count
-        with torch.autograd.set_multithreading_enabled(False):  # passing work to another thread takes 0.5 ms
-            loss.backward()  # type: ignore[no-untyped-call]
+        with contextlib.nullcontext() if is_last or self._no_sync is None else self._no_sync():
+            loss = self._loss(*batch)
+            if count > 1:
+                loss = loss / count
+            with torch.autograd.set_multithreading_enabled(False):  # passing work to another thread takes 0.5 ms
+                loss.backward()  # type: ignore[no-untyped-call]
         torch.clear_autocast_cache()
         loss = loss.detach()
         return loss if total is None else total.add_(loss)
@@ -241,7 +255,8 @@ class GraphedStep:
         """Capture the graphs of a step: only one if the step has one batch and no ``before_update``.
 
         Otherwise there is a graph for the first batch, one for each shape of the other batches, and one for the update.
-        The graphs can share the memory of intermediate results, because they never run at the same time.
+        With ``no_sync`` the last of several batches has a graph of its own. The graphs can share the memory of
+        intermediate results, because they never run at the same time.
         """
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
@@ -254,17 +269,21 @@ class GraphedStep:
         first = self._inputs[signatures[0]].static
         try:
             if count == 1 and self._before_update is None:
-                graph, program.numbers = self._graph(lambda: self._captured_update(self._micro_step(first, 1)))
+                graph, program.numbers = self._graph(lambda: self._captured_update(self._micro_step(first, 1, True)))
                 program.micro_steps = [graph]
             else:
-                graph, total = self._graph(lambda: self._micro_step(first, count))
+                graph, total = self._graph(lambda: self._micro_step(first, count, count == 1))
                 program.micro_steps = [graph]
                 program.gradients = [p.grad for p in _parameters(self._optimizer)]
-                others = {}
-                for kind in signatures[1:]:
-                    if kind not in others:
-                        others[kind], _ = self._graph(self._micro_step, self._inputs[kind].static, count, total)
-                    program.micro_steps.append(others[kind])
+                others: dict[object, torch.cuda.CUDAGraph] = {}
+                for i, kind in enumerate(signatures[1:], 2):
+                    reduces = self._no_sync is not None and i == count
+                    if (kind, reduces) not in others:
+                        batch = self._inputs[kind].static
+                        others[kind, reduces], _ = self._graph(self._micro_step, batch, count, i == count, total)
+                    program.micro_steps.append(others[kind, reduces])
+                    if reduces:  # DistributedDataParallel replaces the gradients by views of its buckets
+                        program.gradients = [p.grad for p in _parameters(self._optimizer)]
                 program.check_gradients(self._optimizer)
                 program.update, program.numbers = self._graph(self._captured_update, total)
         except Exception as error:
@@ -279,7 +298,13 @@ class GraphedStep:
         """Capture a function. Return the graph, and the function's result, which each replay overwrites."""
         graph = torch.cuda.CUDAGraph()
         # Another thread may make calls that are not allowed in a capture, for example to pin a data loader's memory.
-        capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
+        stream = torch.cuda.current_stream(self._device)
+        capture = torch.cuda.graph(
+            graph,
+            pool=self._pool,
+            stream=None if stream == torch.cuda.default_stream(self._device) else stream,
+            capture_error_mode="thread_local",
+        )
         with capture:
             result = function(*args)
         # Torch writes the generator's seed and offset to the device when a capture begins, on the capture's CUDA
@@ -378,8 +403,8 @@ def _why_not(loss: Callable[..., Tensor], optimizer: torch.optim.Optimizer, exch
         return _ON_CPU
     if not isinstance(optimizer, AdamW):
         return f"the optimizer is {type(optimizer).__module__}.{type(optimizer).__qualname__}, not gptkernels.optim's"
-    if any(type(p) not in (Tensor, torch.nn.Parameter) or not p.is_cuda for p in parameters):
-        return "a parameter is not a plain CUDA tensor"
+    if any(type(_dtensor.held(p)) not in _dtensor.PLAIN or not p.is_cuda for p in parameters):
+        return "a parameter is neither a plain CUDA tensor nor a DTensor on CUDA"
     if len({parameter.device for parameter in parameters}) > 1:
         return "the parameters are on several devices"
     hooks = optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
@@ -388,7 +413,7 @@ def _why_not(loss: Callable[..., Tensor], optimizer: torch.optim.Optimizer, exch
     distributed = torch.distributed
     several = distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1
     if several and not exchanges_gradients:
-        return "there are several processes, and no before_update that exchanges their gradients"
+        return "there are several processes, and neither no_sync nor before_update says how they exchange gradients"
     return None
 
 
@@ -407,7 +432,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 def _setting(optimizer: torch.optim.Optimizer) -> object:
     groups = [
-        [(p.data_ptr(), p.requires_grad) for p in group["params"]]
+        [(_dtensor.held(p).data_ptr(), p.requires_grad) for p in group["params"]]
         + [value for name, value in group.items() if name not in ("params", "lr", "initial_lr")]
         for group in optimizer.param_groups
     ]

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from json import dumps
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +16,18 @@ import torch
 from gptkernels._command import accept_interrupts
 from gptkernels._info import info
 from gptkernels._library import build
+from gptkernels.checkpoint import CHECKPOINT
 from gptkernels.convert import convert
 from gptkernels.data import prepare
+from gptkernels.parallel import Layout
 from gptkernels.testing import gradcheck_ops
 from gptkernels.testing.report import HEADER, Result, row
 from gptkernels.trainer.config import GROUPS, TrainConfig, flag
 from gptkernels.trainer.evaluate import evaluate, evaluate_run
 from gptkernels.trainer.generate import Sampling, Writer
+from gptkernels.trainer.launch import launch
 from gptkernels.trainer.output import SafeOutput, command_line, flush_streams, prepare_streams
+from gptkernels.trainer.processes import DISCONNECTED, connection, process_name
 from gptkernels.trainer.progress import ByteProgress
 from gptkernels.trainer.train import resume, train
 
@@ -43,6 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     - 2: the command or its input is wrong, or there is not enough memory
     - 3: the disk is full or failing
     - 4: the training hung; the watchdog then ends the process, so that this function does not return
+    - 5: the connection to another process of the training is lost
     - 141: the program that reads the output has closed the pipe
     - 128 + N: signal N stopped the command, for example 130 for Ctrl-C
     """
@@ -55,11 +61,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    args = vars(_parse(sys.argv[1:] if arguments is None else arguments))
+    arguments = sys.argv[1:] if arguments is None else arguments
+    args = vars(_parse(arguments))
     run: Callable[..., int] = args.pop("run")
     command, traceback = args.pop("command"), args.pop("traceback")
     try:
-        status = run(**args)
+        if (processes := args.pop("nproc", 1)) != 1 and not process_name():
+            return _launch(processes, arguments, **args)
+        with connection():
+            status = run(**args)
         if run is not _train:  # for training, output that cannot be written is no error
             sys.stdout.flush()
         return status
@@ -71,13 +81,16 @@ def _run(arguments: Sequence[str] | None) -> int:
         sentence = _sentence(command, error)
         if traceback or sentence is None:
             raise
-        print(f"gptkernels {command}: error: {sentence}", file=SafeOutput(sys.stderr))
+        who = f"{name}: " if (name := process_name()) else ""
+        print(f"gptkernels {command}: error: {who}{sentence}", file=SafeOutput(sys.stderr))
         return _status(error)
 
 
 def _status(error: Exception) -> int:
     if isinstance(error, FloatingPointError):
         return FAILURE
+    if isinstance(error, ConnectionError):
+        return DISCONNECTED
     return DISK_ERROR if isinstance(error, OSError) and error.errno in _DISK_ERRORS else USAGE_ERROR
 
 
@@ -150,6 +163,19 @@ def _train_arguments(parser: argparse.ArgumentParser) -> None:
         help="continue the run in FOLDER from its checkpoint, bit for bit, with its options except those given here "
         "(without FOLDER: the run in --output, else the latest in runs/)",
     )
+    groups["checkpoints"].add_argument(
+        "--auto-resume",
+        action="store_true",
+        default=argparse.SUPPRESS,
+        help="continue the run in --output if it has a checkpoint, otherwise begin it",
+    )
+    groups["parallel"].add_argument(
+        "--nproc",
+        type=int,
+        default=1,
+        metavar="N",
+        help="start N processes on this machine, as torchrun does (default: 1)",
+    )
 
 
 def _add_option(parser: argparse._ArgumentGroup, option: Field, kind: Any) -> None:
@@ -170,8 +196,22 @@ def _add_option(parser: argparse._ArgumentGroup, option: Field, kind: Any) -> No
     parser.add_argument(*names, type=scalar, **keywords)
 
 
+def _launch(processes: int, arguments: Sequence[str], **options: Any) -> int:
+    if processes < 1:
+        raise ValueError(f"--nproc is {processes}, must be at least 1")
+    Layout.parse(options.get("parallel"), processes)
+    if not options.pop("auto_resume", "resume" in options):
+        TrainConfig(**options)  # reports an invalid option once, not in each process
+    return launch(processes, arguments)
+
+
 def _train(**options: Any) -> int:
     folder: str | None = None
+    if options.pop("auto_resume", False):
+        if "output" not in options or "resume" in options:
+            raise ValueError("--auto-resume takes --output, the folder of the run, and excludes --resume")
+        if (Path(options["output"]) / CHECKPOINT).exists():
+            options["resume"] = None
     if resumes := "resume" in options:
         folder = options.pop("resume")
         if folder == "":

@@ -30,6 +30,8 @@ PRESETS = {
     "gpt2-xl": Preset(48, 25, 1600, 1024, 4, 1024, 2e-4, None),
 }
 DTYPES = ("float32", "bfloat16", "autocast")
+SHARDS = ("none", "grads", "params")
+REDUCE_DTYPES = ("float32", "bfloat16")
 SCHEDULES = ("cosine", "linear", "wsd", "constant")
 SAMPLINGS = ("epochs", "random-offset")
 ACTIVATIONS = ("gelu_tanh", "gelu")
@@ -49,6 +51,7 @@ GROUPS = {
     "evaluation": "evaluation and samples",
     "checkpoints": "checkpoints",
     "speed": "precision, speed and memory",
+    "parallel": "several processes",
 }
 """The titles of the groups of flags, in the order of the help."""
 
@@ -69,12 +72,15 @@ def _option(group: str, default: Any, help: str, **metadata: Any) -> Any:
     return field(default=default, metadata={"help": help, "group": group, **metadata})
 
 
-_data, _model, _batch, _optimizer, _evaluation, _checkpoints, _speed = (partial(_option, group) for group in GROUPS)
+_data, _model, _batch, _optimizer, _evaluation, _checkpoints, _speed, _parallel = (
+    partial(_option, group) for group in GROUPS
+)
 
 
 @dataclass
 class TrainConfig:
-    """The options of `gptkernels train`, a field for each flag except `--resume` (`batch_size` is `--batch-size`).
+    """The options of `gptkernels train`, a field for each flag except those that resume
+    (`batch_size` is `--batch-size`).
 
     The model's preset replaces a None in `layers`, `heads`, `channels`, `batch_size`, `sequence_length` and
     `learning_rate`. If `steps` and `epochs` are both None, the preset's number of steps is used, or one epoch if the
@@ -153,11 +159,6 @@ class TrainConfig:
         None,
         "tokens of a step in all processes together, instead of --grad-accumulation: a multiple of B T processes",
         at_least=1,
-    )
-    deterministic_layout: bool = _batch(
-        False,
-        "add the gradients of the processes in a fixed order, so that 2, 4 or 8 processes with one batch per step give "
-        "the same bits as one process with --grad-accumulation 2, 4 or 8, without --dropout and --fp8",
     )
     steps: int | None = _batch(None, "steps to train (default: 700 for tiny, else one epoch)", at_least=0)
     epochs: float | None = _batch(None, "passes over the training data, instead of --steps", above=0)
@@ -254,6 +255,26 @@ class TrainConfig:
         choices=RECOMPUTE,
     )
 
+    parallel: str | None = _parallel(
+        None,
+        "by how many processes the batch (dp), the layers (tp) and the sequences (cp) are divided, such as dp=2,tp=4 "
+        "(default: dp is the number of processes)",
+        metavar="LAYOUT",
+    )
+    shard: str = _parallel(
+        "none",
+        "what else the processes divide: nothing; the gradients and the optimizer's state; these and the parameters",
+        choices=SHARDS,
+    )
+    reduce_dtype: str | None = _parallel(
+        None, "dtype in which the processes add gradients (default: the dtype of the gradients)", choices=REDUCE_DTYPES
+    )
+    deterministic_layout: bool = _parallel(
+        False,
+        "add the gradients of the processes in a fixed order, so that 2, 4 or 8 processes with one batch per step give "
+        "the same bits as one process with --grad-accumulation 2, 4 or 8, without --dropout and --fp8",
+    )
+
     def __post_init__(self) -> None:
         for option in fields(self):
             _check(flag(option.name), getattr(self, option.name), option.metadata)
@@ -283,6 +304,11 @@ class TrainConfig:
             )
         if not self.master_weights and self.dtype != "bfloat16":
             raise ValueError(f"--no-master-weights is for --dtype bfloat16, --dtype is {self.dtype}")
+        if self.deterministic_layout and self.shard != "none":
+            raise ValueError(
+                f"--deterministic-layout excludes --shard {self.shard}: the norm of divided gradients is added up in "
+                "another order than that of whole ones"
+            )
         self.accumulation(1)
         self._check_schedule()
 

@@ -8,6 +8,7 @@ from gptkernels.checkpoint import CHECKPOINT, TrainingState, load_training_state
 from gptkernels.trainer.config import TrainConfig
 from gptkernels.trainer.evaluation import Score, answer, check_questions, mean_loss
 from gptkernels.trainer.model import BatchLoss, build_model
+from gptkernels.trainer.one_process import OneProcess
 from gptkernels.trainer.processes import Processes
 from gptkernels.trainer.progress import show_progress
 from gptkernels.trainer.run_data import HeldOutData
@@ -61,7 +62,10 @@ def _evaluate(config: TrainConfig, saved: TrainingState | None) -> Evaluation:
     try:
         if config.tf32:
             torch.backends.cuda.matmul.allow_tf32 = True
-        model = build_model(config, 1, saved).to(processes.device).eval()
+        model = build_model(config, 1, saved).eval()
+        if saved is not None:
+            model.to_empty(device="cpu").load_state_dict(saved.model)
+        model.to(processes.device)
         data = HeldOutData(config, processes, model.config.vocab_size)
         if data.val is None and not data.questions:
             raise ValueError(f"nothing to evaluate on: {data.why_no_val}, and no --eval-file")
@@ -73,7 +77,7 @@ def _evaluate(config: TrainConfig, saved: TrainingState | None) -> Evaluation:
             progress.say(f"validation loss {val_loss:.4f} {data.unit}")
         if data.questions:
             with batch_loss.precision(processes.device):
-                score = answer(model, data.questions, config.batch_tokens, processes)
+                score = answer(OneProcess(model), data.questions, config.batch_tokens, processes)
             progress.say(str(score))
         return Evaluation(val_loss, score)
     finally:

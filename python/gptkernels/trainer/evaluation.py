@@ -11,6 +11,7 @@ from torch import Tensor
 from gptkernels import functional
 from gptkernels.data import DataLoader, Question
 from gptkernels.models import GPT2
+from gptkernels.trainer.one_process import OneProcess
 from gptkernels.trainer.processes import Processes
 
 
@@ -52,7 +53,7 @@ def check_questions(questions: Sequence[Question], positions: int, path: str | N
 
 @torch.no_grad()
 def answer(
-    model: GPT2,
+    replicas: OneProcess,
     questions: Sequence[Question],
     tokens_per_batch: int,
     processes: Processes,
@@ -63,14 +64,22 @@ def answer(
     The answer to a question is the ending with the lowest mean loss per token, as in llm.c's length-normalised
     accuracy.
     """
-    own = questions[processes.rank :: processes.world_size]
+    own = questions[processes.batch_rank :: processes.batches]
+    batches = list(_batches(own, tokens_per_batch))
+    count = processes.largest(len(batches)) if replicas.is_sharded else len(batches)
     losses = []
-    for batch in _batches(own, tokens_per_batch):
-        losses.append(_ending_losses(model, batch, processes.device))
-        tick()
+
+    def answer_all(model: GPT2) -> None:
+        for i in range(count):
+            batch = batches[i] if i < len(batches) else questions[:1]
+            found = _ending_losses(model, batch, processes.device)
+            losses.extend([found] if i < len(batches) else [])
+            tick()
+
+    replicas.run(answer_all)
     correct = _count_correct(own, torch.cat(losses).double().cpu().numpy()) if losses else 0
     share = processes.average(torch.tensor(correct, dtype=torch.float64, device=processes.device))
-    return Score(round(share.item() * processes.world_size), len(questions))
+    return Score(round(share.item() * processes.batches), len(questions))
 
 
 def _batches(questions: Sequence[Question], tokens_per_batch: int) -> Iterator[list[Question]]:
@@ -86,7 +95,7 @@ def _batches(questions: Sequence[Question], tokens_per_batch: int) -> Iterator[l
         yield batch
 
 
-def _ending_losses(model: GPT2, questions: list[Question], device: torch.device) -> Tensor:
+def _ending_losses(model: GPT2, questions: Sequence[Question], device: torch.device) -> Tensor:
     length = max(question.length for question in questions)
     rows = [(question.context, ending) for question in questions for ending in question.endings]
     tokens = np.zeros((len(rows), length), np.int64)

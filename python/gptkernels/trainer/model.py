@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, distributed
 
 from gptkernels.checkpoint import TrainingState
 from gptkernels.convert import load
@@ -27,7 +27,10 @@ def model_file(path: str | os.PathLike[str]) -> Path:
 
 
 def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | None = None) -> GPT2:
-    """Build a resumed run's model, the model of `--init-from`, or a new model, on the CPU and in the options' dtype."""
+    """Build the model of `--init-from` or a new model, on the CPU and in the options' dtype.
+
+    The model of a `saved` state is on the meta device, without values.
+    """
     sizes: dict[str, Any] = {
         "n_layer": config.layers,
         "n_head": config.heads,
@@ -37,7 +40,7 @@ def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | Non
     }
     weights = None
     if saved is not None:
-        sizes, weights = saved.config, saved.model
+        sizes = saved.config
     elif config.init_from is not None:
         wanted = sizes
         found, weights = load(config.init_from)
@@ -50,12 +53,12 @@ def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | Non
     _check_activations(config, sizes)
     _check_fits(sizes, config.sequence_length, vocab_size)
     options = {name: getattr(config, name) for name in ("dropout", "fp8", "fp8_head", "fp8_logits")}
-    model = GPT2(GPT2Config(**sizes | options))
+    model = GPT2(GPT2Config(**sizes | options), None if saved is weights is None else "meta")
     model.transformer.recompute_blocks = config.recompute == "blocks"
     for block in model.transformer.h:
         cast(Any, block).mlp.recompute_gelu = config.recompute == "gelu"
     if weights is not None:
-        model.load_state_dict(weights)
+        model.to_empty(device="cpu").load_state_dict(weights)
     return model.to(torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
 
 
@@ -106,14 +109,24 @@ def _check_fits(sizes: dict[str, Any], sequence_length: int, vocab_size: int) ->
 
 
 class BatchLoss:
-    """Computes the loss of a batch in the precision of the options; with `--compile` the model is compiled."""
+    """Computes the loss of a batch in the precision of the options; with `--compile` the model is compiled.
 
-    def __init__(self, model: GPT2, config: TrainConfig) -> None:
+    If `context_group` is given, its processes have the same batch, and each computes its part of the sequences.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, config: TrainConfig, context_group: distributed.ProcessGroup | None = None
+    ) -> None:
         self._call = torch.compile(model) if config.compile else model
         self._autocasts = config.dtype == "autocast"
+        self._context_group = context_group
 
     def __call__(self, tokens: Tensor, targets: Tensor) -> Tensor:
         """Return the loss in nats per token, 0-dim float32, of tokens and targets, (B, T) each."""
+        if self._context_group is not None:
+            from gptkernels.parallel import split_sequence  # imports DTensor, which takes long
+
+            tokens, targets = (split_sequence(t, self._context_group) for t in (tokens, targets))
         with self.precision(tokens.device):
             return self._call(tokens, targets, return_logits=False)[1]
 

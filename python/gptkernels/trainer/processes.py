@@ -1,78 +1,102 @@
 """The processes that `torchrun` starts. Without torchrun there is one process, and nothing is exchanged."""
 
 import os
-from collections import defaultdict
-from collections.abc import Iterable
-from typing import TypeVar
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
-from torch.nn.functional import pad
+from torch.distributed.device_mesh import DeviceMesh
 
 from gptkernels._device import pick_device
+from gptkernels.parallel import Layout, all_reduce_in_order, make_mesh
 
 Value = TypeVar("Value")
+
+DISCONNECTED = 5
+"""The exit status of a process that cannot exchange values with the others."""
 
 
 class Processes:
     """The rank and device of this process, and the exchange of values with the other processes.
 
     If `device` is "cuda", or is "auto" and there are GPUs, each process has its own GPU. If `adds_in_order` is true,
-    values are added in the order of the ranks, and otherwise in an order that the backend chooses.
+    values are added in the order of the ranks, and otherwise in an order that the backend chooses. An exchange fails
+    only after more than `watchdog` minutes.
+
+    Attributes:
+        mesh: the processes as the dimensions of `layout`, or None if there is one process.
+        data_mesh: the processes whose gradients are averaged, as a mesh of one dimension, or None.
+        batch_rank, batches: the number of this process's batch, and the number of batches that the processes
+            compute at the same time. The processes of a layer or a sequence have the same batch.
+
+    Raises:
+        ValueError: if `layout` is not a layout of these processes.
     """
 
-    def __init__(self, device: str = "auto", adds_in_order: bool = False) -> None:
+    mesh: DeviceMesh | None = None
+    data_mesh: DeviceMesh | None = None
+    batch_rank = 0
+
+    def __init__(
+        self, device: str = "auto", adds_in_order: bool = False, layout: str | None = None, watchdog: float = 0.0
+    ) -> None:
         self._adds_in_order = adds_in_order
         self.rank = process_rank()
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        sizes = Layout.parse(layout, self.world_size)
         self.device = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        if self.world_size > 1 and not distributed.is_initialized():
-            distributed.init_process_group("nccl" if self.device.type == "cuda" else "gloo")
+        self._opened = self.world_size > 1 and not distributed.is_initialized()
+        if self._opened:
+            with connection("the processes cannot meet"):
+                distributed.init_process_group(
+                    "nccl" if self.device.type == "cuda" else "gloo", timeout=_timeout(watchdog)
+                )
+        self.batches = sizes.dp
+        if self.world_size > 1:
+            self.mesh = make_mesh(sizes, self.device.type)
+            self.batch_rank = self.mesh.get_local_rank("dp")
+            self.data_mesh = self.mesh["dp", "cp"]._flatten("data") if sizes.cp > 1 else self.mesh["dp"]
 
     @property
     def is_main(self) -> bool:
         """The main process writes files and prints."""
         return self.rank == 0
 
-    def average_gradients(self, parameters: Iterable[Tensor]) -> None:
+    def check_equal(self, values: Mapping[str, object]) -> None:
+        """Raise a ValueError, in all processes, if a process has another value than process 0."""
         if self.world_size == 1:
             return
-        buckets: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
-        for parameter in parameters:
-            if parameter.grad is not None:
-                buckets[parameter.grad.dtype].append(parameter.grad)
-        for gradients in buckets.values():
-            flat = self.average(torch.cat([gradient.flatten() for gradient in gradients]))
-            pieces = flat.split([gradient.numel() for gradient in gradients])
-            torch._foreach_copy_(
-                gradients, [piece.view_as(grad) for piece, grad in zip(pieces, gradients, strict=True)]
-            )
+        found: list[Any] = [None] * self.world_size
+        distributed.all_gather_object(found, dict(values))
+        for rank, theirs in enumerate(found):
+            for name, value in found[0].items():
+                if theirs[name] != value:
+                    raise ValueError(
+                        f"{name} is {theirs[name]} in process {rank}, but {value} in process 0; it must be the same in "
+                        "all processes"
+                    )
 
     def average(self, values: Tensor) -> Tensor:
         if self.world_size > 1:
             if self._adds_in_order:
-                self._add_in_order(values)
+                all_reduce_in_order(values)
             else:
                 distributed.all_reduce(values)
             values /= self.world_size
         return values
 
-    def _add_in_order(self, values: Tensor) -> None:
-        """Replace values by their sum over the processes.
-
-        Each process adds the shards of one part of the values, and sends the sum to the others. As many bytes are
-        exchanged as by a ring all-reduce.
-        """
-        padded = pad(values.flatten(), (0, -values.numel() % self.world_size))
-        shards = torch.empty_like(padded)
-        distributed.all_to_all_single(shards, padded)
-        first, *others = shards.chunk(self.world_size)
-        for shard in others:
-            first += shard
-        distributed.all_gather_into_tensor(padded, first)
-        values.copy_(padded[: values.numel()].view_as(values))
+    def largest(self, value: int) -> int:
+        if self.world_size == 1:
+            return value
+        largest = torch.tensor(value, device=self.device)
+        distributed.all_reduce(largest, distributed.ReduceOp.MAX)
+        return int(largest.item())
 
     def from_main(self, value: Value) -> Value:
         if self.world_size == 1:
@@ -82,9 +106,32 @@ class Processes:
         return values[0]
 
     def close(self) -> None:
-        if self.world_size > 1 and distributed.is_initialized():
+        if self._opened and distributed.is_initialized():
             distributed.destroy_process_group()
+
+
+@contextmanager
+def connection(failure: str = "the exchange with other processes failed") -> Iterator[None]:
+    """Raise torch's errors about connections as a ConnectionError that begins with `failure`."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, distributed.DistError) and "gloo" not in str(error):
+            raise
+        reason = re.sub(r"^\[[^]]*\] ", "", str(error)).partition("\n")[0].partition(". ")[0]
+        raise ConnectionError(f"{failure}, maybe because another process has ended: {reason}") from error
+
+
+def _timeout(watchdog: float) -> timedelta:
+    """Return a time for exchanges that ends after the watchdog's minutes, whose message is better. 0 is 30 days."""
+    return timedelta(minutes=watchdog + 2) if watchdog else timedelta(days=30)
 
 
 def process_rank() -> int:
     return int(os.environ.get("RANK", 0))
+
+
+def process_name() -> str:
+    """Return "process 1 of 2", or an empty string if there is only one process."""
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    return f"process {process_rank()} of {size}" if size > 1 else ""

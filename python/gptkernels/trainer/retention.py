@@ -5,6 +5,7 @@ import re
 import shutil
 from pathlib import Path
 
+from gptkernels.files.safetensors import remove_unnamed_shards
 from gptkernels.files.writing import replace_file
 
 NUMBERED = "checkpoint-[0-9]*.safetensors"
@@ -40,6 +41,7 @@ def retain(newest: Path, step: int, keep_last: int, keep_every: int) -> None:
         for other in earlier[:-keep_last]:
             if not _is_multiple(other, keep_every):
                 numbered(folder, other).unlink(missing_ok=True)
+    remove_unnamed_shards(folder)
 
 
 def _is_multiple(step: int, every: int) -> bool:

@@ -65,8 +65,8 @@ class HeldOutData:
             self.vocab_size,
             seed=self._config.seed,
             shuffle=is_training,
-            rank=self._processes.rank,
-            world_size=self._processes.world_size,
+            rank=self._processes.batch_rank,
+            world_size=self._processes.batches,
             pin_memory=self._processes.device.type == "cuda",
             random_offsets=is_training and self._config.sampling == "random-offset",
         )
@@ -81,7 +81,7 @@ class HeldOutData:
         if not paths[0].stat().st_size:
             return f"{paths[0]} is empty"
         data = TokenFiles(paths)
-        wanted = self._processes.world_size * self._config.batch_size * self._config.sequence_length + 1
+        wanted = self._processes.batches * self._config.batch_size * self._config.sequence_length + 1
         return f"{data.path} holds {len(data):,} tokens, a batch takes {wanted:,}" if len(data) < wanted else ""
 
 

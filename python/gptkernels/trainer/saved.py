@@ -1,7 +1,6 @@
 """Checks a checkpoint before a run is resumed from it, because another program may have made or changed the file.
 
-The sizes in the options and the configuration must be those of the file's tensors, whose checksums
-`load_training_state` has already verified.
+The sizes in the options and the configuration must be those of the file's tensors.
 """
 
 import math
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor
 
 from gptkernels import nn
+from gptkernels._dtensor import held
 from gptkernels.checkpoint import TrainingState, check_model, find_non_finite
 from gptkernels.rules.fp8 import is_history
 from gptkernels.trainer.config import TrainConfig
@@ -37,7 +37,10 @@ _DESCRIPTIONS: dict[tuple[type, ...], str] = {
 
 
 def saved_options(saved: TrainingState, path: Path) -> TrainConfig:
-    """Check a checkpoint's options, model, counters and random generators, and return the options."""
+    """Check a checkpoint's options, model, counters and random generators, and return the options.
+
+    The values of tensors on the meta device are not checked.
+    """
     options = _check_options(saved.trainer.get("options"), path)
     _check_model(saved, options, path)
     _check_counters(saved.trainer, options, path)
@@ -102,8 +105,6 @@ def _check_model(saved: TrainingState, options: TrainConfig, path: Path) -> None
             )
     for name, tensor in saved.model.items():
         if name.endswith(nn.Linear.HISTORIES):
-            if not is_history(tensor):
-                raise ValueError(f"{path}: {name} is no history of magnitudes")
             continue
         if tensor.dtype != (torch.bfloat16 if options.dtype == "bfloat16" else torch.float32):
             raise ValueError(f"{path}: {name} is of {tensor.dtype}, but the options say {options.dtype}")
@@ -167,18 +168,28 @@ def _check_parameter_state(state: Any, parameter: Tensor, has_masters: bool, whe
         raise ValueError(f"{where} must have {', '.join(wanted)}")
     for name, (shape, dtype) in wanted.items():
         tensor = state[name]
+        if len(shape) > 2 and isinstance(tensor, Tensor):  # a tensor-parallel model has more dimensions than the file
+            shape = tensor.shape if tensor.numel() == shape.numel() else shape
         if not isinstance(tensor, Tensor) or tensor.shape != shape or tensor.dtype != dtype:
             described = str(dtype).removeprefix("torch.")
             raise ValueError(f"{where}: {name} must be a {described} tensor of shape {tuple(shape)}")
-    if state["step"] < 1:
-        raise ValueError(f"{where}: step is {state['step'].item()}, must be at least 1")
-    if (state["exp_avg_sq"] < 0).any():
-        raise ValueError(f"{where}: exp_avg_sq is negative somewhere")
+
+
+def check_values(model: torch.nn.Module, optimizer: torch.optim.Optimizer, path: Path) -> None:
+    """Check the values that a checkpoint has given this process's parts of a model and an optimizer."""
+    for name, buffer in model.named_buffers():
+        if name.endswith(nn.Linear.HISTORIES) and not is_history(buffer):
+            raise ValueError(f"{path}: {name} is no history of magnitudes")
+    for i, state in optimizer.state_dict()["state"].items():
+        if state["step"] < 1:
+            raise ValueError(f"{path}: optimizer: state {i}: step is {state['step'].item()}, must be at least 1")
+        if (held(state["exp_avg_sq"]) < 0).any():
+            raise ValueError(f"{path}: optimizer: state {i}: exp_avg_sq is negative somewhere")
 
 
 def _named_tensors(where: str, value: Any) -> Iterator[tuple[str, Tensor]]:
     if isinstance(value, Tensor):
-        if value.is_floating_point():
+        if value.is_floating_point() and not value.is_meta:
             yield where, value
         return
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list | tuple) else ()

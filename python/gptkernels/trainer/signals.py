@@ -17,8 +17,8 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """Record the first SIGINT or SIGTERM. Later signals have their usual effect.
+def stop_on_signals(acknowledges: bool = True) -> Iterator[StopRequest]:
+    """Record the first SIGINT or SIGTERM, and print that it was received. Later signals have their usual effect.
 
     Python allows handlers only in the main thread, so that in another thread no signal is recorded.
     """
@@ -30,7 +30,8 @@ def stop_on_signals() -> Iterator[StopRequest]:
     def note(number: int, _frame: object) -> None:
         request.signal = number
         restore()
-        write_error(ACKNOWLEDGEMENT)
+        if acknowledges:
+            write_error(ACKNOWLEDGEMENT)
 
     def restore() -> None:
         for number, handler in previous.items():

@@ -1,13 +1,13 @@
-"""A training step: the gradients of its batches, their exchange with other processes, and the update."""
+"""A training step: the gradients of its batches, and the update."""
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
 
 from gptkernels.graphs import graphed_step
-from gptkernels.optim import AdamW
-from gptkernels.rules import ops
+from gptkernels.optim import AdamW, gradient_norm
 from gptkernels.trainer.outliers import OutlierDetector, Skipping
 from gptkernels.trainer.processes import Processes
 
@@ -20,6 +20,7 @@ class Step:
         max_scores: the z-scores of the loss and of the gradient's norm above which the update is skipped; 0 never
             skips.
         capture: False runs every step eagerly.
+        no_sync: makes a context in which the backward of `loss` does not average the gradients over the processes.
 
     Attributes:
         outliers: the `OutlierDetector`. If updates may be skipped, it is on the device and each step updates it;
@@ -33,6 +34,7 @@ class Step:
         processes: Processes,
         max_scores: tuple[float, float],
         capture: bool,
+        no_sync: Callable[[], AbstractContextManager[object]] | None = None,
     ) -> None:
         self._loss = loss
         self._optimizer = optimizer
@@ -43,13 +45,18 @@ class Step:
             # A captured graph uses the addresses of these three tensors, so every step must write them in place.
             self._total, self._scores = (torch.zeros(shape, device=processes.device) for shape in ((), (2,)))
             optimizer.found_inf = torch.zeros((), device=processes.device)
-        interrupts = self._skipping is not None or processes.world_size > 1
-        before_update = self._before_update if interrupts else None
-        self._step = graphed_step(self._noted_loss, optimizer, before_update=before_update, capture=capture)
+        before_update = self._decide_on_update if self._skipping else None
+        self._step = graphed_step(
+            self._noted_loss, optimizer, before_update=before_update, capture=capture, no_sync=no_sync
+        )
 
     @property
     def is_captured(self) -> bool:
         return self._step.captures > 0 and self._step.eager_because is None
+
+    def close(self) -> None:
+        """Delete the CUDA graphs. NCCL waits for them when its process group is destroyed."""
+        self._step.reset()
 
     def __call__(self, batches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """Update the parameters with the mean gradient of the batches, or skip the update.
@@ -76,13 +83,11 @@ class Step:
         return loss
 
     @torch.no_grad()
-    def _before_update(self) -> None:
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        self._processes.average_gradients(parameters)
-        if self._skipping is None:
-            return
+    def _decide_on_update(self) -> None:
+        assert self._skipping is not None
         assert self._optimizer.found_inf is not None
+        gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         loss = self._processes.average(self._total / self._batches)
-        scores = self.outliers.scores(torch.stack([loss, ops.global_norm([p.grad for p in parameters])]))
+        scores = self.outliers.scores(torch.stack([loss, gradient_norm(gradients)]))
         self._scores.copy_(scores)
         self._optimizer.found_inf.copy_(self._skipping.found(scores))

@@ -5,6 +5,8 @@ import math
 import os
 import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -12,26 +14,29 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gptkernels import _dtensor, functional, parallel
 from gptkernels._device import peak_flops
+from gptkernels._library import build
 from gptkernels.checkpoint import (
     CHECKPOINT,
     TrainingState,
     find_non_finite,
-    load_training_state,
     restore_rng_state,
     save_training_state,
 )
+from gptkernels.models import GPT2
 from gptkernels.models.nanogpt import parameter_groups
 from gptkernels.optim import AdamW
-from gptkernels.trainer.config import TrainConfig
+from gptkernels.trainer.config import TrainConfig, flag
 from gptkernels.trainer.evaluation import answer, check_questions, mean_loss
 from gptkernels.trainer.fingerprint import fingerprint
 from gptkernels.trainer.logs import TrainingLog, TrainingStep, check_log
 from gptkernels.trainer.model import BatchLoss, build_model
+from gptkernels.trainer.one_process import OneProcess, move
 from gptkernels.trainer.output import command_line, flush_streams, write_error
 from gptkernels.trainer.pending import Mark, PendingStep
 from gptkernels.trainer.plot import plot_losses
-from gptkernels.trainer.processes import Processes, process_rank
+from gptkernels.trainer.processes import Processes, connection, process_name, process_rank
 from gptkernels.trainer.progress import show_progress
 from gptkernels.trainer.retention import retain
 from gptkernels.trainer.run_data import RunData
@@ -46,7 +51,7 @@ from gptkernels.trainer.runs import (
     new_run,
     open_run,
 )
-from gptkernels.trainer.saved import check_optimizer, naming, saved_options
+from gptkernels.trainer.saved import check_optimizer, check_values, naming, saved_options
 from gptkernels.trainer.schedule import Schedule
 from gptkernels.trainer.signals import stop_on_signals
 from gptkernels.trainer.step import Step
@@ -55,6 +60,8 @@ from gptkernels.trainer.watchdog import Watchdog
 
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_K = 40
+MASK_KEY = 0x5851F42D4C957F2D
+"""Any large odd number; processes with different batches have different multiples as dropout's key."""
 MEMORY_EVERY = 16
 """The number of steps between queries of torch's memory statistics, which take 0.1 ms of host time."""
 
@@ -106,7 +113,7 @@ def resume(run: str | None = None, **given: Any) -> TrainResult:
     folder = find_run(run)
     checkpoint = folder / CHECKPOINT
     with open_run(folder, is_main=process_rank() == 0):
-        saved = load_training_state(checkpoint)
+        saved = parallel.read_checkpoint(folder)
         options = saved_options(saved, checkpoint)
         begun_in = options.log_file or folder / LOG
         options.log_file = log_of_run(options.log_file, folder)
@@ -114,13 +121,15 @@ def resume(run: str | None = None, **given: Any) -> TrainResult:
         keep_log = config.log_file is not None and os.path.realpath(config.log_file) != os.path.realpath(begun_in)
         with naming(checkpoint):
             trainer = Trainer(config, folder, saved, keep_log=keep_log)
+        del saved  # frees the memory of the loaded tensors
         return trainer.run()
 
 
 class Trainer:
     """A run: the model, its data, the optimizer, and their progress.
 
-    The constructor checks the options and the data. ``saved`` is the state to resume, checked by `saved_options`.
+    The constructor checks the options and the data. ``saved`` describes the state to resume, which is in the folder
+    ``output``: it is a result of `read_checkpoint` that `saved_options` has checked.
     """
 
     def __init__(
@@ -132,14 +141,21 @@ class Trainer:
         keep_log: bool = False,
     ) -> None:
         self.config = config
-        self.processes = processes = Processes(config.device, config.deterministic_layout)
+        self.processes = processes = Processes(
+            config.device, config.deterministic_layout, config.parallel, config.watchdog
+        )
         if config.tf32:
             torch.backends.cuda.matmul.allow_tf32 = True
         torch.manual_seed(config.seed)
         self.data = data = RunData(config, processes)
         self._fingerprint = fingerprint(data.train.data.paths)
-        self.model = build_model(config, data.vocab_size, saved).to(processes.device)
-        self._batch_loss = BatchLoss(self.model, config)
+        versions = {"the version of gptkernels": build()["version"], "the version of torch": torch.__version__}
+        options = {flag(name): value for name, value in asdict(config).items()}
+        step = {"the step of the checkpoint": saved and saved.trainer["step"]}
+        processes.check_equal(versions | options | step | {"the training data": self._fingerprint})
+        self.model = build_model(config, data.vocab_size, saved)
+        self._replicas = self._distribute()
+        self._batch_loss = BatchLoss(self._replicas.module, config, self._replicas.context_group)
         check_questions(data.questions, self.model.config.block_size, config.eval_file)
         self.optimizer = AdamW(
             parameter_groups(self.model, config.weight_decay),
@@ -149,21 +165,29 @@ class Trainer:
             max_grad_norm=config.grad_clip or math.inf,
             rounding_seed=None if config.master_weights else config.seed,
         )
-        self.accumulation = config.accumulation(processes.world_size)
+        self.accumulation = config.accumulation(processes.batches)
         limits = (config.skip_update_lossz, config.skip_update_gradz)
-        self._step = Step(lambda *batch: self._loss(*batch), self.optimizer, processes, limits, config.graph)
+        self._step = Step(
+            lambda *batch: self._loss(*batch),
+            self.optimizer,
+            processes,
+            limits,
+            config.graph and self._replicas.can_be_captured,
+            self._replicas.no_sync,
+        )
         self.total_steps = self._count_steps()
         self._schedule = self._make_schedule()
         self._watchdog = Watchdog(config.watchdog, self._report_stall)
         self.step = 0  # the number of launched steps
         self._finished_step: int | None = None
         self._saved_step: int | None = None
+        self._written_step: int | None = None  # that of a checkpoint which is being written
         self._runs_ahead = processes.device.type != "cpu"
         self._pending: PendingStep | None = None
         self._train_loss: float | None = None
         self._stop = False
         if saved is not None and output is not None:
-            self._restore(saved, output / CHECKPOINT)
+            self._restore(saved, output)
         self._keep_log = keep_log or (saved is None and config.log_file is not None)
         if config.log_file is not None and processes.is_main:
             check_log(Path(config.log_file))
@@ -173,19 +197,28 @@ class Trainer:
         self._log_path = self.output / LOG if config.log_file is None else Path(config.log_file)
         if is_other_file(str(self._log_path), self.output):
             raise ValueError(f"--log-file {self._log_path} is another file of this run")
+        self._writer = parallel.CheckpointWriter(self.output) if self._replicas.is_sharded else None
+
+    def _distribute(self) -> OneProcess:
+        functional.mask_key = self.processes.batch_rank * MASK_KEY % 2**63
+        if self.processes.mesh is None:
+            return OneProcess(move(self.model, self.processes.device))
+        from gptkernels.trainer.data_parallel import distribute  # imports FSDP2, which takes seconds
+
+        return distribute(self.model, self.config, self.processes)
 
     def _count_steps(self) -> int:
         if self.config.steps is not None:
             return self.config.steps
         assert self.config.epochs is not None
-        windows_per_step = self.processes.world_size * self.config.batch_size * self.accumulation
+        windows_per_step = self.processes.batches * self.config.batch_size * self.accumulation
         steps = self.config.epochs * self.data.train.num_windows / windows_per_step
         if not math.isfinite(steps):
             raise ValueError(f"--epochs is {self.config.epochs}, which is too many")
         return math.ceil(steps)
 
-    def _restore(self, saved: TrainingState, path: Path) -> None:
-        step, data = saved.trainer["step"], self.data.train.data.path
+    def _restore(self, saved: TrainingState, folder: Path) -> None:
+        step, data, path = saved.trainer["step"], self.data.train.data.path, folder / CHECKPOINT
         check_optimizer(saved.optimizer, self.optimizer, step, path)
         if saved.trainer["fingerprint"] != self._fingerprint:
             raise ValueError(
@@ -193,14 +226,14 @@ class Trainer:
                 "with the training data it had"
             )
         self.data.train.load_state_dict(saved.trainer["data"])
-        groups = self.optimizer.state_dict()["param_groups"]
-        self.optimizer.load_state_dict({"state": saved.optimizer["state"], "param_groups": groups})
+        rng = parallel.load_checkpoint(folder, self.model, self.optimizer).rng
+        check_values(self.model, self.optimizer, path)
         if step:  # if no further step is made, the checkpoint has the last step's learning rate
             self._set_learning_rate(step - 1)
         if "outliers" in saved.trainer:
             self._step.outliers.load_state_dict(saved.trainer["outliers"])
         self.step = self._saved_step = step
-        restore_rng_state(saved.rng)
+        restore_rng_state(rng)
 
     # ---- training ----------------------------------------------------------------------------------------------------
 
@@ -217,16 +250,28 @@ class Trainer:
             if self.processes.is_main:
                 self._open_files()
                 if self._saved_step is not None:  # the run may have been killed before it removed old checkpoints
-                    self._retain()
-            with self._watchdog, stop_on_signals() as self._request:
+                    self._retain(self._saved_step)
+            with self._watchdog, stop_on_signals(self.processes.is_main) as self._request, self._connection():
                 self._introduce()
-                self._train()
-                return self._stop_early() if self._stop else self._finish_run()
+                try:
+                    self._train()
+                    return self._stop_early() if self._stop else self._finish_run()
+                finally:
+                    self._finish_save()
         finally:
             self._progress.close()
             if self._log:
                 self._log.close()
+            self._step.close()
             self.processes.close()
+
+    @contextmanager
+    def _connection(self) -> Iterator[None]:
+        try:
+            with connection():
+                yield
+        except ConnectionError as error:
+            raise ConnectionError(f"{error}. Step {self.step} was not finished. {self._kept_checkpoint()}") from error
 
     def _train(self) -> None:
         config = self.config
@@ -330,6 +375,7 @@ class Trainer:
         self._clock = Mark(self.processes.device)
 
     def _diverged(self, what: str) -> FloatingPointError:
+        self._finish_save()
         return FloatingPointError(
             f"{what}: training has diverged; a lower --learning-rate may help. {self._kept_checkpoint()}"
         )
@@ -342,7 +388,7 @@ class Trainer:
     def _report_stall(self, what: str) -> None:
         config, processes = self.config, self.processes
         finished = "" if self._finished_step is None else f", whose last finished step is {self._finished_step}"
-        who = f"process {processes.rank} of {processes.world_size}, " if processes.world_size > 1 else ""
+        who = f"{process_name()}, " if processes.world_size > 1 else ""
         goes_on = "" if self._saved_step is None else f"; {self._resume_line()} goes on from it"
         write_error(
             f"\ngptkernels train: error: nothing was finished for {config.watchdog:g} minutes at step {self.step} of "
@@ -358,7 +404,7 @@ class Trainer:
         flush_streams()
 
     def _tokens_per_step(self) -> int:
-        return self.processes.world_size * self.accumulation * self.config.batch_tokens
+        return self.processes.batches * self.accumulation * self.config.batch_tokens
 
     # ---- between steps -----------------------------------------------------------------------------------------------
 
@@ -385,7 +431,7 @@ class Trainer:
         self.model.eval()
         with self._watchdog.watch("answering questions"), self._batch_loss.precision(self.processes.device):
             tick = self._watchdog.tick
-            score = answer(self.model, self.data.questions, self.config.batch_tokens, self.processes, tick)
+            score = answer(self._replicas, self.data.questions, self.config.batch_tokens, self.processes, tick)
         self.model.train()
         self._progress.say(f"step {self.step}: {score}")
         if self._log:
@@ -395,21 +441,13 @@ class Trainer:
 
     @torch.no_grad()
     def _sample(self) -> str | None:
-        if not self.config.sample_length or not self.processes.is_main:
+        if not self.config.sample_length or not (self.processes.is_main or self._replicas.is_sharded):
             return None
         self._finish_pending()
-        device = self.processes.device
-        generator = torch.Generator(device).manual_seed(self.config.seed + self.step)
-        start = torch.tensor([[self.data.first_token]], device=device)
         self.model.eval()
-        length = self.config.sample_length
-        tokens = []
         try:
-            with self._watchdog.watch("sampling"), self._batch_loss.precision(device):
-                stream = self.model.stream(start, length, SAMPLE_TEMPERATURE, SAMPLE_TOP_K, generator)
-                for (token,) in stream.on_host():
-                    tokens.append(token)
-                    self._watchdog.tick()
+            with self._watchdog.watch("sampling"), self._batch_loss.precision(self.processes.device):
+                tokens = self._replicas.run(self._draw)
         except FloatingPointError as error:
             raise self._diverged(f"the logits of a sample are NaN or infinite after {self.step} steps") from error
         self.model.train()
@@ -418,32 +456,59 @@ class Trainer:
         self._restart_clock()
         return text
 
+    def _draw(self, model: GPT2) -> list[int]:
+        device, length = self.processes.device, self.config.sample_length
+        generator = torch.Generator(device).manual_seed(self.config.seed + self.step)
+        start = torch.tensor([[self.data.first_token]], device=device)
+        tokens = []
+        for (token,) in model.stream(start, length, SAMPLE_TEMPERATURE, SAMPLE_TOP_K, generator).on_host():
+            tokens.append(token)
+            self._watchdog.tick()
+        return tokens
+
     def _save(self) -> None:
+        """Write a checkpoint. If the parameters are divided, it is complete after `_finish_save`."""
         self._finish_pending()
+        self._finish_save()
         with self._watchdog.watch("saving the checkpoint"):
             state = (tensor for state in self.optimizer.state.values() for tensor in state.values())
-            if find_non_finite(dict(enumerate([*self.model.parameters(), *state]))) is not None:
+            held = map(_dtensor.held, [*self.model.parameters(), *state])
+            if self.processes.largest(find_non_finite(dict(enumerate(held))) is not None):
                 raise self._diverged(f"a weight or a moment is not finite after {self.step} steps")
-            if self.processes.is_main:
-                save_training_state(
-                    self.output / CHECKPOINT,
-                    config=self.model.config,
-                    model=self.model,
-                    optimizer=self.optimizer.state_dict(),
-                    trainer={
-                        "step": self.step,
-                        "data": self.data.train.state_dict(),
-                        "fingerprint": self._fingerprint,
-                        "options": asdict(self.config),
-                        "outliers": self._step.outliers.state_dict(),
-                    },
-                )
-                self._retain()
-        self._saved_step = self.step
+            values: dict[str, Any] = {
+                "config": self.model.config,
+                "model": self.model,
+                "trainer": {
+                    "step": self.step,
+                    "data": self.data.train.state_dict(),
+                    "fingerprint": self._fingerprint,
+                    "options": asdict(self.config),
+                    "outliers": self._step.outliers.state_dict(),
+                },
+            }
+            if self._writer is not None:
+                self._writer.save(optimizer=self.optimizer, **values)
+                self._written_step = self.step
+            else:
+                if self.processes.is_main:
+                    save_training_state(self.output / CHECKPOINT, optimizer=self.optimizer.state_dict(), **values)
+                    self._retain(self.step)
+                self._saved_step = self.processes.from_main(self.step)  # the others wait until process 0 has saved
         self._restart_clock()
 
-    def _retain(self) -> None:
-        retain(self.output / CHECKPOINT, self.step, self.config.keep_last, self.config.keep_every)
+    def _finish_save(self) -> None:
+        """Wait until this process's shards are written and the checkpoint is complete."""
+        step, self._written_step = self._written_step, None
+        if self._writer is None or step is None:
+            return
+        with self._watchdog.watch("writing the checkpoint"):
+            self._writer.wait()
+        self._saved_step = step
+        if self.processes.is_main:
+            self._retain(step)
+
+    def _retain(self, step: int) -> None:
+        retain(self.output / CHECKPOINT, step, self.config.keep_last, self.config.keep_every)
 
     # ---- start and end -----------------------------------------------------------------------------------------------
 
@@ -481,6 +546,7 @@ class Trainer:
         val_loss = self._validate()
         accuracy = self._answer()
         sample = self._sample()
+        self._finish_save()
         self._plot()
         self._progress.say(
             f"checkpoint: {self.output / CHECKPOINT}\n"
@@ -491,6 +557,7 @@ class Trainer:
 
     def _stop_early(self) -> TrainResult:
         self._save()
+        self._finish_save()
         self._plot()
         self._progress.say(f"stopped at step {self.step} of {self.total_steps}; to go on: {self._resume_line()}")
         number = self._request.signal or signal.SIGTERM

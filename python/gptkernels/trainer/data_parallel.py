@@ -1,0 +1,179 @@
+"""The model of a run in several processes, which divide the batches, the layers, the sequences or the parameters."""
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, distributed
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.futures import Future
+from torch.nn.parallel import DistributedDataParallel
+
+from gptkernels.models import GPT2
+from gptkernels.parallel.context import context_parallel, whole_sequences
+from gptkernels.parallel.tensor import (
+    TensorParallelGPT2,
+    shard_placement,
+    tensor_parallel,
+    whole_state_dict,
+)
+from gptkernels.trainer.config import TrainConfig
+from gptkernels.trainer.one_process import OneProcess, Value, move
+from gptkernels.trainer.processes import Processes
+
+BUCKET_MIB = 256
+"""The gradients of GPT-2 124M in bfloat16 are one bucket. Two H200s exchange them in less time than the backward's
+kernels lose if they share the GPU with exchanges (docs/scaling.md)."""
+
+
+class Replicas(OneProcess):
+    """A whole model in each process, by torch's `DistributedDataParallel` (DDP).
+
+    DDP averages the gradients in buckets, each as soon as the backward has computed it. The gradients are views of the
+    buckets.
+    """
+
+    def __init__(self, model: GPT2, config: TrainConfig, processes: Processes) -> None:
+        super().__init__(model)
+        assert processes.data_mesh is not None
+        self._processes = processes
+        dtype = model.lm_head.weight.dtype
+        self._dtype = getattr(torch, config.reduce_dtype) if config.reduce_dtype else dtype
+        self._stream = torch.cuda.Stream() if processes.device.type == "cuda" else None
+        if processes.device.type == "cuda":
+            # A CUDA graph cannot contain work of the default stream, and DDP works on the stream on which it is made.
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            torch.cuda.set_stream(stream)
+        with warnings.catch_warnings():  # torch 2.13 deprecates the option, and has no other one for all versions
+            warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
+            ddp = DistributedDataParallel(
+                model, broadcast_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MIB,
+                process_group=processes.data_mesh.get_group(),
+            )  # fmt: skip
+        if config.deterministic_layout or self._dtype != dtype:
+            ddp.register_comm_hook(None, self._average)
+        self.module, self.no_sync = ddp, ddp.no_sync
+
+    def run(self, function: Callable[[GPT2], Value]) -> Value:
+        with whole_sequences(self.model):
+            return function(self.model)
+
+    def _average(self, _: object, bucket: distributed.GradBucket) -> Future[Tensor]:
+        """Average a bucket in the order of the ranks or in another dtype; on CUDA, on a stream of its own."""
+        gradients = bucket.buffer()
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            gradients.copy_(self._processes.average(gradients.to(self._dtype)))
+            future: Future[Tensor] = Future(devices=[gradients.device] if gradients.is_cuda else [])
+            future.set_result(gradients)
+        return future
+
+
+class Shards(OneProcess):
+    """A part of each parameter, its gradient and its optimizer state in each process, by torch's `fully_shard` (FSDP2).
+
+    A layer's whole parameters are gathered before its forward, and its gradients are averaged as soon as the backward
+    has computed them. With `--shard grads` the parameters stay whole until the backward has used them.
+    """
+
+    is_sharded = True
+    can_be_captured = False
+
+    def __init__(self, model: GPT2, config: TrainConfig, processes: Processes) -> None:
+        dtype = None if config.reduce_dtype is None else getattr(torch, config.reduce_dtype)
+        options: dict[str, Any] = {
+            "mesh": processes.data_mesh,
+            "mp_policy": MixedPrecisionPolicy(reduce_dtype=dtype),
+            "reshard_after_forward": None if config.shard == "params" else False,  # None: except the last ones
+            "shard_placement_fn": shard_placement,
+        }
+        for block in model.transformer.h:
+            fully_shard(block, **options)
+        fsdp: Any = fully_shard(model, **options)
+        move(model, processes.device)
+        fsdp._run = lambda function: function(model)
+        register_fsdp_forward_method(fsdp, "_run")  # FSDP2 gathers parameters only in a forward method of the model
+        self._fsdp = fsdp
+        super().__init__(model)
+        self._keeps_parameters = config.shard == "grads"
+        self.no_sync = self._accumulate
+
+    def run(self, function: Callable[[GPT2], Value]) -> Value:
+        if isinstance(self.model, TensorParallelGPT2):
+            return function(whole_model(self.model))
+        with whole_sequences(self.model):
+            return self._fsdp._run(function)  # type: ignore[no-any-return]
+
+    @contextmanager
+    def _accumulate(self) -> Iterator[None]:
+        self._synchronise(False)
+        try:
+            yield
+        finally:
+            self._synchronise(True)
+
+    def _synchronise(self, is_last: bool) -> None:
+        self._fsdp.set_requires_gradient_sync(is_last)
+        self._fsdp.set_reshard_after_backward(is_last or not self._keeps_parameters)
+
+
+class DividedLayers(OneProcess):
+    """A part of each layer in each process, by `tensor_parallel`, and one batch for all processes."""
+
+    is_sharded = True
+    no_sync = nullcontext  # the processes exchange all that they need in the forward and the backward
+
+    def run(self, function: Callable[[GPT2], Value]) -> Value:
+        return function(whole_model(self.model))
+
+
+def whole_model(model: GPT2) -> GPT2:
+    """Gather a divided model in each process."""
+    with torch.device("meta"):
+        whole = GPT2(model.config)
+    whole.load_state_dict(whole_state_dict(model), assign=True)
+    return whole.train(model.training)
+
+
+def distribute(model: GPT2, config: TrainConfig, processes: Processes) -> OneProcess:
+    """Move the model to its device, and divide the work or the parameters among the processes.
+
+    A model on the meta device becomes one whose parameters have no values yet.
+    """
+    mesh = processes.mesh
+    assert mesh is not None
+    dp, cp, tp = mesh.shape
+    if tp > 1 or cp > 1:
+        _check_layout(config, dp * cp > 1, tp > 1, cp)
+    if tp > 1:
+        model = tensor_parallel(model, mesh["tp"])
+    if cp > 1:
+        context_parallel(model, mesh["cp"])
+    divided: OneProcess
+    if dp * cp == 1:
+        divided = DividedLayers(move(model, processes.device))
+    elif config.shard == "none":
+        divided = Replicas(move(model, processes.device), config, processes)
+    else:
+        divided = Shards(model, config, processes)  # moves each layer to the device when the previous ones are sharded
+    divided.context_group = mesh["cp"].get_group() if cp > 1 else None
+    return divided
+
+
+def _check_layout(config: TrainConfig, averages_gradients: bool, divides_layers: bool, cp: int) -> None:
+    for option, given in (("--deterministic-layout", config.deterministic_layout), ("--compile", config.compile)):
+        if given:
+            raise ValueError(f"--parallel is {config.parallel}: {option} is only for tp=1 and cp=1")
+    if config.sequence_length % (2 * cp):
+        raise ValueError(
+            f"--parallel is {config.parallel}: --sequence-length must be a multiple of {2 * cp}, is "
+            f"{config.sequence_length}"
+        )
+    if not averages_gradients and (config.shard != "none" or config.reduce_dtype):
+        raise ValueError(f"--parallel is {config.parallel}: --shard and --reduce-dtype are for dp or cp above 1")
+    if divides_layers and averages_gradients and config.shard == "none":
+        raise ValueError(f"--parallel is {config.parallel}: tp with dp or cp needs --shard grads or params")

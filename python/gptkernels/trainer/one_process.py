@@ -1,0 +1,42 @@
+"""The model of a run in a single process, and what `data_parallel` overrides for several processes."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+import torch
+from torch import distributed
+
+from gptkernels.models import GPT2
+
+Value = TypeVar("Value")
+
+
+class OneProcess:
+    """The model of a single process.
+
+    Attributes:
+        module: computes the loss whose backward averages the gradients over the processes.
+        no_sync: makes a context in which the backward only adds to this process's gradients, or None.
+        is_sharded: whether the processes must call `run` at the same time, and save shards.
+        can_be_captured: whether a CUDA graph can contain a step.
+        context_group: the processes that divide the sequences, or None.
+    """
+
+    module: torch.nn.Module
+    no_sync: Callable[[], AbstractContextManager[object]] | None = None
+    is_sharded = False
+    can_be_captured = True
+    context_group: distributed.ProcessGroup | None = None
+
+    def __init__(self, model: GPT2) -> None:
+        self.model = self.module = model
+
+    def run(self, function: Callable[[GPT2], Value]) -> Value:
+        """Return `function(model)`, which may call parts of the model, and gives it whole sequences."""
+        return function(self.model)
+
+
+def move(model: GPT2, device: torch.device) -> GPT2:
+    """Move a model to a device. The parameters of a model on the meta device get memory, but no values."""
+    return model.to_empty(device=device) if model.lm_head.weight.is_meta else model.to(device)

@@ -1,0 +1,216 @@
+"""Tests that two processes train as one process does, for every way to divide the work and the state.
+
+A fixture starts two processes, which train once in each way of ``WAYS``. The tests read the files of the runs, and the
+results of process 0.
+"""
+
+import functools
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+
+from gptkernels.checkpoint import load_training_state
+from gptkernels.convert import load
+from gptkernels.trainer import train as trainer
+from gptkernels.trainer.cli import main
+from gptkernels.trainer.config import TrainConfig
+from gptkernels.trainer.data_parallel import Replicas
+from gptkernels.trainer.evaluate import evaluate_run
+from gptkernels.trainer.retention import kept_steps
+from gptkernels.trainer.train import resume, train
+from processes import run_processes
+from small_runs import SMALL, TEXT, assert_same_run, read_log, run_flags, train_with, write_questions, write_text
+
+# The tests run in one worker of pytest-xdist, so that the fixture starts the processes once.
+pytestmark = [
+    pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo"),
+    pytest.mark.xdist_group("distributed"),
+    pytest.mark.usefixtures("one_thread"),
+]
+
+OPTIONS = SMALL | {"device": "cpu", "layers": 2, "steps": 8, "schedule": "constant", "val_max_batches": 1}
+BFLOAT16 = {"dtype": "bfloat16"}
+ACCUMULATED = {"batch_size": 1, "grad_accumulation": 2}
+WAYS = {
+    "none": {},
+    "grads": {"shard": "grads"},
+    "params": {"shard": "params"},
+    "none_accumulated": ACCUMULATED | {"reduce_dtype": "bfloat16", "skip_update_gradz": 1e9},
+    "grads_accumulated": ACCUMULATED | {"shard": "grads"},
+    "params_accumulated": ACCUMULATED | {"shard": "params", "skip_update_lossz": 1e9, "recompute": "blocks"},
+    "none_fp8": BFLOAT16 | {"fp8": True},
+    "params_fp8": BFLOAT16 | {"fp8": True, "shard": "params", "reduce_dtype": "float32"},
+    "params_rounded": BFLOAT16 | {"master_weights": False, "shard": "params"},
+    "params_autocast": {"dtype": "autocast", "shard": "params"},
+    "layers": {"parallel": "tp=2", "batch_size": 4, "dropout": 0.2},
+    "layers_accumulated": {"parallel": "tp=2", "batch_size": 2, "grad_accumulation": 2},
+    "sequences": {"parallel": "cp=2", "batch_size": 4},
+    "sequences_params": {"parallel": "cp=2", "batch_size": 4, "shard": "params"},
+    "resumed": {"shard": "params"},
+    "changed": {},
+}
+ONE = {"parallel": None, "batch_size": 4, "shard": "none", "reduce_dtype": None, "grad_accumulation": 1}
+"""The changes of a way's options with which one process has the same batches."""
+LAYERS_AND_REST = OPTIONS["layers"] + 1
+
+
+def run_ways(folder, options):
+    rank = dist.get_rank()
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": str(rank)}
+    reductions = []
+    for owner, name in ((_fsdp_param_group, "foreach_reduce"), (Replicas, "_average")):
+        setattr(owner, name, counting(getattr(owner, name), reductions))
+    found = {}
+    for name, changes in WAYS.items():
+        reductions.clear()
+        if name == "resumed":
+            result = resume(f"{folder}/resumed", steps=8, batch_size=2, **changes)
+        elif name == "changed":
+            run = f"{folder}/changed"
+            train(TrainConfig(**options | {"output": run, "steps": 4, "shard": "params"}))
+            resume(run, steps=6, shard="none", checkpoint_every=2, keep_last=2)
+            result = resume(run, steps=8, shard="grads")
+        else:
+            result = train(TrainConfig(**options | changes | {"output": f"{folder}/{name}"}))
+        found[name] = result.val_loss, result.accuracy, result.sample, len(reductions)
+    versions = {"version": f"0.0.{rank}"}
+    trainer.build = lambda: versions
+    with pytest.raises(ValueError, match="version") as caught:
+        train(TrainConfig(**options | {"output": f"{folder}/versions"}))
+    return found | {"versions": str(caught.value)}
+
+
+def counting(function, calls):
+    @functools.wraps(function)
+    def count(*args, **kwargs):
+        calls.append(None)
+        return function(*args, **kwargs)
+
+    return count
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    start = list(TEXT[:8])
+    questions = [(start, [list(TEXT[8 : 10 + i]), [0, 1, 2]], 0) for i in range(5)]  # the first process has one more
+    files = {"data": write_text(folder / "text"), "eval_file": write_questions(folder / "questions.bin", questions)}
+    return OPTIONS | files | {"batch_size": 2}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("processes")
+
+
+@pytest.fixture(scope="module")
+def results(folder, options, one_thread):
+    train_with(options | ONE, output=folder / "resumed", steps=4)
+    return run_processes(run_ways, 2, folder, options)[0]
+
+
+def numbers(run, column="loss", split="train"):
+    return [float(row[column]) for row in read_log(run, split)]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, options):
+    @functools.cache
+    def run(changes):
+        return train_with(options | dict(changes), output=tmp_path_factory.mktemp("one") / "run").output
+
+    return lambda way: run(frozenset((WAYS[way] | ONE).items()))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_two_processes_have_the_losses_of_one(way, results, folder, alone):
+    one = alone("none" if way in ("resumed", "changed") else way)
+    is_exact = "dtype" not in WAYS[way] and "reduce_dtype" not in WAYS[way]
+    losses, norms = numbers(folder / way), numbers(folder / way, "gradient_norm")
+    assert len(losses) == 8
+    assert losses == pytest.approx(numbers(one), rel=1e-6 if is_exact else 2e-3)
+    assert norms == pytest.approx(numbers(one, "gradient_norm"), rel=1e-5 if is_exact else 2e-2)
+
+
+def test_shards_of_parameters_change_no_bit(results, folder):
+    for column in ("loss", "gradient_norm"):
+        assert numbers(folder / "params", column) == numbers(folder / "grads", column)
+    assert results["params"][:3] == results["grads"][:3]
+
+
+@pytest.mark.parametrize("way", ["none", "params", "params_fp8", "layers", "sequences"])
+def test_evaluation_and_samples_are_those_of_the_checkpoint(way, results, folder):
+    val_loss, accuracy, sample, _ = results[way]
+    found = evaluate_run(str(folder / way), batch_size=4)
+    assert val_loss == pytest.approx(found.val_loss, rel=1e-6 if way != "params_fp8" else 2e-3)
+    assert accuracy == found.score.accuracy
+    assert len(sample) == OPTIONS["sample_length"]
+
+
+def test_only_the_last_batch_of_a_step_reduces_gradients(results):
+    assert results["none_accumulated"][3] == 8
+    assert results["grads_accumulated"][3] == results["params_accumulated"][3] == 8 * LAYERS_AND_REST
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "",
+        "--grad-accumulation 3",
+        "--skip-update-gradz 1e9",
+        "--deterministic-layout",
+        "--reduce-dtype float32 --dtype bfloat16 --grad-accumulation 2",
+    ],
+)
+def test_the_exchange_is_part_of_the_cuda_graph(on_cuda, options, tmp_path, flags):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs a GPU for each process")
+    given = options | {"device": "cuda", "steps": 20, "val_every": 0}
+    runs = [tmp_path / name for name in ("graph", "no-graph")]
+    for run in runs:
+        command = [*run_flags(given | {"output": str(run)}), f"--{run.name}", "--nproc", "2", *flags.split()]
+        done = subprocess.run(
+            [sys.executable, "-m", "gptkernels", "train", *command],
+            check=True, capture_output=True, text=True, timeout=300,
+        )  # fmt: skip
+        assert ("runs eagerly" in done.stderr) == (run.name == "graph" and "--skip" in flags)
+    assert_same_run(*runs)
+
+
+def test_processes_of_different_versions_do_not_train(results, folder):
+    assert results["versions"] == (
+        "the version of gptkernels is 0.0.1 in process 1, but 0.0.0 in process 0; it must be the same in all processes"
+    )
+    assert not (folder / "versions").exists()
+
+
+def test_one_process_continues_a_sharded_run(folder, options, results, tmp_path, alone):
+    shutil.copytree(folder / "params", tmp_path / "run")
+    continued = resume(str(tmp_path / "run"), steps=12, **ONE)
+    whole = train_with(options | ONE, output=tmp_path / "whole", steps=12)
+    assert numbers(continued.output) == pytest.approx(numbers(whole.output), rel=1e-6)
+    states = [load_training_state(run / "checkpoint.safetensors") for run in (folder / "params", alone("params"))]
+    assert states[0].model.keys() == states[1].model.keys()
+    torch.testing.assert_close(states[0].model, states[1].model, rtol=1e-3, atol=1e-5)
+
+
+def test_divided_parameters_are_saved_as_shards(results, folder):
+    assert [len(list((folder / way).glob("*.shards"))) for way in ("none", "grads", "params")] == [0, 1, 1]
+    assert kept_steps(folder / "changed") == [6, 8]
+    assert [path.name.split("-")[1] for path in (folder / "changed").glob("*.shards")] == ["00000008"]
+
+
+def test_commands_read_shards(results, folder, options, tmp_path, capsys):
+    run, model = folder / "params_rounded", tmp_path / "model.safetensors"
+    assert main(["generate", str(run), "--max-new-tokens", "3"]) == 0
+    assert main(["convert", str(run), str(model)]) == 0
+    assert capsys.readouterr().err == ""
+    begun = train_with(options | WAYS["params_rounded"] | ONE, output=tmp_path / "run", init_from=run, steps=0).output
+    states = [load(path)[1] for path in (run, model, begun)]
+    torch.testing.assert_close(states[1:], [states[0]] * 2, rtol=0, atol=0)
