@@ -21,6 +21,8 @@ MODULES = {
     "gptkernels.nn": "Layers: torch.nn's constructors, state_dict keys, reprs and initialisation.",
     "gptkernels.optim": "The optimizer, and clipping.",
     "gptkernels.models": "GPT-2.",
+    "gptkernels.parallel": "Models divided over processes: [tensor](tensor_parallel.md), "
+    "[vocabulary](vocabulary_parallel.md) and [context parallelism](context_parallel.md).",
     "gptkernels.swapping": "What `swap` returns a report of ([swap](swap.md)).",
     "gptkernels.graphs": "Training steps as CUDA graphs ([step](step.md)).",
     "gptkernels.testing": "Ops beside torch: `gptkernels check`.",
