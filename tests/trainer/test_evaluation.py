@@ -110,8 +110,8 @@ def test_the_answer_has_the_lowest_mean_loss(tmp_path, device, tokens_per_batch)
     processes = Processes(str(device))
     assert answer(OneProcess(model), read_questions(path, 40), tokens_per_batch, processes) == (20, 30)
     halves = []
-    for processes.rank in (0, 1):  # each rank answers every second question
-        processes.world_size, processes.average = 2, lambda share: halves.append(share.item()) or share
+    for processes.batch_rank in (0, 1):  # each rank answers every second question
+        processes.batches, processes.average = 2, lambda share: halves.append(share.item()) or share
         answer(OneProcess(model), read_questions(path, 40), tokens_per_batch, processes)
     assert sum(halves) == 20
 

@@ -241,7 +241,7 @@ def test_without_hard_links_checkpoints_are_copied(options, monkeypatch):
 
 def test_a_resumed_run_keeps_the_checkpoint_of_a_killed_run(options):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Trainer, "_retain", lambda self: crash())
+        patch.setattr(Trainer, "_retain", lambda self, step: crash())
         assert_raises(RuntimeError, "power cut", train_with, options, keep_every=4)
     assert kept_steps(resume(options["output"]).output) == [4, 8]
 
