@@ -97,10 +97,12 @@ def graphed_step(
     parameter or of the optimizer's state. After other changes of what ``loss`` computes, such as ``model.eval()``, call
     :meth:`GraphedStep.reset`.
 
-    The step runs eagerly, and the log of ``gptkernels.graphs`` says why, if the parameters are not plain tensors on one
-    CUDA device; ``optimizer`` is not :class:`gptkernels.optim.AdamW`, or has step hooks; there are several processes
-    and neither ``no_sync`` nor ``before_update``; or the loss or a hook synchronises with the device, or cannot be
-    captured.
+    The step runs eagerly, and the log of ``gptkernels.graphs`` says why, if the parameters are not on one CUDA device,
+    or are neither plain tensors nor DTensors; ``optimizer`` is not :class:`gptkernels.optim.AdamW`, or has step hooks;
+    there are several processes and neither ``no_sync`` nor ``before_update``; or the loss or a hook synchronises with
+    the device, or cannot be captured. Do not capture a model of FSDP2, which allocates parameters in each step. For a
+    model of :func:`gptkernels.parallel.tensor_parallel`, whose backward exchanges all that is needed, ``no_sync`` is
+    ``contextlib.nullcontext``.
 
     Args:
         loss: ``loss(*batch)`` returns a 0-dim tensor. ``loss``, or the caller of the step, may enter
