@@ -493,6 +493,7 @@ class Trainer:
                 if self.processes.is_main:
                     save_training_state(self.output / CHECKPOINT, optimizer=self.optimizer.state_dict(), **values)
                     self._retain(self.step)
+                    self._saved_step = self.step
                 self._saved_step = self.processes.from_main(self.step)  # the others wait until process 0 has saved
         self._restart_clock()
 
