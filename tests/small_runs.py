@@ -30,7 +30,7 @@ SMALL = {
 }
 
 
-# What a training run imports, for processes that are forked after the imports. The optimizer imports the second module.
+# The fork server imports the modules of a training run before it forks. The optimizer imports the second one.
 TRAINING_IMPORTS = ["gptkernels.trainer.cli", "torch._dynamo"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 

@@ -1,1 +1,1 @@
-"""Measures training on several GPUs beside torch's own engines, and a model of what it costs on more."""
+"""Measures training on several GPUs, beside torch's own engines, and models the time of a step on more GPUs."""

@@ -1,4 +1,4 @@
-"""``python -m benchmarks.scaling`` shows measured steps on several GPUs beside the model, and layouts for more GPUs.
+"""``python -m benchmarks.scaling`` prints measured and modelled steps, and modelled layouts for more GPUs.
 
 ``benchmarks/scaling/h200.json`` has the measured rows. Its cases of the trainer, "dp", "fsdp", "tp" and "cp" with 1024
 tokens, are ``gptkernels train`` with ``--nproc``, ``--shard params`` and ``--parallel``; the others are those of

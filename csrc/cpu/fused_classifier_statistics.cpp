@@ -22,7 +22,7 @@ struct LocalRow {
   bool has_target() const { return target < columns; }
 };
 
-// With one shard, the order of the additions is that of fused_classifier_forward.
+// The additions of a row have the order of fused_classifier_forward's, so that one shard gives its bits.
 template <typename T>
 void statistics_row(const ClassifierStatistics<T>& p, int64_t row) {
   using A = accumulate_t<T>;

@@ -1,4 +1,4 @@
-"""Tests of context parallelism in groups of 2 and 4 processes on the CPU, beside one process.
+"""Tests that context parallelism in groups of 2 and 4 processes on the CPU has the results of one process.
 
 A fixture starts four processes, which call each function of ``WAYS`` in a group of all of them and in a group of the
 first two. The tests read the results of process 0.

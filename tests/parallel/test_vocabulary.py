@@ -73,6 +73,15 @@ def chunk_of(t, group, dim=0):
     return t.narrow(dim, first, min(each, t.shape[dim] - first)).clone().requires_grad_()
 
 
+def loss_options(options):
+    return {
+        "vocab_size": options["vocab_size"],
+        "padded_vocab_size": options["padded"],
+        "ignore_index": IGNORED,
+        "reduction": options["reduction"],
+    }
+
+
 def head(options, group, sequence_parallel):
     x, weight, targets = inputs(options)
     x = chunk_of(x, group) if sequence_parallel else x.requires_grad_()
@@ -83,12 +92,9 @@ def head(options, group, sequence_parallel):
             weight,
             targets,
             group,
-            vocab_size=options["vocab_size"],
-            padded_vocab_size=options["padded"],
-            ignore_index=IGNORED,
-            reduction=options["reduction"],
             chunk_size=options["chunk_size"],
             sequence_parallel=sequence_parallel,
+            **loss_options(options),
         )
 
     return differentiate(function, (x, chunk_of(weight, group)), lambda loss: dloss_of(loss, options))
@@ -98,15 +104,7 @@ def loss(options, group, _):
     x, weight, targets = inputs(options)
 
     def function(logits):
-        return vocabulary.cross_entropy(
-            logits,
-            targets,
-            group,
-            vocab_size=options["vocab_size"],
-            padded_vocab_size=options["padded"],
-            ignore_index=IGNORED,
-            reduction=options["reduction"],
-        )
+        return vocabulary.cross_entropy(logits, targets, group, **loss_options(options))
 
     return differentiate(function, (chunk_of(x @ weight.T, group, 1),), lambda loss: dloss_of(loss, options))
 

@@ -48,7 +48,7 @@ _GLOBALS = {
         "_MEM_FORMAT_ENCODING",
     ),
 }  # fmt: skip
-"""What a pickle of torch.distributed.checkpoint's metadata may name."""
+"""The classes, functions and dtypes that the metadata of torch.distributed.checkpoint may name in its pickle."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -162,7 +162,8 @@ class GPT2(Files, NanoGPT):
             or forward_ad._current_level >= 0
         ):
             return transformer(tokens), weight
-        stream, weight = tied_encoder(tokens, weight, transformer.positions(tokens), transformer.vocab_size)
+        positions = transformer.positions(tokens, transformer.wpe.weight)
+        stream, weight = tied_encoder(tokens, weight, positions, transformer.vocab_size)
         return transformer.after_embedding(stream), weight
 
     def _check(self, tokens: Tensor, targets: Tensor | None = None) -> None:

@@ -140,13 +140,13 @@ class Transformer(torch.nn.Module):
 
     def _embed(self, tokens: Tensor, start: int) -> Tensor:
         if self.embeds_in_one():
-            return ops.encoder.default(tokens, self.wte.weight, self.positions(tokens, start), self.vocab_size)
+            positions = self.positions(tokens, self.wpe.weight[start:] if start else self.wpe.weight)
+            return ops.encoder.default(tokens, self.wte.weight, positions, self.vocab_size)
         places = torch.arange(start, start + whole_length(tokens, self.context_group), device=tokens.device)
         return self.wte(tokens) + self.wpe(self._part_of_this_rank(places))
 
-    def positions(self, tokens: Tensor, start: int = 0) -> Tensor:
-        """Return the position embeddings of tokens (B, T), of which the first is at ``start``: (T or more, C)."""
-        weight = self.wpe.weight[start:] if start else self.wpe.weight
+    def positions(self, tokens: Tensor, weight: Tensor) -> Tensor:
+        """Return the position embeddings of tokens (B, T) from those of the whole sequence: (T or more, C)."""
         if self.context_group is None:
             return weight
         return self._part_of_this_rank(weight[: whole_length(tokens, self.context_group)])

@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
-from gptkernels._dtensor import held, place_of
+from gptkernels._dtensor import first_indices, held, place_of
 from gptkernels.checkpoint import CHECKPOINT, TrainingState, find_non_finite, rng_state
 from gptkernels.files.safetensors import (
     CheckedFile,
@@ -333,8 +333,7 @@ def _saved_parts(name: str, tensor: Any) -> tuple[torch.Size, dict[tuple[int, ..
     In a file the matrices have the plain model's shapes. In a tensor-parallel model c_attn's weight is (3, NH, HS, C),
     its bias (3, NH, HS), and c_proj's weight (C, NH, HS).
     """
-    shape, local = tensor.shape, held(tensor).detach()
-    begin = (0,) * len(shape) if place_of(tensor) is None else tuple(tensor.__create_chunk_list__()[0].offsets)
+    shape, local, begin = tensor.shape, held(tensor).detach(), first_indices(tensor)
     parts = {begin: local}
     if name.endswith((".attn.c_attn.weight", ".attn.c_attn.bias")) and len(shape) > 2:
         parts = {

@@ -75,7 +75,7 @@ def gather_sequence(t: Tensor, group: ProcessGroup | DeviceMesh, dim: int = 1) -
     """
     _check_even("gather_sequence", "t", t.shape[dim])
     group = _as_group(group)
-    return _in_order(start_gather(t.movedim(dim, 0).contiguous(), group), group).movedim(0, dim)
+    return _in_order(start_gather(t.movedim(dim, 0), group), group).movedim(0, dim)
 
 
 def _check_even(function: str, name: str, tokens: int) -> None:

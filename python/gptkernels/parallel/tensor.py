@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn import Module
 
 from gptkernels import nn
 from gptkernels._unmodified import are_unmodified, is_unmodified
@@ -31,11 +32,10 @@ from gptkernels.block.node import Plan
 from gptkernels.block.tensors import BlockParameters
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.models.recompute import checkpointed, uses_dropout
-from gptkernels.models.transformer import Block, Transformer, whole_length
+from gptkernels.models.transformer import Block, Transformer
 from gptkernels.parallel import vocabulary
 from gptkernels.parallel._block import Dropouts, HeadDropout, RowDropout, ShardedBlock
 from gptkernels.parallel._collectives import Gather, all_reduce_many
-from gptkernels.parallel.context import split_sequence
 from gptkernels.rules import ops
 from gptkernels.rules._autocast import autocast_dtype
 
@@ -286,10 +286,6 @@ class TensorParallelBlock(Block):
         return stream, (values, mlp_proj_bias, _draw(residual_p, group, stream))
 
 
-def _call(block: TensorParallelBlock, *args: Any) -> Any:
-    return block(*args)
-
-
 class TensorParallelGPT2(GPT2):
     """A GPT2 that :func:`tensor_parallel` has divided."""
 
@@ -335,20 +331,13 @@ class TensorParallelGPT2(GPT2):
     def _vocabulary(self) -> dict[str, int]:
         return {"vocab_size": self.config.vocab_size, "padded_vocab_size": self.config.padded_vocab_size}
 
-    def _positions(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings of this process's positions, (T or more, C)."""
-        weight = cast(DTensor, self.transformer.wpe.weight).to_local()
-        if self.context_group is None:
-            return weight
-        return split_sequence(weight[: whole_length(tokens, self.context_group)], self.context_group, 0)
-
     def _hidden(self, tokens: Tensor, weight: Tensor) -> Tensor:
         """Return this process's rows of the final norm's output, (n, C)."""
         group, transformer = self.group, self.transformer
+        positions = transformer.positions(tokens, cast(DTensor, transformer.wpe.weight).to_local())
         stream = vocabulary.embedding(
-            tokens, weight, group, positions=self._positions(tokens), sequence_parallel=True,
-            **self._vocabulary(),
-        )  # fmt: skip
+            tokens, weight, group, positions=positions, sequence_parallel=True, **self._vocabulary()
+        )
         dropout = _draw(transformer.drop.p if self.training else 0.0, group, stream)
         if dropout.p:
             stream = ops.dropout.default(stream, *dropout)
@@ -357,7 +346,7 @@ class TensorParallelGPT2(GPT2):
         for block in transformer.h:
             if recompute:
                 draws = uses_dropout(block, TensorParallelBlock)
-                stream, pending = checkpointed(_call, block, stream, pending, tokens.shape[1], draws=draws)
+                stream, pending = checkpointed(Module.__call__, block, stream, pending, tokens.shape[1], draws=draws)
             else:
                 stream, pending = block(stream, pending, tokens.shape[1])
         norm = transformer.ln_f

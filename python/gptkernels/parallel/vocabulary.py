@@ -347,7 +347,7 @@ def _run(
     wide = accumulate_dtype(x.dtype)
     dlosses = None if dlosses is None else dlosses.to(wide).expand(targets.shape)
     chunks = x.split(head.chunk)
-    # With several chunks, the matmuls add to a float32 sum, which is rounded once.
+    # The matmuls of several chunks add to a float32 sum, which is rounded once.
     dweight = weight.new_empty(weight.shape if wants[1] else 0, dtype=wide if len(chunks) > 1 else weight.dtype)
     gathered: list[Any] = [start_gather(chunk, shard.group) if head.sequence_parallel else chunk for chunk in chunks]
     losses, dx = [], []

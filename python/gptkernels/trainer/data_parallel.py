@@ -62,7 +62,7 @@ class Replicas(OneProcess):
             return function(self.model)
 
     def _average(self, _: object, bucket: distributed.GradBucket) -> Future[Tensor]:
-        """Average a bucket in the order of the ranks or in another dtype; on CUDA, on a stream of its own."""
+        """Average a bucket in the order of the ranks or in another dtype. CUDA runs it on a separate stream."""
         gradients = bucket.buffer()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
