@@ -262,13 +262,14 @@ def _are_tied(head: torch.Tensor, wte: torch.Tensor) -> bool:
 
 
 def find_non_finite(tensors: Mapping[Name, torch.Tensor]) -> Name | None:
-    """Return the name of the first tensor with NaN or infinity, or None. Synchronises with the device once."""
+    """Return the name of the first tensor with NaN or infinity, or None. Synchronises with each device once."""
+    finite: dict[Name, bool] = {}
     tensors = {name: tensor for name, tensor in tensors.items() if tensor.numel()}
-    if not tensors:
-        return None
-    extremes = [torch.stack(tensor.detach().aminmax()).double() for tensor in tensors.values()]  # NaN if one is NaN
-    finite = torch.stack(extremes).isfinite().all(1).tolist()
-    return next((name for name, is_finite in zip(tensors, finite, strict=True) if not is_finite), None)
+    for device in {tensor.device for tensor in tensors.values()}:
+        here = {name: tensor.detach() for name, tensor in tensors.items() if tensor.device == device}
+        extremes = [torch.stack(tensor.aminmax()).double() for tensor in here.values()]  # NaN if one is NaN
+        finite |= zip(here, torch.stack(extremes).isfinite().all(1).tolist(), strict=True)
+    return next((name for name in tensors if not finite[name]), None)
 
 
 def from_huggingface(state_dict: Mapping[str, torch.Tensor]) -> StateDict:

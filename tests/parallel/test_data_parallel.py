@@ -169,18 +169,36 @@ def test_only_the_last_batch_of_a_step_reduces_gradients(results):
     ],
 )
 def test_the_exchange_is_part_of_the_cuda_graph(on_cuda, options, tmp_path, flags):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs a GPU for each process")
-    given = options | {"device": "cuda", "steps": 20, "val_every": 0}
     runs = [tmp_path / name for name in ("graph", "no-graph")]
     for run in runs:
-        command = [*run_flags(given | {"output": str(run)}), f"--{run.name}", "--nproc", "2", *flags.split()]
-        done = subprocess.run(
-            [sys.executable, "-m", "gptkernels", "train", *command],
-            check=True, capture_output=True, text=True, timeout=300,
-        )  # fmt: skip
-        assert ("runs eagerly" in done.stderr) == (run.name == "graph" and "--skip" in flags)
+        error = train_on_gpus(options | {"steps": 20, "output": str(run)}, f"--{run.name}", *flags.split())
+        assert ("runs eagerly" in error) == (run.name == "graph" and "--skip" in flags)
     assert_same_run(*runs)
+
+
+@pytest.mark.parametrize(
+    "flags", ["--fp8", "--shard grads", "--shard params --fp8", "--parallel tp=2", "--parallel cp=2"]
+)
+def test_a_run_is_resumed_on_gpus(on_cuda, options, tmp_path, flags):
+    given = options | {
+        "dtype": "bfloat16",
+        "warmup_steps": 1,
+        "dropout": 0.0 if "cp" in flags else 0.1,
+        "batch_size": 4,
+    }
+    runs = [tmp_path / name for name in ("whole", "resumed")]
+    for steps, run in ((8, runs[0]), (4, runs[1]), (8, runs[1])):
+        train_on_gpus(given | {"steps": steps, "output": str(run)}, "--auto-resume", *flags.split())
+    assert_same_run(*runs)
+
+
+def train_on_gpus(options, *flags):
+    """Train with two processes, each with a GPU, and return what they write to the standard error."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs a GPU for each process")
+    given = run_flags(options | {"device": "cuda", "val_every": 0})
+    command = [sys.executable, "-m", "gptkernels", "train", *given, "--nproc", "2", *flags]
+    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stderr
 
 
 def test_processes_of_different_versions_do_not_train(results, folder):

@@ -390,6 +390,14 @@ def test_the_last_of_many_checkpoints_is_finite(options, tmp_path):
     assert find_non_finite(state.model) is None
 
 
+def test_non_finite_values_are_found_among_tensors_of_several_devices(device):
+    tensors = {"steps": torch.zeros(()), "finite": torch.zeros(3, device=device), "none": torch.zeros(0)}
+    assert find_non_finite(tensors) is None
+    assert (
+        find_non_finite(tensors | {"nan": torch.tensor([0, math.nan], device=device), "step": torch.zeros(())}) == "nan"
+    )
+
+
 def test_a_nan_validation_loss_ends_the_run(options, monkeypatch):
     monkeypatch.setattr(Trainer, "_loss", lambda self, *batch: torch.tensor(math.nan))
     assert_raises(FloatingPointError, "the validation loss is nan after 0 steps", train_with, options)

@@ -18,7 +18,8 @@ def register_attention(library: str) -> None:
 
     With "transformers", models with ``attn_implementation="gptkernels"`` that use transformers' attention interface
     call it. With "torch", ``F.scaled_dot_product_attention`` calls it in place of torch's flash kernel, until
-    ``torch.nn.attention.restore_flash_attention_impl()`` is called (with torch 2.10, until the process ends).
+    ``torch.nn.attention.restore_flash_attention_impl()`` is called (with torch 2.10, until the process ends). On
+    Hopper GPUs torch prefers cuDNN's attention: select the flash kernel by ``torch.nn.attention.sdpa_kernel``.
 
     Args:
         library: "transformers" or "torch".
