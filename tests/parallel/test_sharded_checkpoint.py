@@ -35,8 +35,8 @@ from gptkernels.models import GPT2, GPT2Config
 from gptkernels.models.nanogpt import parameter_groups
 from gptkernels.nn import Linear
 from gptkernels.optim import AdamW
-from gptkernels.parallel import CheckpointWriter, load_checkpoint, read_checkpoint
-from gptkernels.parallel.tensor import _divide, shard_placement
+from gptkernels.parallel import CheckpointWriter, load_checkpoint, read_checkpoint, shard_placement
+from gptkernels.parallel._divided import Layout, divide
 from gptkernels.trainer.retention import kept_steps, retain
 from gptkernels.trainer.saved import check_optimizer, saved_options
 from gptkernels.trainer.train import resume
@@ -84,9 +84,11 @@ def sharded(model):
 def split(model, mesh=None):
     """Divide the parameters as ``tensor_parallel`` does, also those of a model with float8 layers."""
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
+    rows = model.config.padded_vocab_size
+    layout = Layout(model.config.n_head, False, rows, rows)
     for name, parameter in [*model.named_parameters()]:
         module, _, attribute = name.rpartition(".")
-        part = _divide(name, parameter.detach(), model.config, mesh)
+        part = divide(name, parameter.detach(), layout, mesh)
         setattr(model.get_submodule(module), attribute, torch.nn.Parameter(part))
     model.lm_head.weight = model.transformer.wte.weight
     return model

@@ -122,7 +122,7 @@ def with_sequences():
     loss.backward()
     found = {}
     for name, p in model.named_parameters():
-        gradient = plain_view(name, p.grad.full_tensor()).clone()
+        gradient = plain_view(model, name, p.grad.full_tensor()).clone()
         dist.all_reduce(gradient, group=mesh["cp"].get_group())
         found[name] = gradient / 2
     total = loss.detach().clone()
@@ -255,7 +255,7 @@ def test_errors(results):
     heads, float8, tokens, mesh, hooks, norm, head, shape = results["errors"]
     assert norm == "tensor_parallel: ln_f was replaced or hooked"
     assert head == "tensor_parallel: the LM head must be tied to the token embedding"
-    assert shape == "GPT2: transformer.h.0.attn.c_attn.weight must have shape (96, 32), got (32, 96)"
+    assert shape == "tensor_parallel: transformer.h.0.attn.c_attn.weight must have shape (96, 32), got (32, 96)"
     assert "2 processes cannot divide dimension 1 of transformer.h.0.attn.c_attn.weight, (3, 1, 32, 32)" in heads
     assert "fp8" in float8
     assert "a multiple of the 2 processes, got (1, 15)" in tokens

@@ -7,6 +7,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from gptkernels.parallel._divided import plain_view, whole_state_dict
     from gptkernels.parallel.checkpoint import CheckpointWriter, load_checkpoint, read_checkpoint
     from gptkernels.parallel.context import (
         context_parallel,
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
     )
     from gptkernels.parallel.mesh import Layout, make_mesh
     from gptkernels.parallel.ordered import all_reduce_in_order
-    from gptkernels.parallel.tensor import plain_view, shard_placement, tensor_parallel, whole_state_dict
+    from gptkernels.parallel.tensor import shard_placement, tensor_parallel
     from gptkernels.parallel.vocabulary import cross_entropy, embedding, linear_cross_entropy
 
 __all__ = [
@@ -28,13 +29,14 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
+    "_divided": ("plain_view", "whole_state_dict"),
     "checkpoint": ("CheckpointWriter", "load_checkpoint", "read_checkpoint"),
     "context": (
         "context_parallel", "context_parallel_attention", "gather_sequence", "split_sequence", "whole_sequences"
     ),
     "mesh": ("Layout", "make_mesh"),
     "ordered": ("all_reduce_in_order",),
-    "tensor": ("plain_view", "shard_placement", "tensor_parallel", "whole_state_dict"),
+    "tensor": ("shard_placement", "tensor_parallel"),
     "vocabulary": ("cross_entropy", "embedding", "linear_cross_entropy"),
 }  # fmt: skip
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -60,13 +60,20 @@ _known: WeakKeyDictionary[torch.nn.Module, Parts] = WeakKeyDictionary()
 
 def parts_of(block: Any, kinds: Sequence[str]) -> Parts | None:
     """Return the modules of a transformer block; None if one was replaced, hooked or wrapped."""
-    if kind_of(block) != kinds[0] or _has_any_global_hook():
+    if kind_of(block) != kinds[0] or not (is_bare(block.__dict__) or bare(block)):
+        return None
+    return parts_inside(block, kinds[1:])
+
+
+def parts_inside(block: Any, kinds: Sequence[str]) -> Parts | None:
+    """Return what ``parts_of`` returns, but do not check the block itself. ``kinds`` are those of attention and MLP."""
+    if _has_any_global_hook():
         return None
     if torch.compiler.is_compiling():  # torch guards what it has traced
         return _find(block, kinds)
     parts = _known.get(block)
     if parts is not None and parts.are_as_found():
-        return parts if is_bare(block.__dict__) or bare(block) else None
+        return parts
     parts = _find(block, kinds)
     if parts is None:
         _known.pop(block, None)
@@ -77,7 +84,7 @@ def parts_of(block: Any, kinds: Sequence[str]) -> Parts | None:
 
 def _find(block: Any, kinds: Sequence[str]) -> Parts | None:
     attn, mlp = block.attn, block.mlp
-    if not all(untouched(one, kind) for one, kind in zip((block, attn, mlp), kinds, strict=True)):
+    if not all(untouched(one, kind) for one, kind in zip((attn, mlp), kinds, strict=True)):
         return None
     names = mlp._modules.keys() - {"c_fc", "c_proj", "dropout"}
     if len(names) != 1:

@@ -36,6 +36,7 @@ from gptkernels.swapping.transformer import add_and_norm, attend, feed_forward, 
 
 IGNORED = ("return_dict", "num_items_in_batch", "cache_position")
 SUPPORTED = ("sdpa", "gptkernels")  # implementations of attention that return no probabilities
+TRANSFORMER, LANGUAGE_MODEL = "Hugging Face GPT2Model", "Hugging Face GPT2LMHeadModel"
 KINDS = BLOCK, ATTENTION, MLP = "Hugging Face GPT2Block", "Hugging Face GPT2Attention", "Hugging Face GPT2MLP"
 
 
@@ -105,7 +106,7 @@ def _only_matmul_reads(mlp: Any) -> bool:
 
 @replacement(ATTENTION)
 def attention(original: Any) -> Namespace:
-    complete = _completer(original)
+    complete = completer(original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         options = complete(args, kwargs)
@@ -179,7 +180,7 @@ def _is_plain_cache(cache: Any) -> bool:
 
 @replacement(BLOCK)
 def block(original: Any) -> Namespace:
-    complete = _completer(original)
+    complete = completer(original)
     gives_a_tuple = "output_attentions" in inspect.signature(original.forward).parameters  # 4.57
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -211,14 +212,14 @@ def block(original: Any) -> Namespace:
 # ---- the model -------------------------------------------------------------------------------------------------------
 
 
-@replacement("Hugging Face GPT2Model")
+@replacement(TRANSFORMER)
 def model(original: Any) -> Namespace:
     """One kernel computes a layer's last addition and the norm that follows it."""
-    complete = _completer(original)
+    complete = completer(original)
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         options = complete(args, kwargs)
-        found = _why_not_model(self, options) or _blocks(self)
+        found = why_not_model(self, options) or _blocks(self)
         if isinstance(found, str):
             count(self, found)
             return original.forward(self, *args, **kwargs)
@@ -255,12 +256,12 @@ def model(original: Any) -> Namespace:
         outputs = sys.modules["transformers.modeling_outputs"].BaseModelOutputWithPastAndCrossAttentions(
             last_hidden_state=hidden, past_key_values=cache if use_cache else None
         )
-        return outputs if _wants_dict(self, options) else outputs.to_tuple()
+        return outputs if wants_dict(self, options) else outputs.to_tuple()
 
     return {"forward": forward}
 
 
-def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
+def why_not_model(self: Any, options: dict[str, Any]) -> str | None:
     config = self.config
     for name, value in options.items():
         if value is not None and value is not False and name not in _KNOWN:
@@ -268,8 +269,6 @@ def _why_not_model(self: Any, options: dict[str, Any]) -> str | None:
     for name in ("output_attentions", "output_hidden_states"):
         if options.get(name) or (options.get(name) is None and getattr(config, name, False)):
             return name
-    if self.training and self.gradient_checkpointing:
-        return "gradient checkpointing"
     if config.add_cross_attention or getattr(self, "model_parallel", False) or not getattr(config, "is_causal", True):
         return "cross-attention, model parallelism or is_causal=False in the configuration"
     implementation = config._attn_implementation
@@ -308,6 +307,8 @@ def _blocks(self: Any) -> list[tuple[Any, Parts | None]] | str:
 
     The ``Parts`` of a transformer block that cannot be one node are None.
     """
+    if self.training and self.gradient_checkpointing:
+        return "gradient checkpointing"
     found: list[tuple[Any, Parts | None]] = []
     for one in self.h:
         parts = parts_of(one, KINDS)
@@ -453,10 +454,10 @@ def shifted(labels: Any, ignore_index: int) -> Tensor:
     return F.pad(labels, (0, 1), value=ignore_index)[..., 1:].contiguous()
 
 
-@replacement("Hugging Face GPT2LMHeadModel")
+@replacement(LANGUAGE_MODEL)
 def language_model(original: Any) -> Namespace:
     """``loss_function`` computes this package's loss unless the user has replaced it."""
-    complete = _completer(original)
+    complete = completer(original)
     theirs = sys.modules["transformers.loss.loss_utils"].ForCausalLMLoss
     mapping = sys.modules["transformers.loss.loss_utils"].LOSS_MAPPING
     loss_function = inspect.getattr_static(original, "loss_function")
@@ -484,7 +485,7 @@ def language_model(original: Any) -> Namespace:
         labels = options.pop("labels")
         options.pop("logits_to_keep", None)
         ignore_index, shift_labels = options.pop("ignore_index", -100), options.pop("shift_labels", None)
-        wants_dict = _wants_dict(self, options)
+        as_dict = wants_dict(self, options)
         num_items = options.pop("num_items_in_batch", None)
         outputs = self.transformer(options.pop("input_ids", None), **{**options, "return_dict": True})
         targets = shifted(labels, ignore_index) if shift_labels is None else shift_labels
@@ -505,7 +506,7 @@ def language_model(original: Any) -> Namespace:
             attentions=outputs.attentions,
             cross_attentions=outputs.cross_attentions,
         )
-        return made if wants_dict else made.to_tuple()
+        return made if as_dict else made.to_tuple()
 
     return {"forward": forward, "loss_function": property(get_loss, set_loss)}
 
@@ -525,12 +526,12 @@ def _why_not_head(self: Any, options: dict[str, Any]) -> str | None:
     return why_not(self.lm_head.weight)
 
 
-def _wants_dict(self: Any, options: dict[str, Any]) -> bool:
+def wants_dict(self: Any, options: dict[str, Any]) -> bool:
     wanted = options.get("return_dict")
     return bool(getattr(self.config, "return_dict", True) if wanted is None else wanted)
 
 
-def _completer(original: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
+def completer(original: Any) -> Callable[[tuple[Any, ...], dict[str, Any]], dict[str, Any]]:
     names = [*inspect.signature(original.forward).parameters][1:]
 
     def complete(args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:

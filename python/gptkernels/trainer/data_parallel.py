@@ -12,13 +12,9 @@ from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
 from gptkernels.models import GPT2
+from gptkernels.parallel._divided import whole_state_dict
 from gptkernels.parallel.context import context_parallel, whole_sequences
-from gptkernels.parallel.tensor import (
-    TensorParallelGPT2,
-    shard_placement,
-    tensor_parallel,
-    whole_state_dict,
-)
+from gptkernels.parallel.tensor import TensorParallelGPT2, shard_placement, tensor_parallel
 from gptkernels.trainer.config import TrainConfig
 from gptkernels.trainer.one_process import OneProcess, Value, move
 from gptkernels.trainer.processes import Processes
