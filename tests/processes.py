@@ -14,7 +14,10 @@ PATIENCE = 150
 # A server forks the processes. It has no threads, does not use CUDA, and imports the modules once for all test files.
 forked = multiprocessing.get_context("forkserver")
 forked.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.checkpoint.state_dict", "gptkernels.trainer.train", "pytest"]
+    [
+        *("torch._dynamo", "torch.distributed.checkpoint.state_dict", "gptkernels.trainer.train", "pytest"),
+        *("transformers.models.gpt2.modeling_gpt2", "transformers.trainer"),
+    ]
 )
 
 
