@@ -202,7 +202,8 @@ class DividedBlock(Module):
         divided = Dropouts(
             of_values, HeadDropout(*of_attention, first_head, plan.heads), _of_rows(of_attention_output, group, stream)
         )
-        plan = plan._replace(heads=len(p.qkv_weight) * plan.heads // (3 * stream.shape[1]), transposed=False)
+        head_size = stream.shape[1] // plan.heads
+        plan = plan._replace(heads=len(p.qkv_weight) // (3 * head_size), transposed=False)
         stream, values = ShardedBlock.apply(plan, group, context_group, length, divided, stream, values, bias, *p)
         if mlp_proj_bias is not None:
             mlp_proj_bias = mlp_proj_bias.clone()  # FSDP frees the memory of the layer's parameters after this call
