@@ -2,9 +2,9 @@
 
 ``python -m benchmarks.scaling --model`` compares it with the measured steps, and searches layouts for larger machines.
 
-The time of a step is the sum of its parts, each of which is its flops or bytes divided by a rate. The rates were
-measured on H200s. Exchanges of gradients and parameters run at the same time as matmuls, but delay them by about as
-long as the exchanges take alone, so the model hides none of them.
+The time of a step is the sum of its parts, each of which is its flops or bytes divided by a rate, plus the fixed times
+of its kernels and collectives. Exchanges run at the same time as matmuls, but delay them by about as long as the
+exchanges take alone, so the model hides none of them.
 """
 
 import itertools
@@ -43,15 +43,24 @@ class Shape:
 
 @dataclass(frozen=True)
 class Machine:
-    """Rates in flops and bytes per second; ``links`` and ``network`` are those of one GPU in one direction."""
+    """Rates in flops and bytes per second; ``links`` and ``network`` are those of one GPU in one direction.
+
+    ``matmul`` and ``attention`` were fitted to the steps of one GPU with 16 x 1024 and 1 x 131072 tokens. ``launch``
+    and ``copy`` are those of copies of 13 MB to 4 GB, and ``links`` and ``latency`` those of collectives alone. Steps
+    on several GPUs were not used.
+    """
 
     name: str = "H200"
-    matmul: float = 790e12  # of a large matrix product
-    matmul_channels: float = 100.0  # the inner dimension for which a product has half of this rate
-    matmul_rows: float = 1870.0  # the number of rows for which it has half of this rate
+    matmul: float = 700e12  # of matmuls in a step, at the power limit; a single large one has 790e12
+    matmul_fp8: float = 1240e12  # 1.77 times as many: the ratio in the profiled steps of docs/step.md
+    matmul_channels: float = 100.0  # the inner dimension for which a matmul has half of its rate
+    tile: tuple[int, int] = (128, 192)  # of a matmul's output, which an SM computes
+    multiprocessors: int = 132
     attention: float = 480e12  # forward and backward of long causal sequences, their flops halved
-    attention_length: float = 600.0  # the length for which attention has half of this rate
+    attention_length: float = 300.0  # the length for which attention has half of this rate
     copy: float = 4267e9  # bytes read and written
+    permuting_copy: float = 2133e9  # of torch's kernels that permute or convert
+    launch: float = 2.5e-6  # of a kernel, until it has its full rate and after its last bytes
     links: float = 270e9  # received by a GPU in a collective between GPUs of a node
     network: float = 45e9  # between nodes, 400 Gbit/s per GPU
     gpus_per_node: int = 8
@@ -68,6 +77,8 @@ class Layout:
     cp: int = 1
     shard: str = "none"
     recompute: bool = False
+    in_order: bool = False  # --deterministic-layout
+    fp8: bool = False  # all matmuls, also those of the LM head
 
     @property
     def gpus(self) -> int:
@@ -91,7 +102,11 @@ class Estimate(NamedTuple):
         return sum(self[:-1])
 
 
-ELEMENTWISE_BYTES = 56  # per row, layer and channel: norms, additions, GELU's input and output, of all passes
+NORM_BYTES = 32  # per row, layer and channel: two additions with their norms, forward and backward
+FP8_BYTES = 32  # per row, layer and channel: quantisation of the matmuls' operands and their transposes
+FP8_LOGIT_BYTES = 5  # per logit: bfloat16 logits are read, float8 gradients written, read and transposed
+LAYER_KERNELS = 8  # besides matmuls: norms, attention, column sums, of the forward and the backward
+CONTEXT_KERNELS = 25  # of a layer: copies, additions, and attention once more
 UPDATE_BYTES = 30  # per parameter: gradient norm, bfloat16 gradient and parameter, float32 master and moments
 STATE_BYTES = 16  # per parameter: bfloat16 parameter and gradient, float32 master and moments
 ACTIVATION_BYTES = 34  # per row, layer and channel that a layer keeps for its backward
@@ -101,20 +116,23 @@ def estimate(shape: Shape, layout: Layout, batch: int, length: int, machine: Mac
     """Estimate a step with ``batch`` sequences of ``length`` tokens for each data-parallel process."""
     C, L, tp, cp = shape.channels, shape.layers, layout.tp, layout.cp
     rows = batch * length / cp  # of a tensor-parallel group
-    recomputed = 4 / 3 if layout.recompute else 1.0
-    rate = machine.matmul * C / (C + machine.matmul_channels) * rows / (rows + machine.matmul_rows)
-    layer_flops = 6 * rows * L * shape.layer_weights / tp * recomputed
-    matmuls = (layer_flops + 6 * rows * shape.head_weights / tp) / rate
+    forwards = 2 if layout.recompute else 1
+    matmuls = _matmuls(shape, layout, rows, machine)
     attention_rate = machine.attention * length / (length + machine.attention_length)
-    attention = (9.0 if layout.recompute else 7.0) * rows * length * C * L / tp / attention_rate
-    memory_bound = rows * L * C * ELEMENTWISE_BYTES * recomputed / tp / machine.copy
+    attention_flops = (2 * forwards + 5) * rows * length * C * L * _share_of_heads(shape, tp)
+    bytes_of_rows = (NORM_BYTES / 2 * (1 + forwards) + FP8_BYTES * layout.fp8) * rows * L * C / tp
+    bytes_of_logits = FP8_LOGIT_BYTES * layout.fp8 * rows * shape.vocabulary / tp
+    kernels = L * (LAYER_KERNELS / 2 * (1 + forwards) + CONTEXT_KERNELS * (cp > 1))
+    memory_bound = (bytes_of_rows + bytes_of_logits) / machine.copy + kernels * machine.launch
+    if cp > 1:
+        memory_bound += _context_copies(shape, layout, rows, machine)
     own = shape.parameters / tp
     held = own / layout.dp / cp if layout.shard == "params" else own
     update = held * UPDATE_BYTES / machine.copy
 
     tensor = _tensor_exchange(shape, layout, rows, machine)
     context = _context_exchange(shape, layout, rows, machine)
-    data = _data_exchange(own, layout, machine)
+    data = _data_exchange(shape, layout, machine)
 
     optimizer = STATE_BYTES - 2 - 2
     replicas = layout.dp * cp
@@ -126,7 +144,57 @@ def estimate(shape: Shape, layout: Layout, batch: int, length: int, machine: Mac
     kept = 2 * rows * C * L / tp if layout.recompute else ACTIVATION_BYTES * rows * C * L / tp
     logits = min(rows, 2**28 / (shape.vocabulary / tp)) * shape.vocabulary / tp * 2 * 2
     gathered = 4 * shape.layer_weights / tp * (layout.shard == "params")
+    gathered += 9 * rows * cp * _key_channels(shape, tp) * (cp > 1)
+    attention = attention_flops / attention_rate
     return Estimate(matmuls, attention, memory_bound, update, tensor, context, data, state + kept + logits + gathered)
+
+
+def _share_of_heads(shape: Shape, tp: int) -> float:
+    """Return the largest share of the heads that a process has."""
+    return math.ceil(shape.heads / tp) / shape.heads
+
+
+def _key_channels(shape: Shape, tp: int) -> float:
+    """Return the channels of a process's keys and values together."""
+    return 2 * shape.channels * shape.kv_heads / shape.heads * _share_of_heads(shape, tp)
+
+
+def _matmuls(shape: Shape, layout: Layout, rows: float, machine: Machine) -> float:
+    C, V, hidden = shape.channels, shape.vocabulary / layout.tp, shape.hidden / layout.tp
+    queries = C * _share_of_heads(shape, layout.tp)
+    inputs_and_outputs = [
+        (C, queries + _key_channels(shape, layout.tp)), (queries, C), (C, (1 + shape.gated) * hidden), (hidden, C)
+    ]  # fmt: skip
+    peak = machine.matmul_fp8 if layout.fp8 else machine.matmul
+
+    def time(m: float, n: float, k: float, is_split: bool = False) -> float:
+        """Multiply (m, k) by (k, n). The last wave of tiles is half empty, unless SMs split the sum over k."""
+        padded = math.ceil(m / machine.tile[0]) * machine.tile[0] * math.ceil(n / machine.tile[1]) * machine.tile[1]
+        half_a_wave = 0 if is_split else machine.multiprocessors / 2 * math.prod(machine.tile)
+        rate = peak * k / (k + machine.matmul_channels)
+        return 2 * (padded + half_a_wave) * k / rate + machine.launch
+
+    def with_gradients(m: float, k: float, n: float, forwards: int = 1) -> float:
+        return forwards * time(m, n, k) + time(m, k, n) + time(n, k, m, is_split=True)
+
+    layer = sum(with_gradients(rows, *sizes, 1 + layout.recompute) for sizes in inputs_and_outputs)
+    chunks = math.ceil(rows * V / 2**28)
+    return shape.layers * layer + chunks * with_gradients(rows / chunks, C, V)
+
+
+def _context_copies(shape: Shape, layout: Layout, rows: float, machine: Machine) -> float:
+    """Time of the copies of gptkernels.parallel.context: passes over this process's keys and values, in bfloat16."""
+    R, keys = layout.cp, rows * _key_channels(shape, layout.tp) * 2
+    queries = rows * shape.channels * _share_of_heads(shape, layout.tp) * 2
+    packed, ordered = 2 * keys, 2 * R * keys
+    forward = packed / machine.permuting_copy + (ordered + 2 * queries) / machine.copy
+    # The float32 sums are cleared, and copied in the order of ranks; head and tail are added to them; this process's
+    # part becomes bfloat16. (2R + 1) / (2R) of the keys are seen by head and tail together.
+    sums = (2 * R + 4 * R + 3) * keys
+    added = (2 + 1 + 2) * R * keys * (2 * R + 1) / (2 * R)
+    unpacked = 2 * 2 * (queries + keys)  # stacked, and copied in the layout of the packed queries, keys and values
+    backward = (packed + added + unpacked) / machine.permuting_copy + (ordered + sums + 2 * queries) / machine.copy
+    return shape.layers * (forward * (1 + layout.recompute) + backward)
 
 
 def _rate(machine: Machine, processes: int, stride: int) -> float:
@@ -135,33 +203,40 @@ def _rate(machine: Machine, processes: int, stride: int) -> float:
 
 
 def _tensor_exchange(shape: Shape, layout: Layout, rows: float, machine: Machine) -> float:
-    """4 collectives of a layer's forward and 6 of its backward, of rows * C elements; two run under matmuls."""
+    """4 collectives of a layer's forward and 6 of its backward, of rows * C elements, and a small one.
+
+    The embedding has 2 and the LM head 3.
+    """
     if layout.tp == 1:
         return 0.0
-    collectives = (10 + (4 if layout.recompute else 0)) * shape.layers - 2 * shape.layers
+    large = (10 + 4 * layout.recompute) * shape.layers + 5
     part = rows * shape.channels * 2 * (layout.tp - 1) / layout.tp
-    return collectives * (part / _rate(machine, layout.tp, 1) + machine.latency)
+    return large * part / _rate(machine, layout.tp, 1) + (large + shape.layers) * machine.latency
 
 
 def _context_exchange(shape: Shape, layout: Layout, rows: float, machine: Machine) -> float:
     """Keys and values are gathered twice; their float32 gradients are reduced and scattered."""
     if layout.cp == 1:
         return 0.0
-    width = 2 * shape.channels * shape.kv_heads / shape.heads / layout.tp
-    received = rows * (layout.cp - 1) * width * (2 + 2 + 4)
-    gathers = 4 if layout.recompute else 3
+    received = rows * (layout.cp - 1) * _key_channels(shape, layout.tp) * (2 + 2 + 4 + 2 * layout.recompute)
     rate = _rate(machine, layout.cp, layout.tp)
-    return shape.layers * (received * (5 / 4 if layout.recompute else 1) / rate + gathers * machine.latency)
+    return shape.layers * (received / rate + (3 + layout.recompute) * machine.latency)
 
 
-def _data_exchange(parameters: float, layout: Layout, machine: Machine) -> float:
+def _data_exchange(shape: Shape, layout: Layout, machine: Machine) -> float:
     """An all-reduce of bfloat16 gradients, or their reduce-scatter and the gathers of the parameters."""
-    replicas = layout.dp * layout.cp
+    replicas, own = layout.dp * layout.cp, 2 * shape.parameters / layout.tp
     if replicas == 1:
         return 0.0
     passes = {"none": 2, "grads": 2, "params": 3}[layout.shard]
-    part = parameters * 2 * (replicas - 1) / replicas
-    return passes * part / _rate(machine, replicas, layout.tp)
+    exchange = passes * own * (replicas - 1) / replicas / _rate(machine, replicas, layout.tp)
+    if layout.shard == "none":
+        # In order, a copy is padded, the parts are added and divided, and the result is copied twice.
+        copied = (2 + (3 * (replicas - 1) / replicas) + 3 * 2) * own * layout.in_order
+        return exchange + copied / machine.copy + (1 + layout.in_order) * machine.latency
+    # FSDP2 copies gradients into the order of the ranks before the exchange, and gathered parameters after it.
+    copied = passes * 2 * own
+    return exchange + copied / machine.copy + passes * (shape.layers + 1) * machine.latency
 
 
 def best(shape: Shape, gpus: int, sequences: int, length: int, machine: Machine) -> tuple[Layout, Estimate] | None:
