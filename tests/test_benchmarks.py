@@ -17,6 +17,11 @@ from benchmarks.harness import compare, exact, measure, pages, plot, report
 from benchmarks.harness.case import Case
 from benchmarks.harness.run import load, save
 from benchmarks.harness.timing import Time
+from benchmarks.scaling import __main__ as scaling
+from benchmarks.scaling import losses
+from benchmarks.scaling.cases import CASES, MODELS
+from benchmarks.scaling.cases import key as key_of
+from benchmarks.scaling.model import Machine, estimate
 from benchmarks.swap import __main__ as swap
 from benchmarks.swap import table as swap_table
 from benchmarks.train_step import __main__ as steps
@@ -95,13 +100,15 @@ def filled_pages(kind):
     if kind == "curves":  # python -m benchmarks.curves --from benchmarks/results/fp8_curves.json --pages
         page, text = curves.PAGE, curves.section(curves.joined([RESULTS / "fp8_curves.json"], pytest.fail))
         return {page: pages.between(page.read_text(), text, curves.PLACE)}
+    if kind == "scaling":  # python -m benchmarks.scaling --pages
+        return {scaling.PAGE: scaling.filled()}
     # python -m benchmarks.swap --from benchmarks/results/swap.json --pages
     filled = swap_table.filled(ROOT, swap_table.load([RESULTS / "swap.json"]))
     assert all(f"<!-- {swap_table.PLACE} -->" in text for text in filled.values())
     return filled
 
 
-@pytest.mark.parametrize("kind", ["operators", "steps", "curves", "swap"])
+@pytest.mark.parametrize("kind", ["operators", "steps", "curves", "scaling", "swap"])
 def test_the_pages_have_the_figures_of_kept_runs(kind):
     for path, text in filled_pages(kind).items():
         assert path.read_text() == text, path
@@ -518,3 +525,35 @@ def test_malformed_rows_are_refused(rows, capsys):
     with pytest.raises(SystemExit):
         run_swap_benchmark("--rows", rows)
     assert rows in capsys.readouterr().err
+
+
+def test_the_scaling_model_is_within_10_percent_of_each_measured_step():
+    cases = {case.key: case for case in CASES}
+    rows = [row for run in scaling.kept_runs() for row in run["rows"]]
+    modelled = [(row, cases[key_of(row)]) for row in rows if cases[key_of(row)].layout is not None]
+    assert len(modelled) >= 15
+    for row, case in modelled:
+        seconds = estimate(MODELS[case.model], case.layout, case.batch, case.length, Machine()).seconds
+        assert 1e3 * seconds == pytest.approx(row["ms"], rel=0.1), case.key
+
+
+def test_losses_of_layouts_are_compared(tmp_path, monkeypatch):
+    one, two = losses.ONE, f"{losses.ONE}, 2 batches of 4"
+    monkeypatch.setattr(losses, "LAYOUTS", {1: {name: losses.LAYOUTS[1][name] for name in (one, two)}})
+    for name, value in {"RANK": "0", "WORLD_SIZE": "1"}.items():
+        monkeypatch.setenv(name, value)
+    write_tokens(tmp_path / "text_train.bin", [torch.arange(2000).numpy() % 50])
+    options = losses.SMALL | {"layers": 1, "sequence_length": 8, "steps": 2, "data": str(tmp_path / "text")}
+    losses.main(json.dumps(options), str(tmp_path / "runs.json"))
+    runs = json.loads((tmp_path / "runs.json").read_text())
+    assert [(r["layout"], r["dtype"]) for r in runs] == [(a, b) for a in (one, two) for b in losses.DTYPES]
+    assert all(len(r["losses"]) == 2 for r in runs)
+    ordered = {**runs[2], "layout": "dp=2, deterministic layout", "processes": 2}
+    run = {"machine": json.loads((RESULTS / "step.json").read_text())["steps"]["machine"] | {"gpus": 2}}
+    run |= {"model": "tiny", "steps": 2, "runs": [*runs, ordered, {**ordered, "dtype": "bfloat16", "losses": [1, 1]}]}
+    losses.save(tmp_path / "kept.json", run)
+    assert json.loads((tmp_path / "kept.json").read_text()) == run
+    lines = losses.table(run).splitlines()
+    assert lines[0].startswith("2 x NVIDIA H200, ")
+    assert lines[-1].startswith(f"| dp=2, deterministic layout | {two} | same bits | ")
+    assert not lines[-1].endswith("same bits |")

@@ -127,7 +127,7 @@ def estimate(shape: Shape, layout: Layout, batch: int, length: int, machine: Mac
     if cp > 1:
         memory_bound += _context_copies(shape, layout, rows, machine)
     own = shape.parameters / tp
-    held = own / layout.dp / cp if layout.shard == "params" else own
+    held = own if layout.shard == "none" else own / layout.dp / cp
     update = held * UPDATE_BYTES / machine.copy
 
     tensor = _tensor_exchange(shape, layout, rows, machine)
@@ -197,9 +197,16 @@ def _context_copies(shape: Shape, layout: Layout, rows: float, machine: Machine)
     return shape.layers * (forward * (1 + layout.recompute) + backward)
 
 
-def _rate(machine: Machine, processes: int, stride: int) -> float:
-    """Return the rate of a ring over processes whose ranks are ``stride`` apart."""
-    return machine.links if processes * stride <= machine.gpus_per_node else machine.network
+def _exchange(received: float, collectives: float, processes: int, stride: int, machine: Machine) -> float:
+    """Time collectives among processes whose ranks are ``stride`` apart, of which each receives some bytes in all.
+
+    Rings pass through all GPUs of a node, and enter and leave it by the network links of these GPUs in turn.
+    """
+    nodes = processes * stride / machine.gpus_per_node
+    if nodes <= 1:
+        return received / machine.links + collectives * machine.latency
+    rate = min(machine.links, max(1, machine.gpus_per_node // stride) * machine.network)
+    return received / rate + collectives * machine.latency * (1 + math.log2(nodes))
 
 
 def _tensor_exchange(shape: Shape, layout: Layout, rows: float, machine: Machine) -> float:
@@ -211,7 +218,7 @@ def _tensor_exchange(shape: Shape, layout: Layout, rows: float, machine: Machine
         return 0.0
     large = (10 + 4 * layout.recompute) * shape.layers + 5
     part = rows * shape.channels * 2 * (layout.tp - 1) / layout.tp
-    return large * part / _rate(machine, layout.tp, 1) + (large + shape.layers) * machine.latency
+    return _exchange(large * part, large + shape.layers, layout.tp, 1, machine)
 
 
 def _context_exchange(shape: Shape, layout: Layout, rows: float, machine: Machine) -> float:
@@ -219,8 +226,8 @@ def _context_exchange(shape: Shape, layout: Layout, rows: float, machine: Machin
     if layout.cp == 1:
         return 0.0
     received = rows * (layout.cp - 1) * _key_channels(shape, layout.tp) * (2 + 2 + 4 + 2 * layout.recompute)
-    rate = _rate(machine, layout.cp, layout.tp)
-    return shape.layers * (received / rate + (3 + layout.recompute) * machine.latency)
+    collectives = shape.layers * (3 + layout.recompute)
+    return _exchange(shape.layers * received, collectives, layout.cp, layout.tp, machine)
 
 
 def _data_exchange(shape: Shape, layout: Layout, machine: Machine) -> float:
@@ -229,14 +236,16 @@ def _data_exchange(shape: Shape, layout: Layout, machine: Machine) -> float:
     if replicas == 1:
         return 0.0
     passes = {"none": 2, "grads": 2, "params": 3}[layout.shard]
-    exchange = passes * own * (replicas - 1) / replicas / _rate(machine, replicas, layout.tp)
     if layout.shard == "none":
+        collectives = 1 + layout.in_order
         # In order, a copy is padded, the parts are added and divided, and the result is copied twice.
-        copied = (2 + (3 * (replicas - 1) / replicas) + 3 * 2) * own * layout.in_order
-        return exchange + copied / machine.copy + (1 + layout.in_order) * machine.latency
-    # FSDP2 copies gradients into the order of the ranks before the exchange, and gathered parameters after it.
-    copied = passes * 2 * own
-    return exchange + copied / machine.copy + passes * (shape.layers + 1) * machine.latency
+        copied = (2 + 3 * (replicas - 1) / replicas + 3 * 2) * own * layout.in_order
+    else:
+        collectives = passes * (shape.layers + 1)
+        # FSDP2 copies gradients into the order of the ranks before the exchange, and gathered parameters after it.
+        copied = passes * 2 * own
+    received = passes * own * (replicas - 1) / replicas
+    return _exchange(received, collectives, replicas, layout.tp, machine) + copied / machine.copy
 
 
 def best(shape: Shape, gpus: int, sequences: int, length: int, machine: Machine) -> tuple[Layout, Estimate] | None:
@@ -248,6 +257,8 @@ def best(shape: Shape, gpus: int, sequences: int, length: int, machine: Machine)
         if tp * cp > gpus or tp > min(machine.gpus_per_node, shape.kv_heads) or sequences % dp:
             continue
         if cp > 1 and length // (2 * cp) < 1024:
+            continue
+        if tp > 1 and dp * cp > 1 and shard == "none":  # the trainer has DTensors of tensor parallelism only with FSDP2
             continue
         layout = Layout(dp, tp, cp, shard, recompute)
         found.append((layout, estimate(shape, layout, sequences // dp, length, machine)))

@@ -1,12 +1,14 @@
-"""One measured case, which all processes of ``torchrun -m benchmarks.scaling.worker CASE`` run; rank 0 prints JSON."""
+"""One measured case, which all processes of ``torchrun -m benchmarks.scaling.worker CASE`` run; rank 0 writes JSON."""
 
 import argparse
 import contextlib
+import functools
 import itertools
 import json
 import os
 import statistics
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.nn.functional as F
@@ -18,12 +20,15 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gptkernels
 from benchmarks.scaling import torch_parallel
+from benchmarks.scaling.training import train
 from benchmarks.train_step.measure import batches
 from benchmarks.train_step.variants import BETAS, LR, MAX_NORM, groups
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.models.nanogpt import parameter_groups
 from gptkernels.optim import AdamW
 from gptkernels.parallel import context_parallel, linear_cross_entropy, split_sequence, tensor_parallel
+from gptkernels.parallel.context import _pack
+from gptkernels.rules.attention import unpack
 
 Step = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -72,9 +77,10 @@ def ours_tp(config, device) -> Step:
     return lambda *batch: step(batch).loss
 
 
-def ours_cp(config, device) -> Step:
+def ours_cp(config, device, recompute=False) -> Step:
     mesh = init_device_mesh("cuda", (distributed.get_world_size(),))
     model = context_parallel(GPT2(config, device, torch.bfloat16), mesh)
+    model.transformer.recompute_blocks = recompute
     optimizer = AdamW(parameter_groups(model, 0.1), lr=LR, betas=BETAS, max_grad_norm=MAX_NORM, master_weights=True)
     call = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
@@ -102,15 +108,17 @@ STEPS = {
 }  # fmt: skip
 
 
-def measure_steps(case, config, batch, device, warm_up, steps):
-    replicated = case.endswith(("-tp", "-cp"))
+LONGEST_WARM_UP = 2**17  # tokens
+
+
+def measure_steps(make, config, batch, device, warm_up, steps, replicated):
+    """Time steps after steps with at most LONGEST_WARM_UP tokens of each sequence."""
     seed_of_rank = 0 if replicated else distributed.get_rank()
     torch.manual_seed(0)
-    step = STEPS[case](config, device)
+    step = make(config, device)
     torch.manual_seed(seed_of_rank)
     data = batches(config, batch, config.block_size, warm_up + steps, device)
-    losses = [step(*b) for b in data[:warm_up]]
-    torch.cuda.reset_peak_memory_stats()
+    losses = [step(*(t[:, :LONGEST_WARM_UP] for t in b)) for b in data[:warm_up]]
     times = milliseconds([lambda b=b: losses.append(step(*b)) for b in data[warm_up:]])
     tokens = batch * config.block_size * (1 if replicated else distributed.get_world_size())
     return {
@@ -178,25 +186,75 @@ def measure_head(case, device, rows=8192, channels=4096, vocabulary=128256, repe
     }
 
 
+# ---- the trainer -----------------------------------------------------------------------------------------------------
+
+
+def measure_training(options, steps=50):
+    numbers = train(options | {"steps": steps, "dtype": "bfloat16"})
+    ms = statistics.median(step["milliseconds"] for step in numbers[steps // 2 :])
+    tokens = numbers[-1]["tokens_per_second"] * numbers[-1]["milliseconds"] / 1e3
+    losses = [numbers[0]["loss"], numbers[-1]["loss"]]
+    return {"ms": ms, "tokens_per_second": 1e3 * tokens / ms, "losses": losses, "gib": numbers[-1]["memory"] / 2**30}
+
+
+# ---- rates -----------------------------------------------------------------------------------------------------------
+
+
+def measure_rates(device, repeats=20):
+    """Time collectives, whose larger tensor has some MiB, and torch's kernels that read and write some MiB."""
+    size, found = distributed.get_world_size(), []
+    for mib in (1, 26, 400):
+        whole = torch.zeros(mib * 2**19, device=device, dtype=torch.bfloat16)
+        part = whole[: len(whole) // size].clone()
+        _, key, value = unpack(torch.zeros(16, mib * 2**19 // 49152, 2304, device=device, dtype=torch.bfloat16), 12)
+        sums = torch.zeros(key.shape[2], 2, 16, 12, 64, device=device)[:, 0]
+        gradient = torch.zeros_like(sums, dtype=torch.bfloat16)
+        copied, added = 4 * 2 * key.numel() / 2**20, 10 * key.numel() / 2**20
+        calls = {
+            "all_gather": (mib, functools.partial(distributed.all_gather_into_tensor, whole, part)),
+            "reduce_scatter": (mib, functools.partial(distributed.reduce_scatter_tensor, part, whole)),
+            "all_reduce": (mib, functools.partial(distributed.all_reduce, whole)),
+            "copy": (2 * mib, whole.clone),
+            "permuting copy": (copied, functools.partial(_pack, key, value)),
+            "float32 += bfloat16": (added, functools.partial(sums.add_, gradient)),
+        }
+        for name, (moved, call) in calls.items():
+            us = 1e3 * statistics.median(milliseconds([call] * repeats)[repeats // 2 :])
+            found.append({"rate": name, "gpus": size, "mib": round(moved, 1), "us": round(us, 1)})
+    return {"rates": found}
+
+
 def main():
     cli = argparse.ArgumentParser()
-    cli.add_argument("case", choices=[*STEPS, "ours-head", "torch-head"])
+    cli.add_argument("case", choices=[*STEPS, "ours-head", "torch-head", "train", "rates"])
     cli.add_argument("--sizes", type=json.loads, default={}, help="fields of GPT2Config")
+    cli.add_argument("--options", type=json.loads, default={}, help='of "train": fields of TrainConfig')
+    cli.add_argument("--recompute", action="store_true", help='of "ours-cp": recompute the layers in the backward')
     cli.add_argument("--batch", type=int, default=8)
     cli.add_argument("--warm-up", type=int, default=15)
     cli.add_argument("--steps", type=int, default=30)
+    cli.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file")
     arguments = cli.parse_args()
+    case = arguments.case
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     distributed.init_process_group("nccl", device_id=device)
-    if arguments.case.endswith("-head"):
-        found = measure_head(arguments.case, device)
+    if case == "train":
+        found = measure_training(arguments.options)
+    elif case == "rates":
+        found = measure_rates(device)
+    elif case.endswith("-head"):
+        found = measure_head(case, device)
     else:
-        config = GPT2Config(**arguments.sizes)
-        found = measure_steps(arguments.case, config, arguments.batch, device, arguments.warm_up, arguments.steps)
-    found["gib"] = torch.cuda.max_memory_allocated() / 2**30
+        make = functools.partial(STEPS[case], **{"recompute": True} if arguments.recompute else {})
+        sizes = arguments.batch, device, arguments.warm_up, arguments.steps
+        found = measure_steps(make, GPT2Config(**arguments.sizes), *sizes, replicated=case.endswith(("-tp", "-cp")))
+    found.setdefault("gib", torch.cuda.max_memory_allocated() / 2**30)
     if distributed.get_rank() == 0:
-        print(json.dumps({"case": arguments.case, "gpus": distributed.get_world_size(), **found}), flush=True)
+        text = json.dumps({"case": case, "gpus": distributed.get_world_size(), **found})
+        print(text, flush=True)
+        if arguments.json:
+            arguments.json.write_text(text)
     distributed.destroy_process_group()
 
 
