@@ -15,7 +15,7 @@ from gptkernels.data import write_tokens
 
 XL_26 = replace(GPT2_XL, name="GPT-2 1.6B, 26 heads", channels=1664, heads=26, kv_heads=26, hidden=6656)
 MODELS = {"gpt2": GPT2_124M, "gpt2-xl": GPT2_XL, "gpt2-xl with 26 heads": XL_26}
-LONG = 2**17
+LONG = 2**17  # tokens of a sequence, whose steps take so long that few are measured
 HEAD = "V=128256, C=4096, 8192 rows"
 FP8 = {"fp8": True, "fp8_head": True, "fp8_logits": True}
 
@@ -34,7 +34,7 @@ class Case(NamedTuple):
     gpus: int
     layout: Layout | None = None
     worker: str = "train"
-    options: dict = {}  # noqa: RUF012
+    options: dict | None = None
 
     @property
     def key(self) -> tuple:
@@ -86,8 +86,6 @@ def _cases(gpus: int) -> list[Case]:
 
 
 CASES = [case for gpus in (1, 2, 4) for case in _cases(gpus)]
-
-
 KEY = "case", "model", "precision", "gpus", "batch", "length"
 
 
@@ -102,7 +100,7 @@ def run(case: Case) -> dict:
         with tempfile.TemporaryDirectory() as folder:
             write_tokens(f"{folder}/data_train.bin", [numpy.random.default_rng(0).integers(50257, size=2**22)])
             sizes = {"model": case.model, "batch_size": case.batch, "sequence_length": case.length}
-            options = sizes | case.options | {"data": f"{folder}/data"}
+            options = sizes | (case.options or {}) | {"data": f"{folder}/data"}
             found = _result(case.gpus, "train", "--options", json.dumps(options))
     else:
         if case.model in MODELS:

@@ -75,9 +75,12 @@ def run(gpus: int) -> dict:
                     del started[count]
                     free += used
                     if process.returncode:
+                        for other, _ in started.values():
+                            other.terminate()
                         raise RuntimeError(f"the layouts of {count} processes ended with status {process.returncode}")
                     runs += json.loads(Path(f"{folder}/{count}.json").read_text())
             time.sleep(0.1)
+    runs.sort(key=lambda run: run["processes"])
     machine = describe(pick_device(options["device"], 0))
     return {"machine": machine | {"gpus": gpus}, "model": options["model"], "steps": STEPS, "runs": runs}
 
