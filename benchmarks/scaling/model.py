@@ -46,8 +46,8 @@ class Machine:
     """Rates in flops and bytes per second; ``links`` and ``network`` are those of one GPU in one direction.
 
     ``matmul`` and ``attention`` were fitted to the steps of one GPU with 16 x 1024 and 1 x 131072 tokens. ``launch``
-    and ``copy`` are those of copies of 13 MB to 4 GB, and ``links`` and ``latency`` those of collectives alone. Steps
-    on several GPUs were not used.
+    and ``copy`` are those of copies of 13 MB to 4 GB, and ``links`` and ``latency`` those of collectives alone.
+    ``permuting_copy`` was not measured; it was chosen with the steps of context parallelism in view.
     """
 
     name: str = "H200"
