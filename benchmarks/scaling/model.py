@@ -106,6 +106,7 @@ NORM_BYTES = 32  # per row, layer and channel: two additions with their norms, f
 FP8_BYTES = 32  # per row, layer and channel: quantisation of the matmuls' operands and their transposes
 FP8_LOGIT_BYTES = 5  # per logit: bfloat16 logits are read, float8 gradients written, read and transposed
 LAYER_KERNELS = 8  # besides matmuls: norms, attention, column sums, of the forward and the backward
+FP8_KERNELS = 18  # of a layer: the quantisations' passes (742 launches of a step instead of 524)
 CONTEXT_KERNELS = 25  # of a layer: copies, additions, and attention once more
 UPDATE_BYTES = 30  # per parameter: gradient norm, bfloat16 gradient and parameter, float32 master and moments
 STATE_BYTES = 16  # per parameter: bfloat16 parameter and gradient, float32 master and moments
@@ -122,7 +123,7 @@ def estimate(shape: Shape, layout: Layout, batch: int, length: int, machine: Mac
     attention_flops = (2 * forwards + 5) * rows * length * C * L * _share_of_heads(shape, tp)
     bytes_of_rows = (NORM_BYTES / 2 * (1 + forwards) + FP8_BYTES * layout.fp8) * rows * L * C / tp
     bytes_of_logits = FP8_LOGIT_BYTES * layout.fp8 * rows * shape.vocabulary / tp
-    kernels = L * (LAYER_KERNELS / 2 * (1 + forwards) + CONTEXT_KERNELS * (cp > 1))
+    kernels = L * (LAYER_KERNELS / 2 * (1 + forwards) + FP8_KERNELS * layout.fp8 + CONTEXT_KERNELS * (cp > 1))
     memory_bound = (bytes_of_rows + bytes_of_logits) / machine.copy + kernels * machine.launch
     if cp > 1:
         memory_bound += _context_copies(shape, layout, rows, machine)
