@@ -1,27 +1,19 @@
-#include "../csrc/fused_classifier.h"
+#include "fused_classifier.h"
 
-#include "op.h"
+#include "../csrc/fused_classifier.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
 int64_t check(const char* op, const Tensor& logits, const Tensor& targets, int64_t vocab_size,
               const OptionalTensor& dlosses) {
-  check_dim_at_least(op, "logits", logits, 1);
-  check_floating(op, "logits", logits);
-  check_index(op, "targets", targets);
-  check_same_device(op, "targets", targets, "logits", logits);
-  check_shape(op, "targets", targets, leading_shape(logits));
+  check_logits_and_targets(op, logits, targets);
   const int64_t width = width_of(logits);
   if (width == 0) fail(op, "logits must have at least 1 column, got shape ", describe(shape_of(logits)));
   if (vocab_size != -1 && (vocab_size < 1 || vocab_size > width))
     fail(op, "vocab_size must be from 1 to ", width, " (the columns of logits), or -1 for all of them, got ",
          vocab_size);
-  if (dlosses) {
-    check_same_device(op, "dlosses", *dlosses, "logits", logits);
-    check_dtype(op, "dlosses", *dlosses, accumulate_dtype(logits));
-    if (dlosses->dim() != 0) check_shape(op, "dlosses", *dlosses, leading_shape(logits));
-  }
+  check_dlosses(op, dlosses, "logits", logits);
   return vocab_size == -1 ? width : vocab_size;
 }
 
@@ -71,9 +63,7 @@ Tensor fused_classifier_inplace_op(Tensor logits, const Tensor& targets, int64_t
 void check_backward(const char* op, const Tensor& dlosses, const Tensor& dlogits) {
   check_dim_at_least(op, "dlogits", dlogits, 1);
   check_floating(op, "dlogits", dlogits);
-  check_same_device(op, "dlosses", dlosses, "dlogits", dlogits);
-  check_dtype(op, "dlosses", dlosses, accumulate_dtype(dlogits));
-  if (dlosses.dim() != 0) check_shape(op, "dlosses", dlosses, leading_shape(dlogits));
+  check_dlosses(op, dlosses, "dlogits", dlogits);
 }
 
 void backward(const char* op, const Tensor& scaled, const Tensor& dlosses, const Tensor& dlogits) {

@@ -1,17 +1,13 @@
 #include "../csrc/fused_classifier_statistics.h"
 
-#include "op.h"
+#include "fused_classifier.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 namespace {
 
 ClassifierShard checked_shard(const char* op, const Tensor& logits, const Tensor& targets, int64_t first_column,
                               int64_t vocab_size, int64_t ignore_index) {
-  check_dim_at_least(op, "logits", logits, 1);
-  check_floating(op, "logits", logits);
-  check_index(op, "targets", targets);
-  check_same_device(op, "targets", targets, "logits", logits);
-  check_shape(op, "targets", targets, leading_shape(logits));
+  check_logits_and_targets(op, logits, targets);
   if (first_column < 0) fail(op, "first_column must not be negative, got ", first_column);
   if (vocab_size < 1) fail(op, "vocab_size must be at least 1, got ", vocab_size);
   return {.targets = nullptr,
@@ -49,11 +45,7 @@ Tensor fused_classifier_from_statistics_inplace_op(Tensor logits, const Tensor& 
   check_dtype(op, "statistics", statistics, accumulate_dtype(logits));
   check_shape(op, "statistics", statistics,
               {std::max<int64_t>(statistics.dim() ? statistics.size(0) : 0, 1), 3, shard.rows});
-  if (dlosses) {
-    check_same_device(op, "dlosses", *dlosses, "logits", logits);
-    check_dtype(op, "dlosses", *dlosses, accumulate_dtype(logits));
-    if (dlosses->dim() != 0) check_shape(op, "dlosses", *dlosses, leading_shape(logits));
-  }
+  check_dlosses(op, dlosses, "logits", logits);
 
   const Launcher launcher(op, logits);
   const Tensor logits_dense = dense(logits), targets_dense = dense(targets), statistics_dense = dense(statistics);
