@@ -17,7 +17,14 @@ from torch.distributed import ProcessGroup
 
 from gptkernels.block.node import Plan
 from gptkernels.block.tensors import BlockParameters
-from gptkernels.parallel._collectives import gather, reduce_scatter, start_gather, start_reduce_scatter, wait
+from gptkernels.parallel._collectives import (
+    gather,
+    reduce_scatter,
+    refuse_second_derivative,
+    start_gather,
+    start_reduce_scatter,
+    wait,
+)
 from gptkernels.parallel.context import attend, attend_backward
 from gptkernels.rules import ops
 from gptkernels.rules._autocast import below
@@ -96,8 +103,7 @@ class ShardedBlock(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, dresidual_2, dout):  # type: ignore[no-untyped-def]
-        if torch.is_grad_enabled():
-            raise RuntimeError("gptkernels: a tensor-parallel block has no second derivative")
+        refuse_second_derivative("a tensor-parallel GPT2")
         plan, group, context_group, length, dropouts = ctx.options
         (
             norm_1_weight, norm_2_weight, qkv_weight, attn_proj_weight, fc_weight, mlp_proj_weight, residual_1, mean_1,

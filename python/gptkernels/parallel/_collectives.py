@@ -55,6 +55,12 @@ def all_reduce_many(addends: Sequence[Tensor], group: ProcessGroup) -> list[Tens
     return [total.view_as(t) for total, t in zip(totals, addends, strict=True)]
 
 
+def refuse_second_derivative(function: str) -> None:
+    """Raise an error if the backward is recorded, also if its incoming gradient does not require a gradient."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{function} has no second derivative: call it without create_graph=True")
+
+
 class Gather(torch.autograd.Function):
     """The processes' parts (n, ...) -> (R * n, ...). The backward adds the processes' gradients, which are partial."""
 

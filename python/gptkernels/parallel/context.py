@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from gptkernels.parallel._collectives import reduce_scatter, start_gather, wait
+from gptkernels.parallel._collectives import reduce_scatter, refuse_second_derivative, start_gather, wait
 from gptkernels.rules import ops
 from gptkernels.rules._autocast import autocast_dtype
 from gptkernels.rules._register import accumulate_dtype
@@ -159,8 +159,7 @@ class _ContextParallelAttention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor):  # type: ignore[no-untyped-def]
-        if torch.is_grad_enabled():
-            raise RuntimeError("context_parallel_attention has no second derivative: call it without create_graph=True")
+        refuse_second_derivative("context_parallel_attention")
         return *attend_backward(dout, *ctx.saved_tensors, *ctx.options), None, None, None
 
 

@@ -9,9 +9,8 @@ Tokens, targets and results are equal in all processes, and so are the gradients
 flattened rows.
 """
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,6 +22,7 @@ from gptkernels._linear_cross_entropy import check_reduction
 from gptkernels.parallel._collectives import (
     gather,
     reduce_scatter,
+    refuse_second_derivative,
     start_all_reduce,
     start_gather,
     start_reduce_scatter,
@@ -81,20 +81,6 @@ def _shard(
     return t, _Shard(group, processes, first, most, vocab_size)
 
 
-def _without_second_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Refuse ``create_graph=True``. (``once_differentiable`` does so only if the incoming gradient requires grad.)"""
-
-    @functools.wraps(backward)
-    def first_only(ctx: Any, dout: Tensor) -> Any:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "gptkernels.parallel.vocabulary: second derivatives are not supported: leave out create_graph=True"
-            )
-        return backward(ctx, dout)
-
-    return first_only
-
-
 # ---- embedding -------------------------------------------------------------------------------------------------------
 
 
@@ -147,8 +133,8 @@ class _Embedding(torch.autograd.Function):
         return wait(start_all_reduce(out, shard.group))
 
     @staticmethod
-    @_without_second_derivative
     def backward(ctx: Any, dout: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("embedding")
         (tokens,) = ctx.saved_tensors
         rows, positions, shard, sequence_parallel = ctx.options
         if sequence_parallel:
@@ -211,8 +197,8 @@ class _CrossEntropy(torch.autograd.Function):
         return ops.fused_classifier_from_statistics_.default(dlogits, targets, wait(statistics), *options)
 
     @staticmethod
-    @_without_second_derivative
     def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("cross_entropy")
         (dlogits,) = ctx.saved_tensors
         return ops.fused_classifier_backward.default(dlosses, dlogits), None, None, None
 
@@ -325,8 +311,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
         return _reduced(losses, ctx.scale)
 
     @staticmethod
-    @_without_second_derivative
     def backward(ctx: Any, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("linear_cross_entropy")
         wants = ctx.needs_input_grad[:2]
         if ctx.recompute:
             dlosses = dloss if ctx.scale is None else dloss * ctx.scale
