@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "device.h"
+#include "fused_classifier.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
 
@@ -37,10 +38,12 @@ struct ClassifierStatistics : ClassifierShard {
   const T* logits;              // (N, n)
 };
 
-template <typename T>
+// Out is T or Fp8Dlogit. With Fp8Dlogit, dlosses must be null, and logits must be aligned to 16 bytes.
+template <typename T, typename Out = T>
 struct ClassifierFromStatistics : ClassifierShard {
   accumulate_t<T>* losses;            // (N)
-  T* logits;                          // (N, n), overwritten by dlogits
+  Out* dlogits;                       // (N, n); may be logits if Out is T
+  const T* logits;                    // (N, n)
   const accumulate_t<T>* statistics;  // (S, 3, N), of all shards
   int64_t shards;                     // S
   const accumulate_t<T>* dlosses;     // (N) or scalar; null means 1
@@ -50,7 +53,7 @@ struct ClassifierFromStatistics : ClassifierShard {
 template <typename T>
 Status fused_classifier_statistics(const ClassifierStatistics<T>& p, Stream stream);
 
-template <typename T>
-Status fused_classifier_from_statistics(const ClassifierFromStatistics<T>& p, Stream stream);
+template <typename T, typename Out = T>
+Status fused_classifier_from_statistics(const ClassifierFromStatistics<T, Out>& p, Stream stream);
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

@@ -126,12 +126,6 @@ Shape product_shape(const Tensor& a, const Tensor& b) {
   return shape;
 }
 
-// cuBLASLt requires this alignment, which tensors from torch's allocator have.
-void check_aligned(const char* op, const char* name, const Tensor& t) {
-  if (reinterpret_cast<uintptr_t>(pointer<void>(t)) % kFp8Alignment != 0)
-    fail(op, name, " must begin at a multiple of ", kFp8Alignment, " bytes");
-}
-
 void check_scale(const char* op, const char* name, const Tensor& scale, const Tensor& like) {
   check_dtype(op, name, scale, ScalarType::Float);
   check_shape(op, name, scale, {});
@@ -175,8 +169,8 @@ Tensor fp8_matmul_op(const Tensor& a, const Tensor& b, const Tensor& scale_a, co
   const Launcher launcher(op, a);
   const Tensor out = allocate(product_shape(a, b), dtype, a);
   const Tensor a_dense = dense(a), b_dense = dense(b);
-  check_aligned(op, "a", a_dense);
-  check_aligned(op, "b", b_dense);
+  check_fp8_aligned(op, "a", a_dense);
+  check_fp8_aligned(op, "b", b_dense);
   fp8_product(launcher, flat(out), {a_dense, scale_a}, {b_dense, scale_b},
               {.bias = dense(bias), .fast_accumulation = fast_accumulation});
   return out;
@@ -207,6 +201,11 @@ void check_history(const char* op, const char* name, const OptionalTensor& histo
 void check_features(const char* op, const char* name, int64_t features) {
   if (features % kFp8Alignment != 0)
     fail(op, name, " must be a multiple of ", kFp8Alignment, " for float8 products, got ", features);
+}
+
+void check_fp8_aligned(const char* op, const char* name, const Tensor& t) {
+  if (reinterpret_cast<uintptr_t>(pointer<void>(t)) % kFp8Alignment != 0)
+    fail(op, name, " must begin at a multiple of ", kFp8Alignment, " bytes");
 }
 
 Quantized allocate_quantized(const Tensor& x, ScalarType dtype, bool transposed, bool values) {
@@ -260,6 +259,18 @@ void fp8_product(const Launcher& launcher, const Matrix& out, const Fp8Operand& 
                                    launcher.stream()));
   });
 #endif
+}
+
+void fp8_weight_gradient(const Launcher& launcher, const Matrix& dweight, const Fp8Operand& dout, const Tensor& dout_t,
+                         const Fp8Operand& x_t, const Fp8ProductOptions& options) {
+  const int64_t width = dout.values.columns, padded = fp8_padded(dout.values.rows);
+  launcher.check(fp8_transpose({.out = pointer<uint8_t>(dout_t),
+                                .x = pointer<uint8_t>(dout.values.tensor),
+                                .rows = dout.values.rows,
+                                .width = width,
+                                .out_stride = padded},
+                               launcher.stream()));
+  fp8_product(launcher, dweight, {Matrix{dout_t, width, padded, padded, 1}, dout.scale}, x_t, options);
 }
 
 Quantized quantize_product(const Launcher& launcher, const Tensor& out, const Fp8Operand& a, const Fp8Operand& b,

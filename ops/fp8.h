@@ -28,6 +28,9 @@ void check_history(const char* op, const char* name, const OptionalTensor& histo
 
 void check_features(const char* op, const char* name, int64_t features);
 
+// cuBLASLt requires this alignment, which tensors from torch's allocator have.
+void check_fp8_aligned(const char* op, const char* name, const Tensor& t);
+
 Quantized allocate_quantized(const Tensor& x, ScalarType dtype, bool transposed, bool values = true);
 
 Quantized quantize(const Launcher& launcher, const Tensor& x, const OptionalTensor& history, ScalarType dtype,
@@ -87,6 +90,11 @@ struct Fp8ProductOptions {
 // out (rows, columns) = alpha * scale_a * scale_b * a @ b^T + bias. The rows of out are dense.
 void fp8_product(const Launcher& launcher, const Matrix& out, const Fp8Operand& a, const Fp8Operand& b,
                  const Fp8ProductOptions& options);
+
+// dweight = dout^T @ x, as fp8_product() computes it. dout is the beginning of a dense tensor, x_t is
+// x transposed and padded, and dout_t has space for dout transposed and padded.
+void fp8_weight_gradient(const Launcher& launcher, const Matrix& dweight, const Fp8Operand& dout, const Tensor& dout_t,
+                         const Fp8Operand& x_t, const Fp8ProductOptions& options);
 
 // Computes `out` as fp8_product() does, and quantises it as quantize() does, in one kernel if a kernel supports the
 // arguments. With dgelu_at, that kernel may leave `out` unwritten.

@@ -65,6 +65,32 @@ Forward fp8_linear_op(const Tensor& x, const Tensor& weight, const OptionalTenso
   return {product.out, rows.transposed, product.weight.transposed, rows.scale, product.weight.scale};
 }
 
+void fp8_linear_dweight_inplace_op(const Tensor& dout, const Tensor& x_t, const Tensor& dout_scale,
+                                   const Tensor& x_scale, Tensor dweight, bool accumulate) {
+  constexpr const char* op = "fp8_linear_dweight_";
+  check_dim_at_least(op, "dout", dout, 1);
+  check_dtype(op, "dout", dout, kGradient);
+  check_features(op, "the last dimension of dout", width_of(dout));
+  const int64_t padded = fp8_padded(rows_of(dout)), inner = x_t.dim() ? x_t.size(0) : 0;
+  check_saved(op, "x_t", x_t, true, {inner, padded}, dout);
+  check_features(op, "the first dimension of x_t", inner);
+  check_saved_scale(op, "dout_scale", dout_scale, dout);
+  check_saved_scale(op, "x_scale", x_scale, dout);
+  check_same_device(op, "dweight", dweight, "dout", dout);
+  check_quantizable(op, "dweight", dweight);
+  if (accumulate) check_dtype(op, "dweight", dweight, ScalarType::Float);
+  check_shape(op, "dweight", dweight, {width_of(dout), inner});
+  if (!dweight.is_contiguous()) fail(op, "dweight must be contiguous");
+
+  const Launcher launcher(op, dout);
+  const Tensor dout_dense = dense(dout), x_t_dense = dense(x_t);
+  check_fp8_aligned(op, "dout", dout_dense);
+  check_fp8_aligned(op, "x_t", x_t_dense);
+  const Tensor dout_t = allocate({width_of(dout), padded}, kGradient, dout);
+  fp8_weight_gradient(launcher, flat(dweight), {dout_dense, dout_scale}, dout_t, {x_t_dense, x_scale},
+                      {.accumulate = accumulate});
+}
+
 using MlpForward = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 MlpForward fp8_mlp_op(const Tensor& x, const Tensor& fc_weight, const OptionalTensor& fc_bias,
@@ -199,6 +225,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> fp8_mlp_backward_op(
 STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
   m.impl("fp8_linear", TORCH_BOX(&fp8_linear_op));
   m.impl("fp8_linear_backward", TORCH_BOX(&fp8_linear_backward_op));
+  m.impl("fp8_linear_dweight_", TORCH_BOX(&fp8_linear_dweight_inplace_op));
   m.impl("fp8_mlp", TORCH_BOX(&fp8_mlp_op));
   m.impl("fp8_mlp_backward", TORCH_BOX(&fp8_mlp_backward_op));
 }

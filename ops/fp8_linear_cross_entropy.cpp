@@ -85,19 +85,12 @@ void add_dx(const Launcher& launcher, const Gradients& g, int64_t begin, int64_t
               {g.weight->transposed, g.weight->scale}, {.alpha = 1 / Fp8Dlogit::kMultiplier});
 }
 
-void add_dweight(const Launcher& launcher, const CrossEntropy& p, const Gradients& g, int64_t begin, int64_t count) {
-  const int64_t padded = fp8_padded(count);
-  launcher.check(fp8_transpose({.out = pointer<uint8_t>(g.dlogits_t),
-                                .x = pointer<uint8_t>(g.dlogits),
-                                .rows = count,
-                                .width = p.columns(),
-                                .out_stride = padded},
-                               launcher.stream()));
+void add_dweight(const Launcher& launcher, const Gradients& g, int64_t begin, int64_t count) {
   Matrix x_t = flat(g.x->transposed);
   x_t.offset = begin;
-  x_t.columns = padded;
-  fp8_product(launcher, flat(g.sum), {Matrix{g.dlogits_t, p.columns(), padded, padded, 1}, g.scale}, {x_t, g.x->scale},
-              {.accumulate = begin > 0, .alpha = 1 / Fp8Dlogit::kMultiplier});
+  x_t.columns = fp8_padded(count);
+  fp8_weight_gradient(launcher, flat(g.sum), {part(flat(g.dlogits), 0, count), g.scale}, g.dlogits_t, {x_t, g.x->scale},
+                      {.accumulate = begin > 0, .alpha = 1 / Fp8Dlogit::kMultiplier});
 }
 
 // `chunk` is a multiple of 16 if there are several chunks: cuBLASLt requires that a chunk's columns of x^T begin at a
@@ -109,7 +102,7 @@ void run(const Launcher& launcher, const CrossEntropy& p, const Tensor& losses, 
     const int64_t count = std::min(chunk, p.rows() - begin);
     classify(launcher, p, losses, part(flat(logits), 0, count), g, begin, count);
     if (g.want_x) add_dx(launcher, g, begin, count);
-    if (g.want_weight) add_dweight(launcher, p, g, begin, count);
+    if (g.want_weight) add_dweight(launcher, g, begin, count);
     begin += count;
   } while (begin < p.rows());
   if (g.sum.get() == g.dweight.get()) return;

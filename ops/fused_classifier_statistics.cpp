@@ -1,5 +1,6 @@
 #include "../csrc/fused_classifier_statistics.h"
 
+#include "fp8.h"
 #include "fused_classifier.h"
 
 namespace gptkernels::GPTKERNELS_DEVICE {
@@ -35,16 +36,31 @@ Tensor fused_classifier_statistics_op(const Tensor& logits, const Tensor& target
   return statistics;
 }
 
+void check_statistics(const char* op, const Tensor& statistics, const Tensor& logits) {
+  check_same_device(op, "statistics", statistics, "logits", logits);
+  check_dtype(op, "statistics", statistics, accumulate_dtype(logits));
+  check_shape(op, "statistics", statistics,
+              {std::max<int64_t>(statistics.dim() ? statistics.size(0) : 0, 1), 3, rows_of(logits)});
+}
+
+template <typename T, typename Out>
+void from_statistics(const Launcher& launcher, const ClassifierShard& shard, const Tensor& losses,
+                     const Tensor& dlogits, const Tensor& logits, const Tensor& statistics,
+                     const OptionalTensor& dlosses) {
+  using A = accumulate_t<T>;
+  launcher.check(fused_classifier_from_statistics<T, Out>(
+      {shard, pointer<A>(losses), pointer<Out>(dlogits), pointer<T>(logits), pointer<A>(statistics), statistics.size(0),
+       pointer<A>(dlosses), dlosses && dlosses->dim() != 0},
+      launcher.stream()));
+}
+
 Tensor fused_classifier_from_statistics_inplace_op(Tensor logits, const Tensor& targets, const Tensor& statistics,
                                                    int64_t first_column, int64_t vocab_size, int64_t ignore_index,
                                                    const OptionalTensor& dlosses) {
   constexpr const char* op = "fused_classifier_from_statistics_";
   ClassifierShard shard = checked_shard(op, logits, targets, first_column, vocab_size, ignore_index);
   check_no_overlap(op, "logits", logits);
-  check_same_device(op, "statistics", statistics, "logits", logits);
-  check_dtype(op, "statistics", statistics, accumulate_dtype(logits));
-  check_shape(op, "statistics", statistics,
-              {std::max<int64_t>(statistics.dim() ? statistics.size(0) : 0, 1), 3, shard.rows});
+  check_statistics(op, statistics, logits);
   check_dlosses(op, dlosses, "logits", logits);
 
   const Launcher launcher(op, logits);
@@ -53,14 +69,30 @@ Tensor fused_classifier_from_statistics_inplace_op(Tensor logits, const Tensor& 
   shard.targets = pointer<void>(targets_dense);
   Tensor losses = allocate(leading_shape(logits), accumulate_dtype(logits), logits);
   dispatch_floating(logits, [&]<typename T>() {
-    using A = accumulate_t<T>;
-    launcher.check(fused_classifier_from_statistics<T>(
-        {shard, pointer<A>(losses), pointer<T>(logits_dense), pointer<A>(statistics_dense), statistics.size(0),
-         pointer<A>(dlosses_dense), dlosses && dlosses->dim() != 0},
-        launcher.stream()));
+    from_statistics<T, T>(launcher, shard, losses, logits_dense, logits_dense, statistics_dense, dlosses_dense);
   });
   if (!logits.is_contiguous()) torch::stable::copy_(logits, logits_dense);
   return losses;
+}
+
+std::tuple<Tensor, Tensor> fp8_classifier_from_statistics_op(const Tensor& logits, const Tensor& targets,
+                                                             const Tensor& statistics, int64_t first_column,
+                                                             int64_t vocab_size, int64_t ignore_index) {
+  constexpr const char* op = "fp8_classifier_from_statistics";
+  check_quantizable(op, "logits", logits);
+  ClassifierShard shard = checked_shard(op, logits, targets, first_column, vocab_size, ignore_index);
+  check_statistics(op, statistics, logits);
+
+  const Launcher launcher(op, logits);
+  const Tensor logits_dense = dense(logits), targets_dense = dense(targets), statistics_dense = dense(statistics);
+  check_fp8_aligned(op, "logits", logits_dense);
+  shard.targets = pointer<void>(targets_dense);
+  const Tensor losses = allocate(leading_shape(logits), ScalarType::Float, logits);
+  const Tensor dlogits = allocate(shape_of(logits), ScalarType::Float8_e5m2, logits);
+  dispatch_fp8(logits, [&]<typename T>() {
+    from_statistics<T, Fp8Dlogit>(launcher, shard, losses, dlogits, logits_dense, statistics_dense, std::nullopt);
+  });
+  return {losses, dlogits};
 }
 
 }  // namespace
@@ -68,6 +100,7 @@ Tensor fused_classifier_from_statistics_inplace_op(Tensor logits, const Tensor& 
 STABLE_TORCH_LIBRARY_IMPL(gptkernels, GPTKERNELS_KEY, m) {
   m.impl("fused_classifier_statistics", TORCH_BOX(&fused_classifier_statistics_op));
   m.impl("fused_classifier_from_statistics_", TORCH_BOX(&fused_classifier_from_statistics_inplace_op));
+  m.impl("fp8_classifier_from_statistics", TORCH_BOX(&fp8_classifier_from_statistics_op));
 }
 
 }  // namespace gptkernels::GPTKERNELS_DEVICE

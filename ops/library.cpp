@@ -149,6 +149,10 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
   m.def(
       "fp8_linear_backward(Tensor dout, Tensor x_t, Tensor weight_t, Tensor x_scale, Tensor weight_scale, "
       "Tensor(a!)? history, bool[3] output_mask) -> (Tensor dx, Tensor dweight, Tensor dbias)");
+  // linear_dweight_ of dout in e5m2 and of x_t, which fp8_quantize has transposed.
+  m.def(
+      "fp8_linear_dweight_(Tensor dout, Tensor x_t, Tensor dout_scale, Tensor x_scale, Tensor(a!) dweight, "
+      "bool accumulate) -> ()");
   m.def(
       "fp8_mlp(Tensor x, Tensor fc_weight, Tensor? fc_bias, Tensor proj_weight, Tensor? proj_bias, "
       "Tensor(a!)? history, Tensor(b!)? hidden_history, Tensor? dhidden_history, Tensor? dout_history, bool[4] save) "
@@ -173,13 +177,16 @@ STABLE_TORCH_LIBRARY(gptkernels, m) {
 
   // The classifier of logits (..., n) whose columns are those from first_column on of the whole rows (..., Vp). The
   // statistics of a shard are (3, N), in the dtype of losses. The second op takes the statistics of all shards,
-  // (S, 3, N), returns the losses, and replaces the logits by dlogits.
+  // (S, 3, N), returns the losses, and replaces the logits by dlogits. The third op writes 2^15 * dlogits in e5m2.
   m.def(
       "fused_classifier_statistics(Tensor logits, Tensor targets, SymInt first_column, SymInt vocab_size, "
       "int ignore_index=-100) -> Tensor");
   m.def(
       "fused_classifier_from_statistics_(Tensor(a!) logits, Tensor targets, Tensor statistics, SymInt first_column, "
       "SymInt vocab_size, int ignore_index=-100, Tensor? dlosses=None) -> Tensor");
+  m.def(
+      "fp8_classifier_from_statistics(Tensor logits, Tensor targets, Tensor statistics, SymInt first_column, "
+      "SymInt vocab_size, int ignore_index=-100) -> (Tensor losses, Tensor dlogits)");
 
   // The loss is float32, or float64 if x is float64. The loss is 0-dim, or has targets' shape for reduction 'none'. If
   // chunk_size is -1, the op chooses the number of rows of a chunk. linear_cross_entropy_with_gradients supports 'mean'

@@ -4,16 +4,12 @@
 #include <cmath>
 #include <type_traits>
 
-#include "fp8_numbers.h"
+#include "fp8_dlogit.h"
 #include "math.h"
 #include "simd.h"
 #include "targets.h"
 
 namespace gptkernels::cpu {
-
-static void store(Fp8Dlogit& to, float value) {
-  to.bits = Fp8E5M2::round(value * Fp8Dlogit::kMultiplier);
-}
 
 namespace {
 

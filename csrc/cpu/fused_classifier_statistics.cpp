@@ -3,6 +3,7 @@
 #include <cmath>
 #include <limits>
 
+#include "fp8_dlogit.h"
 #include "math.h"
 #include "simd.h"
 #include "targets.h"
@@ -41,13 +42,14 @@ void statistics_row(const ClassifierStatistics<T>& p, int64_t row) {
   p.statistics[2 * p.rows + row] = at.has_target() ? A(x[at.target]) : A(0);
 }
 
-template <typename T>
-void from_statistics_row(const ClassifierFromStatistics<T>& p, int64_t row) {
+template <typename T, typename Out>
+void from_statistics_row(const ClassifierFromStatistics<T, Out>& p, int64_t row) {
   using A = accumulate_t<T>;
-  T* x = p.logits + row * p.width;
+  const T* x = p.logits + row * p.width;
+  Out* dlogits = p.dlogits + row * p.width;
   if (target_of(p, row) == p.ignore_index) {
     p.losses[row] = 0;
-    std::fill_n(x, p.width, T(0));
+    std::fill_n(dlogits, p.width, Out{});
     return;
   }
 
@@ -66,9 +68,9 @@ void from_statistics_row(const ClassifierFromStatistics<T>& p, int64_t row) {
   const A dloss = p.dlosses ? p.dlosses[p.dlosses_per_row ? row : 0] : A(1);
   const A scale = dloss / total;
 #pragma omp simd
-  for (int64_t i = 0; i < at.columns; ++i) store(x[i], exp(A(x[i]) - largest) * scale);
-  if (at.has_target()) store(x[at.target], -(rest / total) * dloss);
-  std::fill(x + at.columns, x + p.width, T(0));
+  for (int64_t i = 0; i < at.columns; ++i) store(dlogits[i], exp(A(x[i]) - largest) * scale);
+  if (at.has_target()) store(dlogits[at.target], -(rest / total) * dloss);
+  std::fill(dlogits + at.columns, dlogits + p.width, Out{});
   p.losses[row] = at_target == A(0) ? std::log1p(rest) : std::log(total) - at_target;
 }
 
@@ -85,8 +87,8 @@ Status fused_classifier_statistics(const ClassifierStatistics<T>& p, Stream stre
   return {};
 }
 
-template <typename T>
-Status fused_classifier_from_statistics(const ClassifierFromStatistics<T>& p, Stream stream) {
+template <typename T, typename Out>
+Status fused_classifier_from_statistics(const ClassifierFromStatistics<T, Out>& p, Stream stream) {
   parallel_for(stream, p.rows, p.width, [&](int64_t begin, int64_t end) {
     vectorised([&] {
       for (int64_t row = begin; row < end; ++row) from_statistics_row(p, row);
@@ -99,5 +101,8 @@ Status fused_classifier_from_statistics(const ClassifierFromStatistics<T>& p, St
   template Status fused_classifier_statistics<T>(const ClassifierStatistics<T>&, Stream); \
   template Status fused_classifier_from_statistics<T>(const ClassifierFromStatistics<T>&, Stream);
 GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
+template Status fused_classifier_from_statistics(const ClassifierFromStatistics<float, Fp8Dlogit>&, Stream);
+template Status fused_classifier_from_statistics(const ClassifierFromStatistics<bfloat16, Fp8Dlogit>&, Stream);
+template Status fused_classifier_from_statistics(const ClassifierFromStatistics<float16, Fp8Dlogit>&, Stream);
 
 }  // namespace gptkernels::cpu

@@ -251,6 +251,22 @@ def test_matmul(dtype, a_format, b_format, fast, device):
 
 
 @all_dtypes
+def test_dweight_in_place(dtype, device):
+    """The bits are those of fp8_matmul. An accumulation adds before it rounds."""
+    for rows, outer, inner in [(1, 16, 32), (40, 48, 16), (300, 272, 64), (0, 16, 16), (5, 0, 16)]:
+        dout, dout_t, dout_scale = ops.fp8_quantize(randn(rows, outer, dtype=dtype, device=device), None, E5M2, True)
+        _, x_t, x_scale = ops.fp8_quantize(randn(rows, inner, dtype=dtype, device=device), None, E4M3, True)
+        dweight = torch.empty(outer, inner, dtype=dtype, device=device)
+        ops.fp8_linear_dweight_(dout, x_t, dout_scale, x_scale, dweight, False)
+        assert torch.equal(dweight, ops.fp8_matmul(dout_t, x_t, dout_scale, x_scale, None, dtype))
+        before = randn(outer, inner, dtype=torch.float32, device=device)
+        found = before.clone()
+        ops.fp8_linear_dweight_(dout, x_t, dout_scale, x_scale, found, True)
+        wide = ops.fp8_matmul(dout_t, x_t, dout_scale, x_scale, None, torch.float32)
+        torch.testing.assert_close(found, before + wide, rtol=1e-6, atol=1e-5)
+
+
+@all_dtypes
 def test_matmul_of_no_elements(dtype, device):
     one = torch.ones((), device=device)
     bias = randn(32, dtype=dtype, device=device)
@@ -365,6 +381,11 @@ def test_bad_input(device):
     q, w = x.to(E4M3), weight.to(E4M3)
     shifted = q.flatten()[1:33].view(1, 32)
     back, few = weight.t().contiguous(), new_history(device)[:4]
+    dout, x_t, zeros = x.to(E5M2), x.new_zeros(48, 16).to(E4M3), x.new_zeros(32, 48)
+
+    def dweight(dout=dout, x_t=x_t, out=zeros):
+        ops.fp8_linear_dweight_(dout, x_t, one, one, out, True)
+
     for call, message in [
         (lambda: ops.fp8_quantize(x.double(), None, E4M3), "x must be float32, bfloat16 or float16, got float64"),
         (lambda: ops.fp8_quantize(x, None, torch.float16), "dtype must be float8_e4m3fn or float8_e5m2, got float16"),
@@ -381,6 +402,13 @@ def test_bad_input(device):
         (lambda: ops.fp8_matmul(q, w, bias, one, None, torch.float32), r"scale_a must have shape \(\)"),
         (lambda: ops.fp8_matmul(q, w, one, one, None, torch.float64), "dtype must be float32, bfloat16 or float16"),
         (lambda: ops.fp8_matmul(x.to(E5M2), weight.to(E5M2), one, one, None, torch.float32), "one of a and b"),
+        (lambda: dweight(q), "dout must be float8_e5m2, got float8_e4m3fn"),
+        (lambda: dweight(dout[:, :8]), "last dimension of dout must be a multiple of 16 .*got 8"),
+        (lambda: dweight(x_t=x_t[:, :8]), r"x_t must have shape \(48, 16\), got \(48, 8\)"),
+        (lambda: dweight(x_t=x_t.to(E5M2)), "x_t must be float8_e4m3fn, got float8_e5m2"),
+        (lambda: dweight(out=zeros[:, :32]), r"dweight must have shape \(32, 48\), got \(32, 32\)"),
+        (lambda: dweight(out=zeros.view(48, 32).t()), "dweight must be contiguous"),
+        (lambda: dweight(out=zeros.half()), "dweight must be float32, got float16"),
         (lambda: functional.fp8_linear(x, weight[:40]), "out_features of weight must be a multiple of 16 .*got 40"),
         (lambda: functional.fp8_linear(x[:, :24], weight[:, :24]), "in_features of weight .*got 24"),
         (lambda: functional.fp8_linear(x, weight, bias[:3]), r"bias must have shape \(48\)"),

@@ -9,12 +9,12 @@ from test_fp8 import SMALL, batches, small_model
 
 from gptkernels import functional
 from gptkernels.models import GPT2Config
+from gptkernels.rules.fused_classifier_statistics import FP8_DLOGIT
 from gptkernels.testing.cases.fp8 import DTYPES, E4M3, E5M2, rounded
 from helpers import assert_equal, raises, with_dtypes
 
 ops = torch.ops.gptkernels
 IGNORED = -1
-DLOGIT = 2.0**15  # the inverse scale of the logits' gradients in float8
 every_dtype = with_dtypes(*DTYPES)
 both_reductions = pytest.mark.parametrize("reduction", ["mean", "sum"])
 
@@ -56,7 +56,7 @@ def round_dlogits(dlogits):
     """
 
     def read(d):
-        return rounded(d.cpu() * DLOGIT, E5M2).view(E5M2).double().to(d.device) / DLOGIT
+        return rounded(d.cpu() / FP8_DLOGIT, E5M2).view(E5M2).double().to(d.device) * FP8_DLOGIT
 
     most = 2.0**-18
     return read(dlogits), (read(dlogits * (1 + most)) - read(dlogits * (1 - most))).abs()
@@ -71,6 +71,24 @@ def sums_errors(a, b, device):
     if device.type == "cpu":
         return a.shape[1] * 2.0**-24 * a.abs() @ b.abs().T
     return a.shape[1] * 2.0**-13 * a.abs().amax(1)[:, None] * b.abs().amax(1)
+
+
+def assert_gradients(dx, dweight, x, weight, targets, vocab_size, factor, shards=1):
+    """Compare with the gradients of the rounded tensors. dx may be a sum of a rounded part for each shard."""
+    d, d_error = round_dlogits(dlogits_of(x, weight, targets, vocab_size))
+    for found, a, a_error, b, parts in (
+        (dx, d, d_error, dequantized(weight.T.contiguous()), shards),
+        (dweight, d.T, d_error.T, dequantized(x.T.contiguous()), 1),
+    ):
+        pairs = zip(a.chunk(parts, 1), b.chunk(parts, 1), strict=True)
+        products = factor * torch.stack([some @ others.T for some, others in pairs])
+        exact = products.sum(0)
+        allowed = factor * a_error @ b.abs().T + factor * sums_errors(a, b, x.device)
+        allowed = allowed + torch.finfo(x.dtype).eps * (products.abs().sum(0) + allowed) + 2.0**-24
+        error = (found.double() - exact).abs()
+        assert found.dtype == x.dtype
+        assert (error <= allowed).all()
+        assert error.norm() <= (2.0**-10 + torch.finfo(x.dtype).eps) * products.norm() + 2.0**-24
 
 
 SHAPES = [  # N, C, Vp, V, chunk_size
@@ -90,20 +108,9 @@ def test_loss_and_gradients(rows, inner, width, vocab_size, chunk_size, reductio
     # If a chunk is no multiple of 16 rows, the two functions may use different matmul algorithms for the logits.
     aligned = chunk_size is None or chunk_size % 16 == 0
     torch.testing.assert_close(loss, plain, rtol=0 if aligned else 1e-6, atol=0)
-
     factor = 1.0 if reduction == "sum" else 1.0 / (targets != IGNORED).sum().item()
-    d, d_error = round_dlogits(dlogits_of(x, weight, targets, vocab_size))
-    for found, a, a_error, b, plain_found in (
-        (dx, d, d_error, dequantized(weight.T.contiguous()), plain_dx),
-        (dweight, d.T, d_error.T, dequantized(x.T.contiguous()), plain_dweight),
-    ):
-        exact = factor * a @ b.T
-        allowed = factor * a_error @ b.abs().T + factor * sums_errors(a, b, device)
-        allowed = allowed + torch.finfo(dtype).eps * (exact.abs() + allowed) + 2.0**-24
-        error = (found.double() - exact).abs()
-        assert found.dtype == dtype
-        assert (error <= allowed).all()
-        assert error.norm() <= (2.0**-10 + torch.finfo(dtype).eps) * exact.norm() + 2.0**-24
+    assert_gradients(dx, dweight, x, weight, targets, vocab_size, factor)
+    for found, plain_found in ((dx, plain_dx), (dweight, plain_dweight)):
         assert (found - plain_found).abs().max() <= 0.2 * plain_found.abs().max()
 
 

@@ -1,7 +1,10 @@
 import pytest
 import torch
+from test_fp8_linear_cross_entropy import round_dlogits
 
 import gptkernels  # noqa: F401
+from gptkernels.rules.fused_classifier_statistics import FP8_DLOGIT
+from gptkernels.testing.cases.fp8 import E5M2
 from gptkernels.testing.cases.loss import sharded_classifier
 from helpers import all_dtypes, all_views, as_view, assert_equal, randn, refused, run_python, two_dtypes, wide
 
@@ -88,6 +91,25 @@ def test_several_tiles(width, dtype, device):
     torch.testing.assert_close(losses.double(), wanted, rtol=2e-6, atol=2e-6)
 
 
+@pytest.mark.parametrize("width", [16, 100, 25152])
+@two_dtypes
+def test_float8_gradients(width, dtype, device):
+    """The losses have the bits of fused_classifier_from_statistics_, and dlogits is rounded once."""
+    vocab_size = 2 * width - 3
+    logits, targets = inputs(15, 2 * width, dtype, device, vocab_size)
+    shards = [*zip(logits.chunk(2, 1), (0, width), strict=True)]
+    statistics = torch.stack([ops.fused_classifier_statistics(x, targets, first, vocab_size) for x, first in shards])
+    exact = logits.double()[:, :vocab_size].softmax(1) - torch.nn.functional.one_hot(targets.clamp(0), vocab_size)
+    exact = torch.nn.functional.pad(exact * (targets != IGNORED)[:, None], (0, 3))
+    for (shard, first), of_shard in zip(shards, exact.chunk(2, 1), strict=True):
+        args = targets, statistics, first, vocab_size
+        losses, dlogits = ops.fp8_classifier_from_statistics(shard, *args)
+        assert dlogits.dtype == E5M2
+        rounded, most = round_dlogits(of_shard)
+        assert ((dlogits.double() * FP8_DLOGIT - rounded).abs() <= most).all()
+        assert torch.equal(losses, ops.fused_classifier_from_statistics_(shard.clone(), *args))
+
+
 @pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
 @all_dtypes
 def test_special_values_of_one_shard(value, dtype, device):
@@ -126,6 +148,12 @@ def test_bad_input(device):
         (logits, targets, torch.zeros(2, 3, 5, device=device), 0, 8, IGNORED, torch.zeros(4, device=device)),
         r"dlosses must have shape \(5\)",
     )
+    statistics = torch.zeros(2, 3, 5, device=device)
+    fp8 = ops.fp8_classifier_from_statistics
+    refused(fp8, (logits.double(), targets, statistics, 0, 8), "logits must be float32, bfloat16 or float16")
+    refused(fp8, (logits, targets, statistics[:, :, :4], 0, 8), "statistics must have shape")
+    shifted = logits.new_zeros(41)[1:].view(5, 8)
+    refused(fp8, (shifted, targets, statistics, 0, 8), "logits must begin at a multiple of 16 bytes")
     refused(ops.fused_classifier_statistics, (logits.requires_grad_(), targets, 0, 8), "has no derivative")
 
 

@@ -3,6 +3,7 @@
 #include <limits>
 
 #include "../../fused_classifier_statistics.h"
+#include "fp8_dlogit.cuh"
 #include "fused_classifier.cuh"
 
 namespace gptkernels::cuda {
@@ -126,8 +127,8 @@ __global__ void __launch_bounds__(kThreads, kStatisticsBlocks)
 // ---- losses and gradient: one thread block per tile of a row --------------------------------------------------------
 
 // Each warp combines the statistics of all shards, so that the thread block needs no barrier.
-template <typename T>
-__device__ Classifier<T> combine(const ClassifierFromStatistics<T>& p, int64_t row, accumulate_t<T> dloss) {
+template <typename T, typename Out>
+__device__ Classifier<T> combine(const ClassifierFromStatistics<T, Out>& p, int64_t row, accumulate_t<T> dloss) {
   using A = accumulate_t<T>;
   SoftmaxSum<T> sum;
   A logit = 0;
@@ -142,13 +143,14 @@ __device__ Classifier<T> combine(const ClassifierFromStatistics<T>& p, int64_t r
   return classifier;
 }
 
-template <typename T>
+template <typename T, typename Out>
 __global__ void __launch_bounds__(kThreads, kGradientBlocks)
-    fused_classifier_from_statistics_kernel(const ClassifierFromStatistics<T> p) {
+    fused_classifier_from_statistics_kernel(const ClassifierFromStatistics<T, Out> p) {
   using A = accumulate_t<T>;
   constexpr int kVec = kPack<T>;
   for (int64_t row = blockIdx.x; row < p.rows; row += gridDim.x) {
-    T* x = p.logits + row * p.width;
+    const T* x = p.logits + row * p.width;
+    Out* dlogits = p.dlogits + row * p.width;
     const LocalTarget target(p, read_target(p, row));
     const PackedRow<T> at(x, static_cast<int>(p.width));
     const int first = (blockIdx.y * kGradientPacks) * blockDim.x + threadIdx.x;
@@ -173,13 +175,15 @@ __global__ void __launch_bounds__(kThreads, kGradientBlocks)
         for (int k = 0; k < kVec; ++k)
           if (column + k >= columns) values[k] = 0;
       if (target.here) replace(values, column, target.column, classifier.at_target);
-      store_narrow<kVec>(x + column, values);
+      store_narrow<kVec>(dlogits + column, values);
     }
     if (blockIdx.y > 0) continue;
-    if (const int edge = at.edge(); edge < at.columns)
-      x[edge] = narrow<T>(edge >= columns                        ? A(0)
-                          : target.here && edge == target.column ? classifier.at_target
-                                                                 : classifier.gradient(widen(x[edge])));
+    if (const int edge = at.edge(); edge < at.columns) {
+      const A value[] = {edge >= columns                        ? A(0)
+                         : target.here && edge == target.column ? classifier.at_target
+                                                                : classifier.gradient(widen(x[edge]))};
+      store_narrow<1>(dlogits + edge, value);
+    }
     if (threadIdx.x == 0) p.losses[row] = target.has_loss ? classifier.loss() : A(0);
   }
 }
@@ -195,13 +199,13 @@ Status fused_classifier_statistics(const ClassifierStatistics<T>& p, Stream stre
   return cudaGetLastError();
 }
 
-template <typename T>
-Status fused_classifier_from_statistics(const ClassifierFromStatistics<T>& p, Stream stream) {
+template <typename T, typename Out>
+Status fused_classifier_from_statistics(const ClassifierFromStatistics<T, Out>& p, Stream stream) {
   if (p.rows == 0) return cudaSuccess;
   if (p.width > std::numeric_limits<int>::max()) return cudaErrorInvalidValue;
   const Tiles<kGradientPacks> tiles(p.width / kPack<T>);
   const dim3 grid(grid_size(p.rows), static_cast<unsigned>(tiles.count));
-  fused_classifier_from_statistics_kernel<T><<<grid, tiles.threads, 0, stream>>>(p);
+  fused_classifier_from_statistics_kernel<T, Out><<<grid, tiles.threads, 0, stream>>>(p);
   return cudaGetLastError();
 }
 
@@ -209,5 +213,8 @@ Status fused_classifier_from_statistics(const ClassifierFromStatistics<T>& p, St
   template Status fused_classifier_statistics<T>(const ClassifierStatistics<T>&, Stream); \
   template Status fused_classifier_from_statistics<T>(const ClassifierFromStatistics<T>&, Stream);
 GPTKERNELS_FOR_FLOATING(GPTKERNELS_INSTANTIATE)
+template Status fused_classifier_from_statistics(const ClassifierFromStatistics<float, Fp8Dlogit>&, Stream);
+template Status fused_classifier_from_statistics(const ClassifierFromStatistics<bfloat16, Fp8Dlogit>&, Stream);
+template Status fused_classifier_from_statistics(const ClassifierFromStatistics<float16, Fp8Dlogit>&, Stream);
 
 }  // namespace gptkernels::cuda

@@ -85,6 +85,9 @@ register.vmap("fp8_linear_backward", loop)
 register.autocast("fp8_linear", cuda="lower", cpu="lower")
 register.flops("fp8_linear", linear_flops)
 register.flops("fp8_linear_backward", fp8_linear_backward_flops)
+register.fake("fp8_linear_dweight_", lambda *_: None)
+register.without_derivative("fp8_linear_dweight_")
+register.flops("fp8_linear_dweight_", lambda dout_shape, x_t_shape, *_, **__: linear_flops(dout_shape, x_t_shape))
 
 
 def _fake_mlp(

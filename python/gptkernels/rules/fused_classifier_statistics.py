@@ -3,8 +3,13 @@
 The ops have no derivative. ``gptkernels.parallel.vocabulary`` has the autograd functions, which also communicate.
 """
 
+import torch
+
 from gptkernels.rules import _register as register
 from gptkernels.rules._register import accumulate_dtype
+
+FP8_DLOGIT = 2.0**-15
+"""The scale of the float8 dlogits, which are in [-1, 1]."""
 
 
 def _fake_statistics(logits, targets, *_):
@@ -17,5 +22,11 @@ def _fake_losses(logits, *_):
 
 register.fake("fused_classifier_statistics", _fake_statistics)
 register.fake("fused_classifier_from_statistics_", _fake_losses)
-for _name in ("fused_classifier_statistics", "fused_classifier_from_statistics_"):
+register.fake(
+    "fp8_classifier_from_statistics",
+    lambda logits, *_: (_fake_losses(logits), logits.new_empty(logits.shape, dtype=torch.float8_e5m2)),
+)
+for _name in (
+    "fused_classifier_statistics", "fused_classifier_from_statistics_", "fp8_classifier_from_statistics"
+):  # fmt: skip
     register.without_derivative(_name)

@@ -311,7 +311,11 @@ def fp8_linear(draw):
         x_history, dout_history = new_histories(draw, 2)
         _, *saved = ops.fp8_linear(args["x"], args["weight"], None, None, None, [True] * 2)
         dout = normal(draw, "dout", *rows, outer)
+        x_t, _, x_scale, _ = saved
+        dout_8, _, dout_scale = ops.fp8_quantize(dout, None, E5M2)
+        dweight = torch.zeros(outer, inner, device=dout.device)
         return [
+            invoke(ops.fp8_linear_dweight_, dout_8, x_t, dout_scale, x_scale, dweight, True),
             invoke(ops.fp8_linear, *args.values(), x_history, dout_history, [True] * 2),
             invoke(ops.fp8_linear_backward, dout, *saved, dout_history, [True] * 3),
         ]

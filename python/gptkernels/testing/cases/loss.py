@@ -206,7 +206,9 @@ def fused_classifier_statistics(draw):
         options = first, vocab_size, ignore_index
         statistics = ops.fused_classifier_statistics(shard, targets, *options)[None]
         dlosses = wide(normal(draw, "dlosses", *rows))
+        fp8 = shard.float().contiguous(), targets, statistics.float(), *options
         return [
+            invoke(ops.fp8_classifier_from_statistics, *fp8),
             invoke(ops.fused_classifier_statistics, shard.contiguous(), targets, *options),
             invoke(ops.fused_classifier_from_statistics_, shard.clone(), targets, statistics, *options, dlosses),
         ]
