@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from test_fp8_linear_cross_entropy import IGNORED as FP8_IGNORED
+from test_fp8_linear_cross_entropy import assert_gradients, dequantized, problem
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.parallel import loss_parallel
@@ -26,7 +28,10 @@ pytestmark = [
 ]
 
 ROWS, C, IGNORED = 24, 8, -7
-BASE = {"dtype": torch.float64, "padded": 64, "vocab_size": 60, "reduction": "mean", "chunk_size": None, "dloss": 1.0}
+BASE = {
+    "dtype": torch.float64, "padded": 64, "vocab_size": 60, "reduction": "mean", "ignore_index": IGNORED,
+    "chunk_size": None, "dloss": 1.0,
+}  # fmt: skip
 HEADS = {
     "": {},
     "chunks": {"chunk_size": 5},
@@ -43,6 +48,20 @@ HEADS = {
     "float16": {"dtype": torch.float16, "dloss": 1024.0, "chunk_size": 9},
 }
 HEADS = {name: BASE | options for name, options in HEADS.items()}
+FP8_HEADS = {
+    "": {},
+    "chunks": {"chunk_size": 10, "reduction": "sum"},
+    "padding only": {"vocab_size": 20},  # from the second or third process on
+    "all ignored": {"all_ignored": True},
+    "bfloat16": {"dtype": torch.bfloat16, "chunk_size": 9},
+    "float16": {"dtype": torch.float16, "chunk_size": 9, "dloss": 1024.0},
+    "float8 logits": {"fp8_logits": True, "chunk_size": 9},
+    "rounded": {"rounded": True, "chunk_size": 9},
+}
+FP8_HEADS = {
+    name: BASE | {"dtype": torch.float32, "ignore_index": FP8_IGNORED, "fp8_logits": False} | options
+    for name, options in FP8_HEADS.items()
+}
 TOKENS = {"": {"positions": False}, "positions": {"positions": True}}
 
 
@@ -77,7 +96,7 @@ def loss_options(options):
     return {
         "vocab_size": options["vocab_size"],
         "padded_vocab_size": options["padded"],
-        "ignore_index": IGNORED,
+        "ignore_index": options["ignore_index"],
         "reduction": options["reduction"],
     }
 
@@ -98,6 +117,32 @@ def head(options, group, sequence_parallel):
         )
 
     return differentiate(function, (x, chunk_of(weight, group)), lambda loss: dloss_of(loss, options))
+
+
+def fp8_inputs(options):
+    """Not all weights are float8 numbers, except for ``rounded``."""
+    torch.manual_seed(3)
+    x, weight, targets = problem(ROWS, 32, options["padded"], options["vocab_size"], options["dtype"], "cpu")
+    weight *= 5
+    if options.get("rounded"):
+        weight = dequantized(weight).to(weight.dtype)
+    return x, weight, targets.fill_(FP8_IGNORED) if options.get("all_ignored") else targets
+
+
+def fp8_head(options, group, sequence_parallel):
+    """Return the loss, the gradients, and the loss without gradients."""
+    x, weight, targets = fp8_inputs(options)
+    leaves = chunk_of(x, group) if sequence_parallel else x.requires_grad_(), chunk_of(weight, group)
+
+    def function(x, weight):
+        return vocabulary.linear_cross_entropy(
+            x, weight, targets, group, chunk_size=options["chunk_size"], sequence_parallel=sequence_parallel, fp8=True,
+            fp8_logits=options["fp8_logits"], **loss_options(options),
+        )  # fmt: skip
+
+    with torch.no_grad():
+        plain = function(*leaves)
+    return *differentiate(function, leaves, lambda loss: dloss_of(loss, options)), plain
 
 
 def loss(options, group, _):
@@ -173,6 +218,8 @@ def errors():
         lambda: head(x, weight, targets, chunk_size=0),
         lambda: head(x, weight, targets + 62, reduction="sum"),
         lambda: head(x, weight, targets, ignore_index=IGNORED).backward(create_graph=True),
+        lambda: head(x, weight, targets, fp8=True),
+        lambda: head(x, weight, targets, fp8=True, reduction="none"),
         lambda: vocabulary.cross_entropy(x, targets, reduction="max"),
     ]
     return [message_of(call) for call in calls]
@@ -188,6 +235,7 @@ def message_of(call):
 
 CASES = {
     **{("head", name, sp): (head, options, sp) for name, options in HEADS.items() for sp in (False, True)},
+    **{("fp8 head", name, sp): (fp8_head, options, sp) for name, options in FP8_HEADS.items() for sp in (False, True)},
     **{("loss", name, False): (loss, options, False) for name, options in HEADS.items()},
     **{("embedding", name, sp): (embedding, options, sp) for name, options in TOKENS.items() for sp in (False, True)},
 }
@@ -261,6 +309,33 @@ def test_linear_cross_entropy(name, sequence_parallel, size, results):
 
 
 @both_sizes
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sequence parallel"])
+@pytest.mark.parametrize("name", FP8_HEADS)
+def test_float8_linear_cross_entropy(name, sequence_parallel, size, results):
+    """Without float8 logits and without gradients, the loss is that of the plain head."""
+    options = FP8_HEADS[name]
+    found = of_processes(results, size, "fp8 head", name, sequence_parallel)
+    losses, dx, dweight, without_gradients = zip(*found, strict=True)
+    assert_all_equal(losses)
+    if not sequence_parallel:
+        assert_all_equal(dx)
+    dx, dweight = torch.cat(dx) if sequence_parallel else dx[0], torch.cat(dweight)
+    x, weight, targets = fp8_inputs(options)
+    same = {name: options[name] for name in ("vocab_size", "ignore_index", "reduction")}
+    plain = G.linear_cross_entropy(x, weight, targets, **same)
+    torch.testing.assert_close(without_gradients[0], plain, rtol=1e-6, atol=0, equal_nan=True)
+    if name == "float8 logits":
+        rounded = of_processes(results, size, "fp8 head", "rounded", sequence_parallel)
+        for ours, expected in zip(found, rounded, strict=True):
+            for t, wanted in zip(ours[:3], expected[:3], strict=True):
+                assert_all_equal([t, wanted])
+        return
+    torch.testing.assert_close(losses[0], plain, rtol=1e-6, atol=0, equal_nan=True)
+    factor = options["dloss"] / (1 if options["reduction"] == "sum" else max((targets != FP8_IGNORED).sum().item(), 1))
+    assert_gradients(dx, dweight, x, weight, targets, options["vocab_size"], factor, size)
+
+
+@both_sizes
 @pytest.mark.parametrize("name", HEADS)
 def test_cross_entropy(name, size, results):
     options = HEADS[name]
@@ -308,6 +383,9 @@ def test_errors(results):
         "ValueError: linear_cross_entropy: chunk_size must be at least 1, got 0",
         "RuntimeError: gptkernels::fused_classifier_statistics: target 96 at row 0 is outside the vocabulary of 64",
         "RuntimeError: linear_cross_entropy has no second derivative: call it without create_graph=True",
+        "ValueError: linear_cross_entropy: with fp8, C and the rows of each process must be multiples of 16, got C = 8 "
+        "and 16 of 64 rows",
+        "ValueError: linear_cross_entropy: reduction must be 'mean' or 'sum', got 'none'",
         "ValueError: cross_entropy: reduction must be 'mean', 'sum' or 'none', got 'max'",
     ]
     assert results[0]["errors"] == expected

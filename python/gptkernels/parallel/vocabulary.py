@@ -31,6 +31,8 @@ from gptkernels.parallel._collectives import (
 from gptkernels.rules import ops
 from gptkernels.rules._autocast import autocast_dtype
 from gptkernels.rules._register import accumulate_dtype, present
+from gptkernels.rules.fp8 import ALIGNMENT
+from gptkernels.rules.fused_classifier_statistics import FP8_DLOGIT
 from gptkernels.rules.linear_cross_entropy import scale_saved
 
 __all__ = ["cross_entropy", "embedding", "linear_cross_entropy"]
@@ -42,6 +44,7 @@ class _Shard(NamedTuple):
     first: int  # the number of the shard's first row in the vocabulary
     most: int  # rows of the largest shard
     vocab_size: int
+    padded_vocab_size: int
 
 
 def _shard(
@@ -78,7 +81,7 @@ def _shard(
     vocab_size = padded_vocab_size if vocab_size is None else vocab_size
     if not 1 <= vocab_size <= padded_vocab_size:
         raise ValueError(f"{function}: vocab_size must be from 1 to {padded_vocab_size}, got {vocab_size}")
-    return t, _Shard(group, processes, first, most, vocab_size)
+    return t, _Shard(group, processes, first, most, vocab_size, padded_vocab_size)
 
 
 # ---- embedding -------------------------------------------------------------------------------------------------------
@@ -230,6 +233,8 @@ def linear_cross_entropy(
     reduction: str = "mean",
     chunk_size: int | None = None,
     sequence_parallel: bool = False,
+    fp8: bool = False,
+    fp8_logits: bool = False,
 ) -> Tensor:
     """Compute ``cross_entropy(linear(x, weight), targets)`` in chunks of rows, and store two chunks' logits at most.
 
@@ -249,17 +254,21 @@ def linear_cross_entropy(
         reduction: "mean" (over the rows that are not ignored; nan if all rows are ignored), "sum" or "none".
         chunk_size: the rows of all processes in a chunk; None chooses chunks of at most 2^28 logits.
         sequence_parallel: x and its gradient are divided over the processes. The other results stay the same.
+        fp8: compute the gradients as :func:`gptkernels.functional.fp8_linear_cross_entropy` does. The reduction is
+            "mean" or "sum", and C and the numbers of rows of all shards are multiples of 16.
+        fp8_logits: with fp8, if gradients are computed, also compute the logits from the rounded x and weight.
 
     Returns:
         The loss in float32 (float64 for a float64 x): 0-dim, or of targets' shape for ``reduction="none"``.
 
     Raises:
         ValueError: if shapes do not match, n is not this process's number of rows, vocab_size is not in 1..Vp,
-            ``reduction`` is unknown, or ``chunk_size`` is below 1.
+            ``reduction`` is unknown, ``chunk_size`` is below 1, or fp8 does not support the sizes.
         RuntimeError: if a target is not in 0..V-1 and not ignored. On CUDA, it fails a device-side assertion instead.
+            Also if fp8 does not support the dtype.
     """
     name = "linear_cross_entropy"
-    check_reduction(name, reduction)
+    check_reduction(name, reduction, ("mean", "sum") if fp8 else ("mean", "sum", "none"))
     weight, shard = _shard(name, "weight", weight, 0, group, vocab_size, padded_vocab_size)
     if weight.dim() != 2 or x.dim() == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
@@ -272,11 +281,17 @@ def linear_cross_entropy(
         raise ValueError(f"{name}: targets must have {wanted}, got shape {tuple(targets.shape)}")
     if chunk_size is not None and chunk_size < 1:
         raise ValueError(f"{name}: chunk_size must be at least 1, got {chunk_size}")
+    if fp8 and any(size % ALIGNMENT for size in (weight.shape[1], shard.most, shard.padded_vocab_size)):
+        raise ValueError(
+            f"{name}: with fp8, C and the rows of each process must be multiples of {ALIGNMENT}, got C = "
+            f"{weight.shape[1]} and {shard.most} of {shard.padded_vocab_size} rows"
+        )
     chunk_size = _default_chunk(parts * rows, shard.most) if chunk_size is None else chunk_size
     if dtype := autocast_dtype(x.device.type):
         x, weight = (t if t.dtype == torch.float64 else t.to(dtype) for t in (x, weight))
-    head = _Head(shard, -(-chunk_size // parts), ignore_index, sequence_parallel)
     wants = [torch.is_grad_enabled() and t.requires_grad for t in (x, weight)]
+    fp8 = fp8 and any(wants)
+    head = _Head(shard, -(-chunk_size // parts), ignore_index, sequence_parallel, fp8, fp8 and fp8_logits)
     loss = _LinearCrossEntropy.apply(
         x.reshape(-1, x.shape[-1]), weight, targets.reshape(parts, rows), head, reduction, wants
     )
@@ -295,6 +310,8 @@ class _Head(NamedTuple):
     chunk: int  # rows of x
     ignore_index: int
     sequence_parallel: bool
+    fp8: bool
+    fp8_logits: bool
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -304,7 +321,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Tensor, head: _Head, reduction: str, wants: Sequence[bool]
     ) -> Tensor:
-        ctx.head, ctx.recompute = head, reduction == "none" or x.dtype == torch.float16
+        ctx.head, ctx.dtype = head, x.dtype
+        ctx.recompute = reduction == "none" or (x.dtype == torch.float16 and not head.fp8)
         ctx.scale = _scale(targets, head.ignore_index, reduction)
         losses, *gradients = _run(x, weight, targets, ctx.scale, head, [False] * 2 if ctx.recompute else wants)
         ctx.save_for_backward(*((x, weight, targets) if ctx.recompute else gradients))
@@ -321,40 +339,65 @@ class _LinearCrossEntropy(torch.autograd.Function):
             found = present(gradients, wants)
         else:
             found = scale_saved(dloss, ctx.saved_tensors, wants)
-        return *found, None, None, None, None
+        return *(None if g is None else g.to(ctx.dtype) for g in found), None, None, None, None
 
 
 def _run(
     x: Tensor, weight: Tensor, targets: Tensor, dlosses: Tensor | None, head: _Head, wants: Sequence[bool]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the losses (parts, rows) and, if wanted, the gradients dx (rows, C) and dweight (n, C)."""
+    """Return the losses (parts, rows) and, if wanted, the gradients dx (rows, C) and dweight (n, C).
+
+    With fp8 and float16, the gradients are float32, because they may underflow before they are multiplied by dloss.
+    """
     shard, parts = head.shard, len(targets)
     options = shard.first, shard.vocab_size, head.ignore_index
     wide = accumulate_dtype(x.dtype)
-    dlosses = None if dlosses is None else dlosses.to(wide).expand(targets.shape)
+    dtype = wide if head.fp8 and x.dtype == torch.float16 else x.dtype
     chunks = x.split(head.chunk)
     # The matmuls of several chunks add to a float32 sum, which is rounded once.
-    dweight = weight.new_empty(weight.shape if wants[1] else 0, dtype=wide if len(chunks) > 1 else weight.dtype)
+    dweight = weight.new_empty(weight.shape if wants[1] else 0, dtype=wide if len(chunks) > 1 else dtype)
     gathered: list[Any] = [start_gather(chunk, shard.group) if head.sequence_parallel else chunk for chunk in chunks]
     losses, dx = [], []
+    if head.fp8:
+        weight_8, weight_t, weight_scale = ops.fp8_quantize.default(weight, None, torch.float8_e4m3fn, wants[0])
+        assert dlosses is not None
+        # The factor of the mean is infinite if all rows are ignored. dlogits is then 0.
+        dlogits_scale = dlosses.to(wide).nan_to_num(posinf=0.0) * FP8_DLOGIT
+    elif dlosses is not None:
+        dlosses = dlosses.to(wide).expand(targets.shape)
 
     def start(i: int) -> tuple[Any, ...]:
         rows = wait(gathered[i]) if head.sequence_parallel else gathered[i]
         gathered[i] = None
-        logits = ops.linear.default(rows, weight)
+        if head.fp8:  # all processes have the same rows, and so the same scale
+            rows_8, rows_t, rows_scale = ops.fp8_quantize.default(rows, None, torch.float8_e4m3fn, wants[1])
+        if head.fp8_logits:
+            logits = ops.fp8_matmul.default(rows_8, weight_8, rows_scale, weight_scale, None, x.dtype, True)
+        else:
+            logits = ops.linear.default(rows, weight)
         of_chunk = targets.split(head.chunk, 1)[i].reshape(-1)
         statistics = ops.fused_classifier_statistics.default(logits, of_chunk, *options)
-        return i, rows, logits, of_chunk, start_gather(statistics[None], shard.group)
+        saved = (rows_t, rows_scale) if head.fp8 else (rows,)
+        return i, saved, logits, of_chunk, start_gather(statistics[None], shard.group)
 
-    def finish(i: int, rows: Tensor, logits: Tensor, of_chunk: Tensor, statistics: Tensor) -> None:
-        scale = None if dlosses is None else dlosses.split(head.chunk, 1)[i].reshape(-1)
-        found = ops.fused_classifier_from_statistics_.default(logits, of_chunk, wait(statistics), *options, scale)
+    def finish(i: int, rows: tuple[Tensor, ...], logits: Tensor, of_chunk: Tensor, statistics: Tensor) -> None:
+        if head.fp8:
+            found, dlogits = ops.fp8_classifier_from_statistics.default(logits, of_chunk, wait(statistics), *options)
+        else:
+            scale = None if dlosses is None else dlosses.split(head.chunk, 1)[i].reshape(-1)
+            found = ops.fused_classifier_from_statistics_.default(logits, of_chunk, wait(statistics), *options, scale)
         losses.append(found.view(parts, len(chunks[i])))
         if wants[0]:
-            partial = ops.linear.default(logits, weight.t())
+            if head.fp8:
+                partial = ops.fp8_matmul.default(dlogits, weight_t, dlogits_scale, weight_scale, None, dtype)
+            else:
+                partial = ops.linear.default(logits, weight.t())
             dx.append((start_reduce_scatter if head.sequence_parallel else start_all_reduce)(partial, shard.group))
-        if wants[1]:
-            ops.linear_dweight_.default(logits, rows, dweight, i > 0)
+        if wants[1] and head.fp8:
+            rows_t, rows_scale = rows
+            ops.fp8_linear_dweight_.default(dlogits, rows_t, dlogits_scale, rows_scale, dweight, i > 0)
+        elif wants[1]:
+            ops.linear_dweight_.default(logits, *rows, dweight, i > 0)
 
     # The next chunk's logits are queued first, so that its matmul hides this chunk's exchange.
     started = start(0)
@@ -364,4 +407,4 @@ def _run(
         started = following
     finish(*started)
     dx = [wait(part) for part in dx]
-    return torch.cat(losses, 1), torch.cat(dx) if dx else x.new_empty(0), dweight.to(weight.dtype)
+    return torch.cat(losses, 1), torch.cat(dx) if dx else x.new_empty(0), dweight.to(dtype)
