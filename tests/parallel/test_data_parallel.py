@@ -50,6 +50,7 @@ WAYS = {
     "params_autocast": {"dtype": "autocast", "shard": "params"},
     "layers": {"parallel": "tp=2", "batch_size": 4, "dropout": 0.2},
     "layers_accumulated": {"parallel": "tp=2", "batch_size": 2, "grad_accumulation": 2},
+    "layers_fp8_head": BFLOAT16 | {"parallel": "tp=2", "batch_size": 4, "fp8_head": True, "fp8_logits": True},
     "sequences": {"parallel": "cp=2", "batch_size": 4},
     "sequences_params": {"parallel": "cp=2", "batch_size": 4, "shard": "params"},
     "resumed": {"shard": "params"},

@@ -222,6 +222,10 @@ class DividedModel(Module):
         """Return whether the backward computes a layer again, of which only the inputs are saved."""
         raise NotImplementedError
 
+    def _float8(self) -> dict[str, bool]:
+        """Return the arguments fp8 and fp8_logits of ``vocabulary.linear_cross_entropy`` that are not False."""
+        return {}
+
     def _logits_and_loss(
         self, tokens: Tensor, targets: Tensor | None, positions: Tensor, vocab_size: int,
         draw: Callable[[float], Dropout], return_logits: bool, ignore_index: int, reduction: str,
@@ -251,6 +255,7 @@ class DividedModel(Module):
         flat = None if targets is None else targets.reshape(-1)
         options |= {"ignore_index": ignore_index, "reduction": reduction}
         if flat is not None and not return_logits:
+            options |= self._float8()
             return None, vocabulary.linear_cross_entropy(hidden, weight, flat, group, sequence_parallel=True, **options)
         low = autocast_dtype(hidden.device.type)
         part = ops.linear.default(Gather.apply(hidden if low is None else hidden.to(low), group), weight, None)

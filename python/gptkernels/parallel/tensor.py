@@ -34,6 +34,7 @@ from gptkernels.models import GPT2
 from gptkernels.models.transformer import Block, Transformer
 from gptkernels.parallel import _huggingface
 from gptkernels.parallel._divided import DividedBlock, DividedModel, Layout, divide, divide_state_dict
+from gptkernels.rules.fp8 import ALIGNMENT
 
 Model = TypeVar("Model", bound=torch.nn.Module)
 
@@ -60,14 +61,15 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
         parameters.
 
     Raises:
-        ValueError: if the mesh has several dimensions, the model is of another class, uses float8, its LM head is not
-            tied, a module was replaced or hooked, an option is not supported, or P processes cannot divide the heads,
-            4C or Vp so that each has a part. The model is then unchanged.
+        ValueError: if the mesh has several dimensions, the model is of another class, has float8 layers, its LM head is
+            not tied, a module was replaced or hooked, an option is not supported, or P processes cannot divide the
+            heads, 4C or Vp so that each has a part, which for fp8_head is a multiple of 16 rows of Vp. The model is then
+            unchanged.
     """
     if mesh.ndim != 1:
         raise ValueError(f"tensor_parallel: mesh must have 1 dimension, got {mesh.ndim}")
     given: Any = model
-    reason = _why_not(given) if isinstance(given, GPT2) else _huggingface.why_not(given)
+    reason = _why_not(given, mesh.size()) if isinstance(given, GPT2) else _huggingface.why_not(given)
     if reason is not None:
         raise ValueError(f"tensor_parallel: {reason}")
     if given.lm_head.weight is not given.transformer.wte.weight:
@@ -106,9 +108,15 @@ def shard_placement(parameter: torch.nn.Parameter) -> Shard | None:
     return Shard(parameter.dim() - 1) if isinstance(parameter, DTensor) and parameter.placements == (heads,) else None
 
 
-def _why_not(model: GPT2) -> str | None:
-    if model.config.fp8 or model.config.fp8_head:
-        return "a model with fp8 or fp8_head is not supported"
+def _why_not(model: GPT2, processes: int) -> str | None:
+    if model.config.fp8:
+        return "a model with fp8 is not supported"
+    rows = -(-model.config.padded_vocab_size // processes)
+    if model.config.fp8_head and rows % ALIGNMENT:
+        return (
+            f"for fp8_head each process must have a multiple of {ALIGNMENT} rows of the vocabulary, got {rows} of "
+            f"{model.config.padded_vocab_size}"
+        )
     changed = _changed_part(model)
     return None if changed is None else f"{changed} was replaced or hooked"
 
@@ -158,6 +166,9 @@ class TensorParallelGPT2(DividedModel, GPT2):  # type: ignore[misc]
 
     def _recomputes(self, block: DividedBlock) -> bool:
         return self.transformer.recompute_blocks
+
+    def _float8(self) -> dict[str, bool]:
+        return {"fp8": self.config.fp8_head and self.training, "fp8_logits": self.config.fp8_logits}
 
     def forward(
         self, tokens: Tensor, targets: Tensor | None = None, *, return_logits: bool = True, ignore_index: int = -100
