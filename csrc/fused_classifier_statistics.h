@@ -38,7 +38,7 @@ struct ClassifierStatistics : ClassifierShard {
   const T* logits;              // (N, n)
 };
 
-// Out is T or Fp8Dlogit. With Fp8Dlogit, dlosses must be null, and logits must be aligned to 16 bytes.
+// Out is T or Fp8Dlogit. With Fp8Dlogit, dlosses must be null, and both matrices aligned to 16 bytes.
 template <typename T, typename Out = T>
 struct ClassifierFromStatistics : ClassifierShard {
   accumulate_t<T>* losses;            // (N)

@@ -28,7 +28,7 @@ void check_history(const char* op, const char* name, const OptionalTensor& histo
 
 void check_features(const char* op, const char* name, int64_t features);
 
-// cuBLASLt requires this alignment, which tensors from torch's allocator have.
+// cuBLASLt and packed stores require this alignment, which tensors from torch's allocator have.
 void check_fp8_aligned(const char* op, const char* name, const Tensor& t);
 
 Quantized allocate_quantized(const Tensor& x, ScalarType dtype, bool transposed, bool values = true);

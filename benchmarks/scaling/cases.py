@@ -76,6 +76,7 @@ def _cases(gpus: int) -> list[Case]:
             Case("torch-fsdp", "gpt2-xl", 8, 1024, gpus, worker="torch-fsdp"),
             Case("torch-tp", "gpt2-xl with 26 heads", 8, 1024, gpus, worker="torch-tp"),
             Case("head", HEAD, 0, 0, gpus, worker="ours-head"),
+            Case("head, fp8", HEAD, 0, 0, gpus, worker="ours-fp8-head"),
             Case("torch-head", HEAD, 0, 0, gpus, worker="torch-head"),
         ]
     return [

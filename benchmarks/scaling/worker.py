@@ -154,7 +154,8 @@ def measure_head(case, device, rows=8192, channels=4096, vocabulary=128256, repe
     del whole
 
     def ours():
-        return linear_cross_entropy(x, weight, targets, mesh.get_group(), padded_vocab_size=vocabulary)
+        fp8 = case == "ours-fp8-head"
+        return linear_cross_entropy(x, weight, targets, mesh.get_group(), padded_vocab_size=vocabulary, fp8=fp8)
 
     def torchs():
         logits = DTensor.from_local(F.linear(x, weight), mesh, [Shard(1)], run_check=False)
@@ -163,7 +164,7 @@ def measure_head(case, device, rows=8192, channels=4096, vocabulary=128256, repe
 
     def call():
         x.grad = weight.grad = None
-        if case == "ours-head":
+        if case != "torch-head":
             loss = ours()
             loss.backward()
         else:
@@ -226,7 +227,7 @@ def measure_rates(device, repeats=20):
 
 def main():
     cli = argparse.ArgumentParser()
-    cli.add_argument("case", choices=[*STEPS, "ours-head", "torch-head", "train", "rates"])
+    cli.add_argument("case", choices=[*STEPS, "ours-head", "ours-fp8-head", "torch-head", "train", "rates"])
     cli.add_argument("--sizes", type=json.loads, default={}, help="fields of GPT2Config")
     cli.add_argument("--options", type=json.loads, default={}, help='of "train": fields of TrainConfig')
     cli.add_argument("--recompute", action="store_true", help='of "ours-cp": recompute the layers in the backward')
