@@ -63,8 +63,8 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
     Raises:
         ValueError: if the mesh has several dimensions, the model is of another class, has float8 layers, its LM head is
             not tied, a module was replaced or hooked, an option is not supported, or P processes cannot divide the
-            heads, 4C or Vp so that each has a part, which for fp8_head is a multiple of 16 rows of Vp. The model is then
-            unchanged.
+            heads, 4C or Vp so that each has a part, which for fp8_head is a multiple of 16 rows of Vp. The model is
+            then unchanged.
     """
     if mesh.ndim != 1:
         raise ValueError(f"tensor_parallel: mesh must have 1 dimension, got {mesh.ndim}")
