@@ -25,6 +25,7 @@ from processes import forked
 
 RANKS, LONGEST_SAVES, LONGEST_WAIT, PATIENCE = 2, 0.4, 3, 60
 """The processes; the seconds for which they save, in which the other one may end, and in which they must begin."""
+MORE_ROUNDS = 20
 
 
 def fill(model, optimizer, step):
@@ -90,17 +91,22 @@ def check_newest(folder, committed):
 
 
 def kill_and_resume(folder, rounds, seed=0):
-    """Return the last complete step, and how many rounds have left how many folders of shards."""
+    """Kill until there was a complete checkpoint and an incomplete one, in `rounds` to `rounds + MORE_ROUNDS` rounds.
+
+    Return the last complete step, and how many rounds have left how many folders of shards.
+    """
     folder.mkdir(exist_ok=True)
     randomness = random.Random(seed)
     committed = forked.Value("q", 0, lock=False)
     remains = Counter()
-    for number in range(rounds):
+    for number in range(rounds + MORE_ROUNDS):
         remains[kill_while_saving(folder, number, randomness, committed)] += 1
         if (folder / "run" / CHECKPOINT).exists():
             committed.value = check_newest(folder, committed.value)
         else:
             assert committed.value == 0
+        if number + 1 >= rounds and committed.value and max(remains) > 1:
+            break
     return committed.value, remains
 
 
@@ -108,5 +114,5 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         step, remains = kill_and_resume(Path(folder), *map(int, sys.argv[1:]))
         print(
-            f"{sys.argv[1]} rounds, {step} checkpoints; rounds by the folders of shards found after a kill: {remains}"
+            f"{remains.total()} rounds, {step} checkpoints; rounds by the folders of shards found after a kill: {remains}"
         )

@@ -45,6 +45,7 @@ WAYS = {
     "grads_accumulated": ACCUMULATED | {"shard": "grads"},
     "params_accumulated": ACCUMULATED | {"shard": "params", "skip_update_lossz": 1e9, "recompute": "blocks"},
     "none_fp8": BFLOAT16 | {"fp8": True},
+    "none_fp8_resumed": BFLOAT16 | {"fp8": True},
     "params_fp8": BFLOAT16 | {"fp8": True, "shard": "params", "reduce_dtype": "float32"},
     "params_rounded": BFLOAT16 | {"master_weights": False, "shard": "params"},
     "params_autocast": {"dtype": "autocast", "shard": "params"},
@@ -72,6 +73,10 @@ def run_ways(folder, options):
         reductions.clear()
         if name == "resumed":
             result = resume(f"{folder}/resumed", steps=8, batch_size=2, **changes)
+        elif name == "none_fp8_resumed":
+            run = f"{folder}/{name}"
+            train(TrainConfig(**options | changes | {"output": run, "steps": 4}))
+            result = resume(run, steps=8)
         elif name == "changed":
             run = f"{folder}/changed"
             train(TrainConfig(**options | {"output": run, "steps": 4, "shard": "params"}))
@@ -143,6 +148,11 @@ def test_shards_of_parameters_change_no_bit(results, folder):
     for column in ("loss", "gradient_norm"):
         assert numbers(folder / "params", column) == numbers(folder / "grads", column)
     assert results["params"][:3] == results["grads"][:3]
+
+
+def test_each_process_resumes_with_its_float8_scales(results, folder):
+    for column in ("loss", "gradient_norm"):
+        assert numbers(folder / "none_fp8_resumed", column) == numbers(folder / "none_fp8", column)
 
 
 @pytest.mark.parametrize("way", ["none", "params", "params_fp8", "layers", "sequences"])

@@ -18,6 +18,7 @@ from gptkernels.trainer.config import TrainConfig
 from gptkernels.trainer.logs import CSV_COLUMNS, FIRST_COLUMNS, TrainingLog, TrainingStep
 from gptkernels.trainer.model import build_model
 from gptkernels.trainer.outliers import WINDOW, OutlierDetector, Skipping
+from gptkernels.trainer.processes import Processes
 from gptkernels.trainer.progress import show_progress
 from gptkernels.trainer.retention import kept_steps, numbered, retain
 from gptkernels.trainer.train import Trainer, resume
@@ -272,6 +273,13 @@ def test_a_kept_checkpoint_can_be_used_like_the_newest(options, tmp_path):
     assert_raises(ValueError, message, train_with, options, output=tmp_path / "new")
     message = r"checkpoint-00000004.safetensors: line 1 is not that of a log"
     assert_raises(ValueError, message, resume, str(output), steps=9, log_file=str(kept))
+
+
+def test_a_run_that_cannot_begin_leaves_the_process_group(options, monkeypatch):
+    closed = []
+    monkeypatch.setattr(Processes, "close", lambda _, failed: closed.append(failed))
+    assert_raises(ValueError, "tokens", train_with, options, sequence_length=2000)
+    assert closed == [True]
 
 
 def llmc_scores(values):

@@ -38,11 +38,6 @@ class Replicas(OneProcess):
         dtype = model.lm_head.weight.dtype
         self._dtype = getattr(torch, config.reduce_dtype) if config.reduce_dtype else dtype
         self._stream = torch.cuda.Stream() if processes.device.type == "cuda" else None
-        if processes.device.type == "cuda":
-            # A CUDA graph cannot contain work of the default stream, and DDP works on the stream on which it is made.
-            stream = torch.cuda.Stream()
-            stream.wait_stream(torch.cuda.current_stream())
-            torch.cuda.set_stream(stream)
         with warnings.catch_warnings():  # torch 2.13 deprecates the option, and has no other one for all versions
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             ddp = DistributedDataParallel(

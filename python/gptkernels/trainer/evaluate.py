@@ -1,5 +1,6 @@
 """Evaluates a model without training it: `gptkernels train --eval-only`."""
 
+from contextlib import closing
 from typing import Any, NamedTuple
 
 import torch
@@ -57,9 +58,7 @@ def evaluate_run(run: str | None = None, **given: Any) -> Evaluation:
 
 
 def _evaluate(config: TrainConfig, saved: TrainingState | None) -> Evaluation:
-    processes = Processes(config.device)
-    progress = show_progress(0, 0, processes.is_main)
-    try:
+    with Processes(config.device) as processes, closing(show_progress(0, 0, processes.is_main)) as progress:
         if config.tf32:
             torch.backends.cuda.matmul.allow_tf32 = True
         model = build_model(config, 1, saved).eval()
@@ -80,6 +79,3 @@ def _evaluate(config: TrainConfig, saved: TrainingState | None) -> Evaluation:
                 score = answer(OneProcess(model), data.questions, config.batch_tokens, processes)
             progress.say(str(score))
         return Evaluation(val_loss, score)
-    finally:
-        progress.close()
-        processes.close()

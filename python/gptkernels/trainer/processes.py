@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, distributed
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 
 from gptkernels._device import pick_device
@@ -25,7 +26,7 @@ class Processes:
 
     If `device` is "cuda", or is "auto" and there are GPUs, each process has its own GPU. If `adds_in_order` is true,
     values are added in the order of the ranks, and otherwise in an order that the backend chooses. An exchange fails
-    only after more than `watchdog` minutes.
+    only after more than `watchdog` minutes. Several processes on GPUs work on a CUDA stream of their own until `close`.
 
     Attributes:
         mesh: the processes as the dimensions of `layout`, or None if there is one process.
@@ -62,6 +63,13 @@ class Processes:
             self.mesh = make_mesh(sizes, self.device.type)
             self.batch_rank = self.mesh.get_local_rank("dp")
             self.data_mesh = self.mesh["dp", "cp"]._flatten("data") if sizes.cp > 1 else self.mesh["dp"]
+        self._given_stream: torch.cuda.Stream | None = None
+        if self.mesh is not None and self.device.type == "cuda":
+            # A CUDA graph cannot contain work of the default stream, and DDP works on the stream on which it is made.
+            self._given_stream = torch.cuda.current_stream()
+            stream = torch.cuda.Stream()
+            stream.wait_stream(self._given_stream)
+            torch.cuda.set_stream(stream)
 
     @property
     def is_main(self) -> bool:
@@ -105,9 +113,19 @@ class Processes:
         distributed.broadcast_object_list(values, src=0)
         return values[0]
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
+        """Leave the process group. If this process has failed, do not wait for the others, as NCCL otherwise does."""
+        if self._given_stream is not None:
+            torch.cuda.set_stream(self._given_stream)
         if self._opened and distributed.is_initialized():
-            distributed.destroy_process_group()
+            leave = distributed_c10d._abort_process_group if failed else distributed.destroy_process_group
+            leave()
+
+    def __enter__(self) -> "Processes":
+        return self
+
+    def __exit__(self, kind: object, *_: object) -> None:
+        self.close(failed=kind is not None)
 
 
 @contextmanager

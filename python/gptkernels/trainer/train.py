@@ -141,9 +141,15 @@ class Trainer:
         keep_log: bool = False,
     ) -> None:
         self.config = config
-        self.processes = processes = Processes(
-            config.device, config.deterministic_layout, config.parallel, config.watchdog
-        )
+        self.processes = Processes(config.device, config.deterministic_layout, config.parallel, config.watchdog)
+        try:
+            self._prepare(output, saved, keep_log)
+        except BaseException:
+            self.processes.close(failed=True)
+            raise
+
+    def _prepare(self, output: Path | None, saved: TrainingState | None, keep_log: bool) -> None:
+        config, processes = self.config, self.processes
         if config.tf32:
             torch.backends.cuda.matmul.allow_tf32 = True
         torch.manual_seed(config.seed)
@@ -197,7 +203,9 @@ class Trainer:
         self._log_path = self.output / LOG if config.log_file is None else Path(config.log_file)
         if is_other_file(str(self._log_path), self.output):
             raise ValueError(f"--log-file {self._log_path} is another file of this run")
-        self._writer = parallel.CheckpointWriter(self.output) if self._replicas.is_sharded else None
+        has_own_buffers = processes.world_size > 1 and next(self.model.buffers(), None) is not None
+        writes_shards = self._replicas.is_sharded or has_own_buffers
+        self._writer = parallel.CheckpointWriter(self.output) if writes_shards else None
 
     def _distribute(self) -> OneProcess:
         functional.mask_key = self.processes.batch_rank * MASK_KEY % 2**63
@@ -242,28 +250,28 @@ class Trainer:
 
         This method can be called only once.
         """
-        self._progress = show_progress(self.total_steps, self.step, self.processes.is_main)
-        self._log: TrainingLog | None = None
-        try:
-            self._peak_flops = peak_flops(self.processes.device)
-            self._memory = 0
-            if self.processes.is_main:
-                self._open_files()
-                if self._saved_step is not None:  # the run may have been killed before it removed old checkpoints
-                    self._retain(self._saved_step)
-            with self._watchdog, stop_on_signals(self.processes.is_main) as self._request, self._connection():
-                self._introduce()
-                try:
-                    self._train()
-                    return self._stop_early() if self._stop else self._finish_run()
-                finally:
-                    self._finish_save()
-        finally:
-            self._progress.close()
-            if self._log:
-                self._log.close()
-            self._step.close()
-            self.processes.close()
+        with self.processes:
+            self._progress = show_progress(self.total_steps, self.step, self.processes.is_main)
+            self._log: TrainingLog | None = None
+            try:
+                self._peak_flops = peak_flops(self.processes.device)
+                self._memory = 0
+                if self.processes.is_main:
+                    self._open_files()
+                    if self._saved_step is not None:  # the run may have been killed before it removed old checkpoints
+                        self._retain(self._saved_step)
+                with self._watchdog, stop_on_signals(self.processes.is_main) as self._request, self._connection():
+                    self._introduce()
+                    try:
+                        self._train()
+                        return self._stop_early() if self._stop else self._finish_run()
+                    finally:
+                        self._finish_save()
+            finally:
+                self._progress.close()
+                if self._log:
+                    self._log.close()
+                self._step.close()
 
     @contextmanager
     def _connection(self) -> Iterator[None]:
@@ -467,7 +475,7 @@ class Trainer:
         return tokens
 
     def _save(self) -> None:
-        """Write a checkpoint. If the parameters are divided, it is complete after `_finish_save`."""
+        """Write a checkpoint. If several processes write it, it is complete after `_finish_save`."""
         self._finish_pending()
         self._finish_save()
         with self._watchdog.watch("saving the checkpoint"):
