@@ -27,10 +27,12 @@ _PEAKS = {
 }
 
 
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type}"
+
+
 def peak_flops(device: torch.device) -> float | None:
-    if device.type != "cuda":
-        return None
-    name = torch.cuda.get_device_name(device)
+    name = device_name(device)
     return next((1e12 * peak for beginning, peak in _PEAKS.items() if name.startswith(beginning)), None)
 
 

@@ -114,5 +114,5 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         step, remains = kill_and_resume(Path(folder), *map(int, sys.argv[1:]))
         print(
-            f"{remains.total()} rounds, {step} checkpoints; rounds by the folders of shards found after a kill: {remains}"
+            f"{remains.total()} rounds, {step} checkpoints; rounds by the folders of shards after the kill: {remains}"
         )

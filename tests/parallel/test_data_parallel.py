@@ -4,7 +4,9 @@ A fixture starts two processes, which train once in each way of ``WAYS``. The te
 results of process 0.
 """
 
+import contextlib
 import functools
+import io
 import os
 import shutil
 import subprocess
@@ -85,11 +87,14 @@ def run_ways(folder, options):
         else:
             result = train(TrainConfig(**options | changes | {"output": f"{folder}/{name}"}))
         found[name] = result.val_loss, result.accuracy, result.sample, len(reductions)
+    trainer.device_name = lambda _: f"GPU {rank}"
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        train(TrainConfig(**options | {"output": f"{folder}/devices", "steps": 0}))
     versions = {"version": f"0.0.{rank}"}
     trainer.build = lambda: versions
     with pytest.raises(ValueError, match="version") as caught:
         train(TrainConfig(**options | {"output": f"{folder}/versions"}))
-    return found | {"versions": str(caught.value)}
+    return found | {"devices": output.getvalue(), "versions": str(caught.value)}
 
 
 def counting(function, calls):
@@ -217,6 +222,11 @@ def test_processes_of_different_versions_do_not_train(results, folder):
         "the version of gptkernels is 0.0.1 in process 1, but 0.0.0 in process 0; it must be the same in all processes"
     )
     assert not (folder / "versions").exists()
+
+
+def test_processes_with_different_gpus_train_with_a_warning(results):
+    warning = "warning: process 1 has GPU 1, process 0 GPU 0; all processes wait for the slowest one\n"
+    assert results["devices"].count(warning) == 1
 
 
 def test_one_process_continues_a_sharded_run(folder, options, results, tmp_path, alone):

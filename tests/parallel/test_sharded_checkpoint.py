@@ -181,7 +181,7 @@ def save_to_a_full_disk(folder):
     unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
     if dist.get_rank() == 1:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, unlimited[1]))
-    assert_raises(OSError, r"File too large: '.*/__1_0.distcp'", writer.save, trainer={"step": 3}, **values)
+    assert_raises(OSError, r"large in process 1: '.*/__1_0.distcp'", writer.save, trainer={"step": 3}, **values)
     resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
     assert read_checkpoint(run).trainer["step"] == 2
     assert steps_of_shards(run) == [1, 2, 3]

@@ -282,10 +282,12 @@ def _read_metadata(path: Path, sizes: Mapping[str, int]) -> Metadata:
 
 
 @contextmanager
-def raising_first_failure() -> Iterator[None]:
-    """Replace a CheckpointException by the exception of the first process that failed."""
+def raising_first_failure(names_process: bool = False) -> Iterator[None]:
+    """Replace a CheckpointException by the exception of the first process that failed, which an OSError can name."""
     try:
         yield
     except CheckpointException as error:
-        _, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        if names_process and isinstance(cause, OSError) and cause.errno is not None:
+            cause = OSError(cause.errno, f"{cause.strerror} in process {rank}", cause.filename)
         raise cause from error

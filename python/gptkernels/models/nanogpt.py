@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from gptkernels._device import device_name
 from gptkernels._device import peak_flops as peak_of
 from gptkernels.models.config import GPT2Config
 from gptkernels.models.transformer import Transformer
@@ -91,8 +92,7 @@ class NanoGPT(torch.nn.Module):
         device = self.lm_head.weight.device
         peak = peak_of(device) if peak_flops is None else peak_flops
         if peak is None:
-            name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type}"
-            raise ValueError(f"GPT2: the peak of {name} is not known: give peak_flops")
+            raise ValueError(f"GPT2: the peak of {device_name(device)} is not known: give peak_flops")
         for name, value in (("fwdbwd_per_iter", fwdbwd_per_iter), ("dt", dt), ("peak_flops", peak)):
             if not value > 0:
                 raise ValueError(f"GPT2: {name} must be above 0, got {value}")

@@ -84,7 +84,7 @@ class CheckpointWriter:
 
         Raises:
             ValueError: if a value cannot be saved.
-            OSError: if a process cannot write. Other processes raise the same error.
+            OSError: if a process cannot write. All processes raise this error, which has the number of the process.
         """
         self.wait()
         rank, ranks = dist.get_rank(), dist.get_world_size()
@@ -116,7 +116,7 @@ class CheckpointWriter:
         """Wait until the checkpoint of the last `save` is complete, and raise its error if it failed."""
         pending, self._pending = self._pending, None
         if pending is not None:
-            with raising_first_failure():
+            with raising_first_failure(names_process=True):
                 pending.result()
 
     def _make_folder(self, step: int) -> Path:

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, distributed
@@ -76,12 +76,16 @@ class Processes:
         """The main process writes files and prints."""
         return self.rank == 0
 
+    def gather(self, value: Value) -> list[Value]:
+        """Return the values of all processes, in the order of their ranks."""
+        values = [value] * self.world_size
+        if self.world_size > 1:
+            distributed.all_gather_object(values, value)
+        return values
+
     def check_equal(self, values: Mapping[str, object]) -> None:
         """Raise a ValueError, in all processes, if a process has another value than process 0."""
-        if self.world_size == 1:
-            return
-        found: list[Any] = [None] * self.world_size
-        distributed.all_gather_object(found, dict(values))
+        found = self.gather(dict(values))
         for rank, theirs in enumerate(found):
             for name, value in found[0].items():
                 if theirs[name] != value:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from gptkernels import _dtensor, functional, parallel
-from gptkernels._device import peak_flops
+from gptkernels._device import device_name, peak_flops
 from gptkernels._library import build
 from gptkernels.checkpoint import (
     CHECKPOINT,
@@ -545,6 +545,13 @@ class Trainer:
             f"run: steps {self.step} to {self.total_steps} of {self._tokens_per_step():,} tokens, "
             f"in {self.output}, log in {self._log_path}"
         )
+        first, *others = self.processes.gather(device_name(self.processes.device))
+        for rank, name in enumerate(others, 1):
+            if name != first:
+                self._progress.say(
+                    f"warning: process {rank} has {name}, process 0 {first}; all processes wait for the slowest one"
+                )
+                break
 
     def _describe_device(self) -> str:
         device, threads = self.processes.device, torch.get_num_threads()
