@@ -49,7 +49,14 @@ class Softmax(torch.nn.Softmax):
 
 
 class Dropout(torch.nn.Dropout):
-    """:class:`torch.nn.Dropout` with this package's kernel, which does not support ``inplace``."""
+    """:class:`torch.nn.Dropout` with this package's kernel, which does not support ``inplace``.
+
+    Attributes:
+        context_group: the process group over which the sequences are divided; None, the default, if they are not. The
+            input is then (B, T / R, C), this rank's tokens (:func:`gptkernels.parallel.split_sequence`).
+    """
+
+    context_group: "ProcessGroup | None" = None
 
     @functools.wraps(torch.nn.Dropout.__init__)  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -58,6 +65,10 @@ class Dropout(torch.nn.Dropout):
 
     def forward(self, input: Tensor) -> Tensor:
         """Drop elements in training mode; return ``input`` unchanged in evaluation mode."""
+        if self.context_group is not None and self.training and self.p:
+            from gptkernels.parallel import context  # imports this module
+
+            return context.dropout(input, self.p, self.context_group)
         return functional.dropout(input, self.p, self.training, self.inplace)
 
 
@@ -355,10 +366,9 @@ class CausalSelfAttention(torch.nn.Module):
 
         if cache is not None:
             raise ValueError("CausalSelfAttention: context parallelism does not support a cache of keys and values")
-        if dropout_p:
-            raise ValueError(f"CausalSelfAttention: context parallelism does not support dropout, got {dropout_p}")
         query, key, value = unpack(qkv, self.n_head)
-        return context_parallel_attention(query, key, value, group).transpose(1, 2).flatten(2)
+        out = context_parallel_attention(query, key, value, group, dropout_p=dropout_p)
+        return out.transpose(1, 2).flatten(2)
 
     def extra_repr(self) -> str:
         """Return the number of heads, and the dropout probability if it is not 0."""

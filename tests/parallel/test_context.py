@@ -16,7 +16,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gptkernels
 import small_models
-from gptkernels.models import GPT2, GPT2Config
 from gptkernels.optim import AdamW
 from gptkernels.parallel import context_parallel, context_parallel_attention, gather_sequence, split_sequence
 from gptkernels.swapping import attention_registration
@@ -31,6 +30,7 @@ pytestmark = [
 ]
 
 T, STEPS = 32, 20
+DROPPED = {"block_size": 128, "dropout": 0.3}
 SIZES = [2, 4]
 both_sizes = pytest.mark.parametrize("size", SIZES)
 
@@ -62,21 +62,22 @@ def make_model(**changes):
     return small_models.make_model("cpu", torch.float64, **{"block_size": T, **changes})
 
 
-def make_batch(seed, B=2):
+def make_batch(seed, B=2, length=T):
     """Make a batch with unequal numbers of ignored targets; in every fourth batch, the first rank has no target."""
-    tokens, targets = small_models.make_batch(B=B, length=T, seed=seed)
+    tokens, targets = small_models.make_batch(B=B, length=length, seed=seed)
     targets[0, : 3 + seed] = -100
     if seed % 4 == 3:
-        targets[:, : T // 4] = targets[:, -(T // 4) :] = -100
+        targets[:, : length // 4] = targets[:, -(length // 4) :] = -100
     return tokens, targets
 
 
-def train(model, group=None, steps=STEPS, B=2, **options):
+def train(model, group=None, steps=STEPS, B=2, length=T, **options):
     """Return the loss and the gradients of every step. Gradients are averaged by ``model``, losses here."""
+    torch.manual_seed(7)
     optimizer = AdamW(model.parameters(), lr=1e-2)
     losses, gradients = [], []
     for i in range(steps):
-        batch = make_batch(i, B)
+        batch = make_batch(i, B, length)
         if group is not None:
             batch = [split_sequence(t, group) for t in batch]
         loss = model(*batch, **options)[1]
@@ -129,6 +130,17 @@ def recomputed_and_chunked(group):
     return train(DistributedDataParallel(model, process_group=group), group, 4, return_logits=False)
 
 
+def dropped(group):
+    model = DistributedDataParallel(context_parallel(make_model(**DROPPED), group), process_group=group)
+    return train(model, group, 2, 3, DROPPED["block_size"])
+
+
+def dropped_and_recomputed(group):
+    model = context_parallel(make_model(**DROPPED), group)
+    model.transformer.recompute_blocks = True
+    return train(DistributedDataParallel(model, process_group=group), group, 2, 3, DROPPED["block_size"])
+
+
 def logits(group):
     """The embeddings are computed by their modules, because one of them has a hook."""
     model = context_parallel(make_model(), group)
@@ -153,8 +165,8 @@ def errors(group):
     out = context_parallel_attention(q, q, q, group)
     model = context_parallel(make_model(), group)
     tokens = torch.zeros(1, 4, dtype=torch.int64)
-    dropped = context_parallel(make_model(), group)
-    dropped.transformer.h[1].attn.dropout = 0.5
+    foreign = make_model()
+    foreign.transformer.drop = torch.nn.Dropout(0.1)
     return {
         "second derivative": message(torch.autograd.grad, out.sum(), q, create_graph=True),
         "odd": message(context_parallel_attention, q[:, :, 1:], q[:, :, 1:], q[:, :, 1:], group),
@@ -164,13 +176,17 @@ def errors(group):
         "generate": message(model.generate, tokens, 3),
         "cache": message(model.transformer, tokens, [gptkernels.nn.KeyValueCache(8)] * 2),
         "length": message(model, torch.zeros(1, T, dtype=torch.int64)),
-        "dropout": message(context_parallel, GPT2(GPT2Config(n_layer=1, n_embd=32, n_head=2, dropout=0.1)), group),
-        "attention dropout": message(dropped, tokens),
+        "dropout": message(context_parallel, foreign, group),
+        "dropout of 4 tokens": message(context_parallel_attention, q, q, q, group, dropout_p=0.5),
+        "probability": message(context_parallel_attention, q, q, q, group, dropout_p=1.5),
         "type": message(context_parallel, torch.nn.Linear(2, 2), group),
     }
 
 
-WAYS = [attention, autocast, sequences, ddp, recomputed_and_chunked, logits, mixed_precision, errors]
+WAYS = [
+    attention, autocast, sequences, ddp, recomputed_and_chunked, dropped, dropped_and_recomputed, logits,
+    mixed_precision, errors,
+]  # fmt: skip
 
 # The following functions are called in one group.
 
@@ -195,8 +211,9 @@ def with_fsdp(mesh):
 
 
 def compiled(group):
-    model = context_parallel(make_model(n_layer=1), group)
-    tokens, targets = [split_sequence(t, group) for t in make_batch(3)]
+    model = context_parallel(make_model(n_layer=1, **DROPPED), group)
+    tokens, targets = [split_sequence(t, group) for t in make_batch(3, length=DROPPED["block_size"])]
+    torch.manual_seed(7)
     loss = torch.compile(model, backend="aot_eager", fullgraph=True)(tokens, targets)[1]
     loss.backward()
     gradients = [mean_over_ranks(p.grad, group) for p in model.parameters()]
@@ -301,6 +318,13 @@ def test_recomputed_blocks_and_chunks_of_logits(size, results):
 
 
 @both_sizes
+@pytest.mark.parametrize("way", [dropped, dropped_and_recomputed])
+def test_masks_of_dropout_are_those_of_one_process(way, size, results):
+    expected = train(make_model(**DROPPED), steps=2, B=3, length=DROPPED["block_size"])
+    assert_same_training(results[way.__name__, size], expected)
+
+
+@both_sizes
 def test_gathered_logits(size, results):
     assert_same_training([results[logits.__name__, size]], [make_model()(make_batch(0)[0])[0]])
 
@@ -324,8 +348,9 @@ def test_fsdp_over_data_and_context_parallel_ranks(results):
 
 
 def test_compiled_without_graph_breaks(results):
-    model = make_model(n_layer=1)
-    loss = model(*make_batch(3))[1]
+    model = make_model(n_layer=1, **DROPPED)
+    torch.manual_seed(7)
+    loss = model(*make_batch(3, length=DROPPED["block_size"]))[1]
     loss.backward()
     gradients = torch.cat([p.grad.flatten() for p in model.parameters()])
     assert_same_training(results[compiled.__name__, 2], (loss, gradients))
@@ -354,7 +379,8 @@ def test_errors(size, results):
         "generate": "RuntimeError: GPT2: a model with context parallelism cannot generate",
         "cache": f"{layer} does not support a cache of keys and values",
         "length": f"ValueError: GPT2: {size * T} tokens are more than block_size {T}",
-        "dropout": "ValueError: context_parallel: dropout is not supported, got 0.1 in Dropout",
-        "attention dropout": f"{layer} does not support dropout, got 0.5",
+        "dropout": "ValueError: context_parallel: a dropout must be a gptkernels.nn.Dropout, got torch.nn.Dropout",
+        "dropout of 4 tokens": f"{attention}: with dropout, query must have a multiple of 32 tokens, got 4",
+        "probability": f"{attention}: dropout_p must be from 0 to 1, got 1.5",
         "type": "TypeError: context_parallel: the model must be or contain a GPT2, got Linear",
     }

@@ -55,6 +55,7 @@ WAYS = {
     "layers_accumulated": {"parallel": "tp=2", "batch_size": 2, "grad_accumulation": 2},
     "layers_fp8_head": BFLOAT16 | {"parallel": "tp=2", "batch_size": 4, "fp8_head": True, "fp8_logits": True},
     "sequences": {"parallel": "cp=2", "batch_size": 4},
+    "sequences_dropped": {"parallel": "cp=2", "batch_size": 4, "sequence_length": 64, "dropout": 0.2},
     "sequences_params": {"parallel": "cp=2", "batch_size": 4, "shard": "params"},
     "resumed": {"shard": "params"},
     "changed": {},

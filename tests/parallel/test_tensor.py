@@ -4,6 +4,8 @@ A fixture starts four processes, which train once in each way of ``WAYS``. In mo
 the same. The tests read the results of process 0.
 """
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -120,11 +122,15 @@ def with_fsdp():
     return train(model, rows=slice(2 * rank, 2 * rank + 2), return_logits=False)
 
 
-def with_sequences():
+LONG = {"block_size": 64}
+
+
+def with_sequences(**changes):
     """Divide the layers and the sequences of two processes each; the gradients of the sequences are averaged."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("cp", "tp"))
-    model = context_parallel(divided(make_model(), mesh["tp"]), mesh["cp"])
-    batch = small_models.make_batch(B=2)
+    model = context_parallel(divided(make_model(**LONG, **changes), mesh["tp"]), mesh["cp"])
+    batch = small_models.make_batch(B=3, length=LONG["block_size"])
+    torch.manual_seed(7)
     loss = model(*(split_sequence(t, mesh["cp"]) for t in batch), return_logits=False)[1]
     loss.backward()
     found = {}
@@ -199,8 +205,8 @@ def untied(model):
 
 def run_ways():
     others = {
-        "fsdp": with_fsdp, "sequences": with_sequences, "logits": logits_and_parameters, "initialised": initialised,
-        "errors": errors,
+        "fsdp": with_fsdp, "sequences": with_sequences, "dropped_sequences": partial(with_sequences, dropout=0.3),
+        "logits": logits_and_parameters, "initialised": initialised, "errors": errors,
     }  # fmt: skip
     return {way: run_case(way, run_way, way) for way in WAYS} | {name: function() for name, function in others.items()}
 
@@ -238,10 +244,12 @@ def test_fsdp_of_a_divided_model(results):
         torch.testing.assert_close(state[name], t, rtol=1e-8, atol=1e-8)
 
 
-def test_divided_layers_and_sequences(results):
-    loss, gradients = results["sequences"]
-    model = make_model()
-    expected = model(*small_models.make_batch(B=2), return_logits=False)[1]
+@pytest.mark.parametrize(("way", "changes"), [("sequences", {}), ("dropped_sequences", {"dropout": 0.3})])
+def test_divided_layers_and_sequences(way, changes, results):
+    loss, gradients = results[way]
+    model = make_model(**LONG, **changes)
+    torch.manual_seed(7)
+    expected = model(*small_models.make_batch(B=3, length=LONG["block_size"]), return_logits=False)[1]
     expected.backward()
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
     for name, p in model.named_parameters():

@@ -68,7 +68,9 @@ class Block(torch.nn.Module):
 
 def _pending(values: Tensor, bias: Tensor | None, dropout: torch.nn.Module) -> Pending:
     if is_unmodified(dropout, nn.Dropout):
-        return Pending(values, bias, draw(cast(nn.Dropout, dropout).p if dropout.training else 0.0, values))
+        p = cast(nn.Dropout, dropout).p if dropout.training else 0.0
+        if not p or dropout.context_group is None:
+            return Pending(values, bias, draw(p, values))
     return Pending(dropout(values if bias is None else values + bias.to(values.dtype)))
 
 

@@ -9,6 +9,7 @@ The block is one node of autograd's graph. The backward gathers the norms' outpu
 rows and all channels is stored.
 """
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -25,20 +26,12 @@ from gptkernels.parallel._collectives import (
     start_reduce_scatter,
     wait,
 )
+from gptkernels.parallel._dropout import RowDropout, join
 from gptkernels.parallel.context import attend, attend_backward
 from gptkernels.rules import ops
 from gptkernels.rules._autocast import below
 from gptkernels.rules._register import present
-from gptkernels.rules.attention import unpack
-
-
-class RowDropout(NamedTuple):
-    """A dropout of this process's rows. first_index is the flat index of their first element in all rows."""
-
-    p: float = 0.0
-    seed: Tensor | None = None
-    offset: Tensor | None = None
-    first_index: int = 0
+from gptkernels.rules.attention import packed_options, unpack
 
 
 class HeadDropout(NamedTuple):
@@ -78,7 +71,7 @@ class ShardedBlock(torch.autograd.Function):
         qkv_weight, attn_proj_weight, fc_weight, mlp_proj_weight = weights = [w.to(low) for w in p.weights()]
         qkv_bias, fc_bias = (None if b is None else b.to(low) for b in (p.qkv_bias, p.fc_bias))
         with below():
-            norm_1, residual_1, mean_1, rstd_1 = _add_and_norm(
+            norm_1, residual_1, mean_1, rstd_1 = add_and_norm(
                 values, stream, p.norm_1_weight, p.norm_1_bias, plan.epsilons[0], bias, dropouts.values
             )
             norm_1 = norm_1.to(low)
@@ -86,10 +79,11 @@ class ShardedBlock(torch.autograd.Function):
             if context_group is None:
                 attended, logsumexp = ops.attention.default(qkv, plan.heads, plan.scale, *dropouts.attention)
             else:
-                out, logsumexp = attend(*unpack(qkv, plan.heads), context_group, True, plan.scale)  # type: ignore[arg-type, call-arg]
+                options = packed_options(plan.scale, *dropouts.attention)
+                out, logsumexp = attend(*unpack(qkv, plan.heads), context_group, options)  # type: ignore[call-arg, arg-type]
                 attended = out.transpose(1, 2).flatten(2)
             added = reduce_scatter(ops.linear.default(attended.flatten(0, 1), attn_proj_weight, None), group)
-            norm_2, residual_2, mean_2, rstd_2 = _add_and_norm(
+            norm_2, residual_2, mean_2, rstd_2 = add_and_norm(
                 added, residual_1, p.norm_2_weight, p.norm_2_bias, plan.epsilons[1], p.attn_proj_bias,
                 dropouts.attention_output,
             )  # fmt: skip
@@ -132,7 +126,8 @@ class ShardedBlock(torch.autograd.Function):
                 )
             else:
                 dout, out = (t.unflatten(2, (plan.heads, -1)).transpose(1, 2) for t in (dattended, attended))
-                parts = attend_backward(dout, *unpack(qkv, plan.heads), out, logsumexp, context_group, True, plan.scale)
+                options = packed_options(plan.scale, *dropouts.attention)
+                parts = attend_backward(dout, *unpack(qkv, plan.heads), out, logsumexp, context_group, options)
                 dqkv = torch.cat([part.transpose(1, 2).flatten(2) for part in parts], 2)
             linear = dqkv.flatten(0, 1), wait(norm_1_all), qkv_weight
             dnorm_1 = start_reduce_scatter(ops.linear_backward.default(*linear, (True, False, False))[0], group)
@@ -156,7 +151,7 @@ def _sequences(rows: Tensor, length: int) -> Tensor:
     return rows.view(-1, length, rows.shape[-1])
 
 
-def _add_and_norm(
+def add_and_norm(
     x: Tensor | None,
     residual: Tensor,
     weight: Tensor | None,
@@ -169,7 +164,11 @@ def _add_and_norm(
     if x is None:
         out, mean, rstd = ops.layernorm.default(residual, weight, bias, eps)
         return out, residual, mean, rstd
-    return ops.residual_layernorm.default(x, residual, weight, bias, eps, x_bias, *dropout)  # type: ignore[no-any-return]
+    found = [
+        ops.residual_layernorm.default(*rows, weight, bias, eps, x_bias, *dropout[:3], first)
+        for *rows, first in dropout.by_range(x, residual)
+    ]
+    return tuple(map(join, zip(*found, strict=True)))
 
 
 def _add_and_norm_backward(
@@ -183,12 +182,18 @@ def _add_and_norm_backward(
     mask: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
     """Return the gradients of x, weight, bias, x_bias and the residual, or None where the mask is False."""
-    args = dout, dsum, sum, weight, mean, rstd
     if dropout.p or dout.dtype != sum.dtype:
-        *drawn, first_index = dropout
-        return present(ops.residual_layernorm_dropout_backward.default(*args, *drawn, mask, first_index), mask)
+        op, drawn = ops.residual_layernorm_dropout_backward.default, dropout[:3]
+        of_ranges = [
+            present(op(dout, dsum, sum, weight, mean, rstd, *drawn, mask, first), mask)
+            for dout, dsum, sum, mean, rstd, first in dropout.by_range(dout, dsum, sum, mean, rstd)
+        ]
+        of_x, *of_parameters, of_residual = zip(*of_ranges, strict=True)
+        totals = (None if parts[0] is None else functools.reduce(torch.add, parts) for parts in of_parameters)
+        return join(of_x), *totals, join(of_residual)
     needs_x, *needs, needs_residual = mask
-    dx, *found = ops.residual_layernorm_bias_backward.default(*args, (needs_x or needs_residual, *needs))
+    some = needs_x or needs_residual, *needs
+    dx, *found = ops.residual_layernorm_bias_backward.default(dout, dsum, sum, weight, mean, rstd, some)
     return present((dx, *found, dx), mask)
 
 

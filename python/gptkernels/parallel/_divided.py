@@ -20,8 +20,9 @@ from gptkernels.block.node import Dropout, Plan
 from gptkernels.block.tensors import BlockParameters
 from gptkernels.models.recompute import checkpointed
 from gptkernels.parallel import vocabulary
-from gptkernels.parallel._block import Dropouts, HeadDropout, RowDropout, ShardedBlock
+from gptkernels.parallel._block import Dropouts, HeadDropout, ShardedBlock, add_and_norm
 from gptkernels.parallel._collectives import Gather, all_reduce_many
+from gptkernels.parallel._dropout import RowDropout, drop_rows, place
 from gptkernels.rules import ops
 from gptkernels.rules._autocast import autocast_dtype
 
@@ -145,8 +146,9 @@ def _local(group: ProcessGroup, *parameters: Tensor | None) -> list[Any]:
 # ---- models ----------------------------------------------------------------------------------------------------------
 
 
-def _of_rows(dropout: Dropout, group: ProcessGroup, rows: Tensor) -> RowDropout:
-    return RowDropout(*dropout, first_index=group.rank() * rows.numel())
+def _of_rows(module: Any, dropout: Dropout, rows: Tensor, length: int) -> RowDropout:
+    """Apply a dropout of the whole tensor to this process's rows of sequences of ``length`` tokens."""
+    return place(dropout, rows, module.group.rank() * len(rows), length, module.context_group)
 
 
 class DividedBlock(Module):
@@ -157,6 +159,10 @@ class DividedBlock(Module):
     attn: Any
     ln_2: Any
     mlp: Any
+
+    @property
+    def context_group(self) -> ProcessGroup | None:
+        return getattr(self.attn, "context_group", None)
 
     def _plan(self, low: torch.dtype) -> Plan | None:
         """Return the options of the whole layer, or None if one of its parts was replaced or hooked."""
@@ -194,26 +200,26 @@ class DividedBlock(Module):
             p = p._replace(qkv_weight=p.qkv_weight.flatten(0, 2), attn_proj_weight=p.attn_proj_weight.flatten(1))
         p = p._replace(qkv_bias=None if p.qkv_bias is None else p.qkv_bias.flatten())
         of_attention, of_attention_output, of_mlp = dropouts
-        context_group = getattr(attn, "context_group", None)
-        if context_group is not None and (of_attention.p or of_attention_output.p):
-            raise ValueError("GPT2: dropout is not supported with context parallelism")
         values, bias, of_values = pending or (None, None, RowDropout())
         first_head = group.rank() * -(-plan.heads // group.size())
         divided = Dropouts(
-            of_values, HeadDropout(*of_attention, first_head, plan.heads), _of_rows(of_attention_output, group, stream)
+            of_values,
+            HeadDropout(*of_attention, first_head, plan.heads),
+            _of_rows(self, of_attention_output, stream, length),
         )
         head_size = stream.shape[1] // plan.heads
         plan = plan._replace(heads=len(p.qkv_weight) // (3 * head_size), transposed=False)
-        stream, values = ShardedBlock.apply(plan, group, context_group, length, divided, stream, values, bias, *p)
+        stream, values = ShardedBlock.apply(plan, group, self.context_group, length, divided, stream, values, bias, *p)
         if mlp_proj_bias is not None:
             mlp_proj_bias = mlp_proj_bias.clone()  # FSDP frees the memory of the layer's parameters after this call
-        return stream, (values, mlp_proj_bias, _of_rows(of_mlp, group, stream))
+        return stream, (values, mlp_proj_bias, _of_rows(self, of_mlp, stream, length))
 
 
 class DividedModel(Module):
     """A divided language model."""
 
     group: ProcessGroup
+    context_group: ProcessGroup | None = None
     layout: Layout
     transformer: Any
     lm_head: Any
@@ -269,9 +275,8 @@ class DividedModel(Module):
     def _hidden(self, stream: Tensor, length: int, draw: Callable[[float], Dropout]) -> Tensor:
         """Return this process's rows of the final norm's output, (n, C)."""
         group, transformer = self.group, self.transformer
-        dropout = _of_rows(draw(transformer.drop.p if transformer.drop.training else 0.0), group, stream)
-        if dropout.p:
-            stream = ops.dropout.default(stream, *dropout)
+        dropout = draw(transformer.drop.p if transformer.drop.training else 0.0)
+        stream = drop_rows(stream, _of_rows(self, dropout, stream, length))
         pending: Any = None
         for block in transformer.h:
             args = block, stream, pending, length, [draw(p) for p in block._probabilities()]
@@ -282,7 +287,7 @@ class DividedModel(Module):
         values, bias, dropout = pending
         norm = transformer.ln_f
         norm_weight, norm_bias = _local(group, norm.weight, norm.bias)
-        return ops.residual_layernorm.default(values, stream, norm_weight, norm_bias, norm.eps, bias, *dropout)[0]  # type: ignore[no-any-return]
+        return add_and_norm(values, stream, norm_weight, norm_bias, norm.eps, bias, dropout)[0]  # type: ignore[no-any-return]
 
 
 def whole_state_dict(model: torch.nn.Module) -> dict[str, Tensor]:

@@ -16,10 +16,18 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
+from gptkernels import functional
+from gptkernels.block.fused import draw
 from gptkernels.parallel._collectives import reduce_scatter, refuse_second_derivative, start_gather, wait
+from gptkernels.parallel._dropout import drop_rows, place
 from gptkernels.rules import ops
 from gptkernels.rules._autocast import autocast_dtype
-from gptkernels.rules._register import accumulate_dtype
+from gptkernels.rules._register import accumulate_dtype, save, saved
+from gptkernels.rules.attention import Options
+
+DROPOUT_TOKENS = 32
+"""With dropout of attention weights, a rank's number of tokens is a multiple of this: the heads and the tails begin at
+multiples of the 16 rows whose masks have common random numbers (``csrc/philox.h``)."""
 
 
 def _as_group(group: ProcessGroup | DeviceMesh) -> ProcessGroup:
@@ -92,23 +100,30 @@ def _unpack(packed: Tensor) -> tuple[Tensor, ...]:
     return packed.permute(1, 2, 3, 0, 4).unbind()
 
 
-def _queries(query: Tensor, group: ProcessGroup, is_causal: bool) -> Iterator[tuple[slice, int, int]]:
-    """Yield for head and tail: the slice of this rank's queries, their place in the sequence, and the keys they see."""
+def _queries(query: Tensor, group: ProcessGroup, options: Options) -> Iterator[tuple[slice, int, Options]]:
+    """Yield for head and tail: the slice of this rank's queries, the number of keys they see, and their options."""
     length, last = query.shape[2] // 2, 2 * group.size() - 1
     for i, chunk in enumerate((group.rank(), last - group.rank())):
-        keys = chunk + 1 if is_causal else last + 1
-        yield slice(i * length, (i + 1) * length), chunk * length, keys * length
+        keys, first = chunk + 1 if options.is_causal else last + 1, chunk * length
+        placed = options._replace(query_offset=first, first_query=first if options.dropout_p else 0)
+        yield slice(i * length, (i + 1) * length), keys * length, placed
 
 
-def attend(
-    query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, is_causal: bool, scale: float | None
-) -> tuple[Tensor, Tensor]:
-    """Return the output (B, NH, T / R, HS) and the scores' logsumexp (B, NH, T / R), without gradients."""
+def attend(query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, options: Options) -> tuple[Tensor, Tensor]:
+    """Return the output (B, NH, T / R, HS) and the scores' logsumexp (B, NH, T / R), without gradients.
+
+    The options have no mask and no bounds of keys; ``query_offset`` and ``first_query`` have no effect.
+    """
+    if options.dropout_p and query.shape[2] % DROPOUT_TOKENS:
+        raise ValueError(
+            f"context_parallel_attention: with dropout, query must have a multiple of {DROPOUT_TOKENS} tokens, got "
+            f"{query.shape[2]}"
+        )
     keys, values = _unpack(_in_order(start_gather(_pack(key, value), group), group))
     outs, logsumexps = [], []
-    for part, offset, end in _queries(query, group, is_causal):
+    for part, end, placed in _queries(query, group, options):
         out, logsumexp = ops.scaled_dot_product_attention.default(
-            query[:, :, part], keys[:, :, :end], values[:, :, :end], None, 0.0, is_causal, scale, offset
+            query[:, :, part], keys[:, :, :end], values[:, :, :end], *placed
         )
         outs.append(out.transpose(1, 2))  # (B, T, NH, HS) is the order of dimensions in memory
         logsumexps.append(logsumexp)
@@ -123,8 +138,7 @@ def attend_backward(
     out: Tensor,
     logsumexp: Tensor,
     group: ProcessGroup,
-    is_causal: bool,
-    scale: float | None,
+    options: Options,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of this rank's query, key and value."""
     gathered = start_gather(_pack(key, value), group)
@@ -134,10 +148,10 @@ def attend_backward(
     del gathered
     dkeys, dvalues = _unpack(sums)
     dqueries = []
-    for part, offset, end in _queries(query, group, is_causal):
+    for part, end, placed in _queries(query, group, options):
         dquery, dkey, dvalue = ops.scaled_dot_product_attention_backward.default(
             dout[:, :, part], None, query[:, :, part], keys[:, :, :end], values[:, :, :end], out[:, :, part],
-            logsumexp[:, :, part], None, 0.0, is_causal, scale, offset,
+            logsumexp[:, :, part], *placed,
         )  # fmt: skip
         dqueries.append(dquery)
         dkeys[:, :, :end].add_(dkey)
@@ -150,17 +164,19 @@ def attend_backward(
 class _ContextParallelAttention(torch.autograd.Function):
     @staticmethod
     def forward(  # type: ignore[no-untyped-def]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, is_causal: bool, scale: float | None
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, group: ProcessGroup, *options: Any
     ):
-        ctx.options = group, is_causal, scale
-        out, logsumexp = attend(query, key, value, *ctx.options)
-        ctx.save_for_backward(query, key, value, out, logsumexp)
+        ctx.group = group
+        out, logsumexp = attend(query, key, value, group, Options(*options))
+        save(ctx, query, key, value, out, logsumexp, *options)
         return out
 
     @staticmethod
     def backward(ctx: Any, dout: Tensor):  # type: ignore[no-untyped-def]
         refuse_second_derivative("context_parallel_attention")
-        return *attend_backward(dout, *ctx.saved_tensors, *ctx.options), None, None, None
+        query, key, value, out, logsumexp, *options = saved(ctx)
+        gradients = attend_backward(dout, query, key, value, out, logsumexp, ctx.group, Options(*options))
+        return *gradients, *(None,) * (1 + len(options))
 
 
 def context_parallel_attention(
@@ -171,6 +187,7 @@ def context_parallel_attention(
     *,
     is_causal: bool = True,
     scale: float | None = None,
+    dropout_p: float = 0.0,
 ) -> Tensor:
     """Compute attention over sequences of T tokens, of which each of R ranks has a head and a tail, T / R tokens.
 
@@ -184,12 +201,15 @@ def context_parallel_attention(
         group: the process group, or a mesh of one dimension.
         is_causal: whether a query sees only the keys up to its own position in the sequence.
         scale: the factor of the scores; None is 1/sqrt(HS).
+        dropout_p: the probability with which an attention weight is dropped, from 0 to 1. All ranks must have the same
+            random seed; the mask is then that of the whole sequences.
 
     Returns:
         The output (B, NH, T / R, HS).
 
     Raises:
-        ValueError: if T / R is odd, or not the same for query and key.
+        ValueError: if T / R is odd, or not the same for query and key; if ``dropout_p`` is out of range, or not 0 while
+            T / R is not a multiple of 32.
         RuntimeError: for a second derivative.
     """
     name = "context_parallel_attention"
@@ -199,10 +219,19 @@ def context_parallel_attention(
             f"{name}: key and value must have one shape and the {query.shape[2]} tokens of query, "
             f"got {tuple(key.shape)} and {tuple(value.shape)}"
         )
+    functional._check_dropout(name, "dropout_p", dropout_p)
     low = autocast_dtype(query.device.type)
     if low is not None and query.dtype != torch.float64:
         query, key, value = query.to(low), key.to(low), value.to(low)
-    return _ContextParallelAttention.apply(query, key, value, _as_group(group), is_causal, scale)  # type: ignore[no-any-return]
+    _, seed, offset = draw(dropout_p, query)
+    options = Options(dropout_p=dropout_p, is_causal=is_causal, scale=scale, seed=seed, offset=offset)
+    return _ContextParallelAttention.apply(query, key, value, _as_group(group), *options)  # type: ignore[no-any-return]
+
+
+def dropout(x: Tensor, p: float, group: ProcessGroup) -> Tensor:
+    """Apply dropout to this rank's tokens, x (B, T / R, C), with the mask of the whole sequences."""
+    rows = x.flatten(0, 1)
+    return drop_rows(rows, place(draw(p, x), rows, 0, x.shape[1], group)).view_as(x)
 
 
 def context_parallel(model: torch.nn.Module, group: ProcessGroup | DeviceMesh) -> torch.nn.Module:
@@ -214,6 +243,9 @@ def context_parallel(model: torch.nn.Module, group: ProcessGroup | DeviceMesh) -
     The gradients of the whole sequences are thus the mean over the ranks, as with data parallelism: use DDP or FSDP2
     with a process group of all data-parallel and context-parallel ranks.
 
+    For dropout, the R ranks need the same random seed, and T / R must be a multiple of 32; the masks are those of the
+    whole sequences.
+
     Each layer runs single operators instead of one autograd node. ``generate`` raises an error.
 
     Args:
@@ -224,7 +256,7 @@ def context_parallel(model: torch.nn.Module, group: ProcessGroup | DeviceMesh) -
         The model.
 
     Raises:
-        ValueError: if the model has dropout.
+        ValueError: if the model has a dropout of another class than :class:`gptkernels.nn.Dropout`.
         TypeError: if the model contains no layer of a ``GPT2``.
     """
     from gptkernels import nn
@@ -234,12 +266,11 @@ def context_parallel(model: torch.nn.Module, group: ProcessGroup | DeviceMesh) -
     parts = [part for part in model.modules() if isinstance(part, nn.CausalSelfAttention | Transformer | GPT2)]
     if not parts:
         raise TypeError(f"context_parallel: the model must be or contain a GPT2, got {type(model).__name__}")
-    for part in model.modules():
-        is_attention = isinstance(part, nn.CausalSelfAttention)
-        p = part.dropout if is_attention else part.p if isinstance(part, torch.nn.Dropout) else 0.0
-        if p:
-            raise ValueError(f"context_parallel: dropout is not supported, got {p} in {type(part).__name__}")
-    for part in parts:
+    dropouts = [part for part in model.modules() if isinstance(part, torch.nn.Dropout)]
+    for dropout in dropouts:
+        if not isinstance(dropout, nn.Dropout) and dropout.p:
+            raise ValueError("context_parallel: a dropout must be a gptkernels.nn.Dropout, got torch.nn.Dropout")
+    for part in (*parts, *dropouts):
         part.context_group = _as_group(group)
     return model
 

@@ -174,18 +174,18 @@ def unpack(qkv: Tensor, num_heads: int) -> tuple[Tensor, ...]:
     return qkv.unflatten(2, (3, num_heads, -1)).permute(2, 0, 3, 1, 4).unbind()
 
 
-def _packed_options(scale, dropout_p=0.0, *rest):
+def packed_options(scale, dropout_p=0.0, *rest):
     return Options(None, dropout_p, True, scale, 0, None, None, *rest)
 
 
 def packed_formula(qkv, num_heads, *options):
-    out, _ = forward_formula(*unpack(qkv, num_heads), *_packed_options(*options))
+    out, _ = forward_formula(*unpack(qkv, num_heads), *packed_options(*options))
     return out.transpose(1, 2).flatten(2), None
 
 
 def packed_backward_formula(dout, qkv, out, logsumexp, num_heads, *options):
     dout = dout.unflatten(2, (num_heads, -1)).transpose(1, 2)
-    gradients = backward_formula(dout, None, *unpack(qkv, num_heads), out, logsumexp, *_packed_options(*options))
+    gradients = backward_formula(dout, None, *unpack(qkv, num_heads), out, logsumexp, *packed_options(*options))
     return torch.stack(gradients).permute(1, 3, 0, 2, 4).flatten(2)
 
 

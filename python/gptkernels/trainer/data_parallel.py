@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gptkernels.models import GPT2
 from gptkernels.parallel._divided import whole_state_dict
-from gptkernels.parallel.context import context_parallel, whole_sequences
+from gptkernels.parallel.context import DROPOUT_TOKENS, context_parallel, whole_sequences
 from gptkernels.parallel.tensor import TensorParallelGPT2, shard_placement, tensor_parallel
 from gptkernels.trainer.config import TrainConfig
 from gptkernels.trainer.one_process import OneProcess, Value, move
@@ -159,9 +159,10 @@ def _check_layout(config: TrainConfig, averages_gradients: bool, divides_layers:
     for option, given in (("--deterministic-layout", config.deterministic_layout), ("--compile", config.compile)):
         if given:
             raise ValueError(f"--parallel is {config.parallel}: {option} is only for tp=1 and cp=1")
-    if config.sequence_length % (2 * cp):
+    multiple = cp * (DROPOUT_TOKENS if config.dropout and cp > 1 else 2)
+    if config.sequence_length % multiple:
         raise ValueError(
-            f"--parallel is {config.parallel}: --sequence-length must be a multiple of {2 * cp}, is "
+            f"--parallel is {config.parallel}: --sequence-length must be a multiple of {multiple}, is "
             f"{config.sequence_length}"
         )
     if not averages_gradients and (config.shard != "none" or config.reduce_dtype):
