@@ -42,6 +42,11 @@ def held(t: Any) -> Tensor:
     return t if place_of(t) is None else t.to_local()
 
 
+def whole(t: Any) -> Tensor:
+    """Gather a whole DTensor in each process; return any other tensor itself."""
+    return t if place_of(t) is None else t.full_tensor()
+
+
 def first_indices(t: Any) -> tuple[int, ...]:
     """Return the index in each dimension at which this process's part of a DTensor begins; zeros for other tensors."""
     if place_of(t) is None:

@@ -29,6 +29,17 @@ def are_unmodified(*parts: tuple[torch.nn.Module, type[torch.nn.Module]]) -> boo
     return not _has_any_global_hook()
 
 
+def is_fully_sharded(module: torch.nn.Module, kind: type[torch.nn.Module]) -> bool:
+    """Return whether a call of ``module`` would run ``kind.forward`` and the hooks of FSDP2, and nothing else."""
+    bases = type(module).__bases__  # fully_shard replaces the class by a subclass of FSDPModule and of the class
+    return (
+        len(bases) == 2
+        and bases[0].__module__.startswith("torch.distributed.fsdp")
+        and bases[1] is kind
+        and runs_only_its_forward(module, "torch.distributed.fsdp._fully_shard._fsdp_state")
+    )
+
+
 def is_exporting() -> bool:
     """Return whether ``torch.export`` traces this call without dynamo.
 

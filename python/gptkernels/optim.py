@@ -49,6 +49,8 @@ class AdamW(torch.optim.AdamW):
         max_grad_norm: may be set between steps. It is not part of the state dict.
         found_inf: None, or a float32 tensor of one element on the parameters' device; if it is not 0, the step is
             skipped. A GradScaler sets it, and other code may.
+        gathers_norm: False, or True to compute the norm of DTensors' gradients from the whole gradients, which each
+            process gathers and must have memory for. The norm then has the bits of one process's.
         grad_norm: with ``max_grad_norm``, the norm of the last step's gradients before clipping (and after division by
             a GradScaler's scale), 0-dim float32 on the gradients' device; otherwise None.
 
@@ -59,6 +61,7 @@ class AdamW(torch.optim.AdamW):
     _step_supports_amp_scaling = True  # GradScaler then sets grad_scale and found_inf before it calls step
     max_grad_norm: float | None = None
     found_inf: Tensor | None = None
+    gathers_norm: bool = False
     grad_norm: Tensor | None = None
 
     def __init__(
@@ -160,7 +163,11 @@ class AdamW(torch.optim.AdamW):
     def _norm(self, groups: "list[_Alike]") -> Tensor | None:
         if self.max_grad_norm is None:
             return None
-        norm = _total_norm(_by_place((alike.place, alike.grads) for alike in groups))
+        if self.gathers_norm:
+            parameters = (p for group in self.param_groups for p in group["params"])
+            norm = gradient_norm([p.grad for p in parameters if p.grad is not None], gather=True)
+        else:
+            norm = _total_norm(_by_place((alike.place, alike.grads) for alike in groups))
         scale = getattr(self, "grad_scale", None)
         return norm if scale is None else norm / scale.to(norm.device)
 
@@ -327,8 +334,13 @@ def _norm_of(tensors: list[Tensor]) -> Tensor:
     return below_autograd(ops.global_norm.default, tensors)  # type: ignore[no-any-return]
 
 
-def gradient_norm(grads: Sequence[Tensor]) -> Tensor:
-    """Return the norm of all gradients together, 0-dim float32; DTensors count as whole tensors."""
+def gradient_norm(grads: Sequence[Tensor], gather: bool = False) -> Tensor:
+    """Return the norm of all gradients together, 0-dim float32; DTensors count as whole tensors.
+
+    With ``gather`` each process gathers all DTensors, and the norm has the bits of one process's.
+    """
+    if gather:
+        grads = [*map(_dtensor.whole, grads)]
     places = [_dtensor.place_of(grad) for grad in grads]
     return _total_norm(
         _by_place((place, [_dtensor.local(grad, place)]) for place, grad in zip(places, grads, strict=True))

@@ -610,19 +610,41 @@ def test_two_processes_train_as_one_with_twice_the_batch(options, device, tmp_pa
     assert two == pytest.approx(one, rel=1e-4)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_the_layout_changes_no_bit(options, device, tmp_path, dtype):
-    """Four processes have the variables of torchrun, and a store of this process for their addresses, as torchrun's."""
-    if device.type == "cuda" and torch.cuda.device_count() < 4:
-        pytest.skip("needs a GPU for each process")
-    given = options | {"output": str(tmp_path / "four"), "dtype": dtype, "val_every": 0, "skip_update_gradz": 1e9}
+def run_together(count, options):
+    """The processes have the variables of torchrun, and a store of this process for their addresses, as torchrun's."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": "4"}
+    shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(count)}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     code = 'import runpy; runpy.run_module("gptkernels", run_name="__main__")'
-    arguments = ["train", *run_flags(given), "--deterministic-layout"]
-    ranks = (shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(4))
-    done = run_forked(*((code, arguments, rank) for rank in ranks), imports=TRAINING_IMPORTS)
-    assert [process.returncode for process in done] == [0] * 4, "\n".join(process.stderr for process in done)
-    train_with(given, grad_accumulation=4, output=tmp_path / "one")
-    assert_same_run(tmp_path / "four", tmp_path / "one")
+    arguments = ["train", *run_flags(options), "--deterministic-layout"]
+    ranks = (shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count))
+    imports = [*TRAINING_IMPORTS, "gptkernels.trainer.data_parallel"]
+    done = run_forked(*((code, arguments, rank) for rank in ranks), imports=imports)
+    assert [process.returncode for process in done] == [0] * count, "\n".join(process.stderr for process in done)
+
+
+@pytest.mark.parametrize(
+    ("count", "changes"),
+    [
+        (4, {"dtype": "bfloat16"}),
+        (2, {"dtype": "float32"}),
+        (2, {"shard": "params"}),
+        (4, {"shard": "params", "grad_clip": 0.5}),
+    ],
+)
+def test_the_layout_changes_no_bit(options, device, tmp_path, count, changes):
+    if device.type == "cuda" and torch.cuda.device_count() < count:
+        pytest.skip("needs a GPU for each process")
+    given = options | {"output": str(tmp_path / "divided"), "val_every": 0, "skip_update_gradz": 1e9} | changes
+    run_together(count, given)
+    train_with(given, shard="none", grad_accumulation=count, output=tmp_path / "one")
+    assert_same_run(tmp_path / "divided", tmp_path / "one")
+
+
+def test_the_division_of_the_batch_changes_no_bit_of_divided_layers(options, device, tmp_path):
+    if device.type == "cuda" and torch.cuda.device_count() < 4:
+        pytest.skip("needs a GPU for each process")
+    given = options | {"output": str(tmp_path / "divided"), "val_every": 0, "sample_every": 0, "sample_length": 0}
+    run_together(4, given | {"parallel": "dp=2,tp=2", "shard": "params"})
+    run_together(2, given | {"parallel": "tp=2", "grad_accumulation": 2, "output": str(tmp_path / "one")})
+    assert_same_run(tmp_path / "divided", tmp_path / "one")

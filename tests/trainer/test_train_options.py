@@ -122,7 +122,10 @@ def test_a_run_with_an_option_is_resumed_bit_for_bit(options, given, tmp_path, m
         ({"sampling": "random"}, "--sampling is 'random', must be one of epochs, random-offset"),
         ({"recompute": "all"}, "--recompute is 'all', must be one of none, gelu, blocks"),
         ({"recompute": "gelu", "fp8": True}, "--recompute gelu excludes --fp8, which keeps only 8 bits"),
-        ({"shard": "params", "deterministic_layout": True}, "--deterministic-layout excludes --shard params: the norm"),
+        (
+            {"shard": "params", "deterministic_layout": True, "dtype": "bfloat16", "master_weights": False},
+            "--deterministic-layout with --shard params excludes --no-master-weights: the random rounding",
+        ),
         ({"shard": "all"}, "--shard is 'all', must be one of none, grads, params"),
         ({"val_files": ""}, "--val-files is empty"),
         ({"fp8": True, "channels": 24}, "--channels is 24, must be a multiple of 16 for --fp8"),

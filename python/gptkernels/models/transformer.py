@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from gptkernels import nn
-from gptkernels._unmodified import are_unmodified, is_exporting, is_unmodified
+from gptkernels._unmodified import are_unmodified, is_exporting, is_fully_sharded, is_unmodified
 from gptkernels.block.fused import Pending, add, draw
 from gptkernels.models import fused_block
 from gptkernels.models.config import GPT2Config
@@ -35,9 +35,23 @@ class Block(torch.nn.Module):
         self.mlp = nn.MLP(C, bias, device, dtype, config.activation, config.fp8)
         self.resid_dropout = nn.Dropout(config.dropout)  # used in both additions
 
-    def forward(self, x: Tensor, cache: nn.KeyValueCache | None = None) -> Tensor:
-        """Map x (B, T, C) to (B, T, C). With a cache, x has the positions that follow the cached ones."""
-        return add(*self.without_last_addition(x, None, cache))
+    def forward(
+        self,
+        x: Tensor,
+        cache: nn.KeyValueCache | None = None,
+        *,
+        pending: Pending | None = None,
+        finish: bool = True,
+    ) -> Any:
+        """Map x (B, T, C) to (B, T, C). With a cache, x has the positions that follow the cached ones.
+
+        ``pending`` is first added to x. If ``finish`` is False, return what :meth:`without_last_addition` returns.
+        """
+        stream, (values, bias, dropout) = self.without_last_addition(x, pending, cache)
+        if finish:
+            return add(stream, Pending(values, bias, dropout))
+        # FSDP frees the memory of the layer's parameters after this call.
+        return stream, Pending(values, None if bias is None else bias.clone(), dropout)
 
     def without_last_addition(
         self, stream: Tensor, pending: Pending | None, cache: nn.KeyValueCache | None = None
@@ -91,6 +105,8 @@ def _run(
 ) -> tuple[Tensor, Pending | None]:
     if is_unmodified(layer, Block):
         return cast(Block, layer).without_last_addition(stream, pending, cache)
+    if cache is None and not torch.compiler.is_compiling() and is_fully_sharded(layer, Block):
+        return layer(stream, pending=pending, finish=False)  # type: ignore[no-any-return]
     stream = add(stream, pending)
     return layer(stream) if cache is None else layer(stream, cache), None  # an adapter may have no cache argument
 

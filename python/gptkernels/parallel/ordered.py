@@ -14,10 +14,17 @@ def all_reduce_in_order(values: Tensor, group: distributed.ProcessGroup | None =
     """
     size = distributed.get_world_size(group)
     padded = pad(values.flatten(), (0, -values.numel() % size))
-    parts = torch.empty_like(padded)
-    distributed.all_to_all_single(parts, padded, group=group)
-    first, *others = parts.chunk(size)
-    for part in others:
-        first += part
-    distributed.all_gather_into_tensor(padded, first, group=group)
+    total = padded.new_empty(padded.numel() // size)
+    reduce_scatter_in_order(total, padded, group)
+    distributed.all_gather_into_tensor(padded, total, group=group)
     values.copy_(padded[: values.numel()].view_as(values))
+
+
+def reduce_scatter_in_order(total: Tensor, addends: Tensor, group: distributed.ProcessGroup | None = None) -> None:
+    """Write this process's part of the sum of all processes' addends (R * n) to total (n), for R processes."""
+    parts = torch.empty_like(addends)
+    distributed.all_to_all_single(parts, addends, group=group)
+    first, *others = parts.chunk(distributed.get_world_size(group))
+    total.copy_(first)
+    for part in others:
+        total += part

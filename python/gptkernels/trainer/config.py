@@ -271,8 +271,8 @@ class TrainConfig:
     )
     deterministic_layout: bool = _parallel(
         False,
-        "add the gradients of the processes in a fixed order, so that 2, 4 or 8 processes with one batch per step give "
-        "the same bits as one process with --grad-accumulation 2, 4 or 8, without --dropout and --fp8",
+        "add the gradients of the processes in a fixed order, so that dp=2, 4 or 8 with one batch per step gives the "
+        "same bits as dp=1 with --grad-accumulation 2, 4 or 8, without --dropout and --fp8; not for cp",
     )
 
     def __post_init__(self) -> None:
@@ -304,10 +304,10 @@ class TrainConfig:
             )
         if not self.master_weights and self.dtype != "bfloat16":
             raise ValueError(f"--no-master-weights is for --dtype bfloat16, --dtype is {self.dtype}")
-        if self.deterministic_layout and self.shard != "none":
+        if self.deterministic_layout and self.shard != "none" and not self.master_weights:
             raise ValueError(
-                f"--deterministic-layout excludes --shard {self.shard}: the norm of divided gradients is added up in "
-                "another order than that of whole ones"
+                f"--deterministic-layout with --shard {self.shard} excludes --no-master-weights: the random rounding "
+                "depends on how the parameters are divided"
             )
         self.accumulation(1)
         self._check_schedule()

@@ -1,7 +1,7 @@
 """The model of a run in several processes, which divide the batches, the layers, the sequences or the parameters."""
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gptkernels.models import GPT2
 from gptkernels.parallel._divided import whole_state_dict
 from gptkernels.parallel.context import DROPOUT_TOKENS, context_parallel, whole_sequences
+from gptkernels.parallel.ordered import reduce_scatter_in_order
 from gptkernels.parallel.tensor import TensorParallelGPT2, shard_placement, tensor_parallel
 from gptkernels.trainer.config import TrainConfig
 from gptkernels.trainer.one_process import OneProcess, Value, move
@@ -85,6 +86,11 @@ class Shards(OneProcess):
         for block in model.transformer.h:
             fully_shard(block, **options)
         fsdp: Any = fully_shard(model, **options)
+        if config.deterministic_layout:
+            if not hasattr(fsdp, "set_custom_reduce_scatter"):
+                raise ValueError(f"--deterministic-layout with --shard needs a newer torch than {torch.__version__}")
+            for part in (*model.transformer.h, fsdp):
+                part.set_custom_reduce_scatter(_ReduceScatterInOrder())
         move(model, processes.device)
         fsdp._run = lambda function: function(model)
         register_fsdp_forward_method(fsdp, "_run")  # FSDP2 gathers parameters only in a forward method of the model
@@ -110,6 +116,20 @@ class Shards(OneProcess):
     def _synchronise(self, is_last: bool) -> None:
         self._fsdp.set_requires_gradient_sync(is_last)
         self._fsdp.set_reshard_after_backward(is_last or not self._keeps_parameters)
+
+
+class _ReduceScatterInOrder:
+    """FSDP2's exchange of gradients (torch's protocol ``ReduceScatter``), with sums in the order of the ranks."""
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: distributed.ProcessGroup, op: Any, **_: Any
+    ) -> None:
+        reduce_scatter_in_order(output_tensor, input_tensor, group)
+        if op == distributed.ReduceOp.AVG:
+            output_tensor /= group.size()
 
 
 class DividedLayers(OneProcess):
@@ -156,9 +176,10 @@ def distribute(model: GPT2, config: TrainConfig, processes: Processes) -> OnePro
 
 
 def _check_layout(config: TrainConfig, averages_gradients: bool, divides_layers: bool, cp: int) -> None:
-    for option, given in (("--deterministic-layout", config.deterministic_layout), ("--compile", config.compile)):
-        if given:
-            raise ValueError(f"--parallel is {config.parallel}: {option} is only for tp=1 and cp=1")
+    if config.compile:
+        raise ValueError(f"--parallel is {config.parallel}: --compile is only for tp=1 and cp=1")
+    if config.deterministic_layout and cp > 1:
+        raise ValueError(f"--parallel is {config.parallel}: --deterministic-layout is only for cp=1")
     multiple = cp * (DROPOUT_TOKENS if config.dropout and cp > 1 else 2)
     if config.sequence_length % multiple:
         raise ValueError(

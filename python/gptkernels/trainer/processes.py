@@ -97,7 +97,11 @@ class Processes:
     def average(self, values: Tensor) -> Tensor:
         if self.world_size > 1:
             if self._adds_in_order:
-                all_reduce_in_order(values)
+                assert self.mesh is not None
+                assert self.data_mesh is not None
+                all_reduce_in_order(values, self.data_mesh.get_group())
+                if self.mesh["tp"].size() > 1:
+                    distributed.all_reduce(values, group=self.mesh["tp"].get_group())  # of equal values
             else:
                 distributed.all_reduce(values)
             values /= self.world_size

@@ -88,6 +88,7 @@ class Step:
         assert self._optimizer.found_inf is not None
         gradients = [p.grad for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
         loss = self._processes.average(self._total / self._batches)
-        scores = self.outliers.scores(torch.stack([loss, gradient_norm(gradients)]))
+        norm = gradient_norm(gradients, self._optimizer.gathers_norm)
+        scores = self.outliers.scores(torch.stack([loss, norm]))
         self._scores.copy_(scores)
         self._optimizer.found_inf.copy_(self._skipping.found(scores))

@@ -171,6 +171,7 @@ class Trainer:
             max_grad_norm=config.grad_clip or math.inf,
             rounding_seed=None if config.master_weights else config.seed,
         )
+        self.optimizer.gathers_norm = config.deterministic_layout
         self.accumulation = config.accumulation(processes.batches)
         limits = (config.skip_update_lossz, config.skip_update_gradz)
         self._step = Step(
