@@ -106,6 +106,49 @@ def attention(group):
     return found
 
 
+def exact_attention(rows, query, key, value, dout):
+    """Compute causal attention and its gradients in float64, for a ``dout`` that is 0 outside of the queries ``rows``.
+
+    Return the rows of the output and of the query's gradient, and the whole gradients of key and value.
+    """
+    query, dout, key, value = query[:, :, rows].double(), dout[:, :, rows].double(), key.double(), value.double()
+    scale = query.shape[3] ** -0.5
+    scores = query @ key.mT * scale
+    scores.masked_fill_(torch.arange(key.shape[2], device=rows.device) > rows[:, None], -torch.inf)
+    p = scores.softmax(-1)
+    out = p @ value
+    dscores = p * (dout @ value.mT - (dout * out).sum(-1, keepdim=True)) * scale
+    return out, dscores @ key, dscores.mT @ query, p.mT @ dout
+
+
+def long_attention(group, device="cpu", tokens=2048, samples=32):
+    """Check the output for some queries, their gradients, and what they contribute to all keys' and values' gradients.
+
+    A tensor of all scores would have tokens^2 elements.
+    """
+    generator = torch.Generator(device).manual_seed(1)
+    inputs = [torch.randn(1, 2, tokens, 64, generator=generator, device=device).bfloat16() for _ in range(4)]
+    rows = torch.randperm(tokens, generator=generator, device=device)[:samples].sort().values
+    kept = torch.zeros(tokens, 1, dtype=torch.bool, device=device)
+    kept[rows] = True
+    inputs[3] *= kept
+    local = [split_sequence(t, group, 2) for t in inputs]
+    found = out_and_gradients(lambda *x: context_parallel_attention(*x, group), *local)
+    found = [gather_sequence(t, group, 2) for t in found]
+    if group.rank() == 0:
+        torchs = out_and_gradients(lambda *x: F.scaled_dot_product_attention(*x, is_causal=True), *inputs)
+        for i, expected in enumerate(exact_attention(rows, *inputs)):
+            ours, theirs = (t[:, :, rows] if i < 2 else t for t in (found[i], torchs[i]))
+            for parts in zip(*(t.chunk(8, 2) for t in (ours, theirs, expected)), strict=True):  # of unequal magnitudes
+                assert_as_exact_as_torch(*parts)
+
+
+def long_attention_on_gpus(tokens):
+    device = torch.device("cuda", dist.get_rank())
+    torch.cuda.set_device(device)
+    long_attention(dist.new_group(backend="nccl"), device, tokens, 64)
+
+
 def autocast(group):
     *inputs, dout = [split_sequence(t, group, 2) for t in make_inputs("bfloat16")]
     with torch.autocast("cpu", torch.bfloat16):
@@ -184,8 +227,8 @@ def errors(group):
 
 
 WAYS = [
-    attention, autocast, sequences, ddp, recomputed_and_chunked, dropped, dropped_and_recomputed, logits,
-    mixed_precision, errors,
+    attention, long_attention, autocast, sequences, ddp, recomputed_and_chunked, dropped, dropped_and_recomputed,
+    logits, mixed_precision, errors,
 ]  # fmt: skip
 
 # The following functions are called in one group.
@@ -271,6 +314,13 @@ def test_attention(name, size, results):
     exact = attention_alone(name, [t.double() for t in make_inputs(name)])
     for ours, torchs, expected in zip(found, attention_alone(name), exact, strict=True):
         assert_as_exact_as_torch(ours, torchs, expected)
+
+
+def test_a_million_tokens(on_cuda):
+    count = torch.cuda.device_count() // 2 * 2
+    if not count:
+        pytest.skip("needs 2 GPUs")
+    run_processes(long_attention_on_gpus, min(count, 4), 2**20)
 
 
 @both_sizes
