@@ -6,6 +6,7 @@ process 0.
 
 import os
 import tempfile
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ pytestmark = [
 ]
 
 V, T, STEPS = 100, 16, 3
+HAS_TRAINER = transformers is not None and transformers.__version__[0] > "4" and find_spec("accelerate") is not None
 
 
 def config(**changes):
@@ -124,7 +126,7 @@ def logits_and_parameters(folder):
         logits = models[0].eval()(make_batch()[0], return_dict=False)
     models[0].save_pretrained(folder)
     dist.barrier()
-    written = transformers.GPT2LMHeadModel.from_pretrained(folder)
+    written = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64)
     states = [whole_state_dict(model) for model in models]
     return logits, [*states, dict(written.state_dict())], type(models[0]).__name__
 
@@ -150,7 +152,8 @@ def with_trainer(model, folder):
 
 
 def divided_with_trainer(folder):
-    accelerate = pytest.importorskip("accelerate")
+    import accelerate
+
     # accelerate refuses tensor parallelism on CPUs, although it does nothing else for a divided model than on GPUs
     accelerate.ParallelismConfig._validate_accelerator = lambda *_: None
     rank = str(dist.get_rank())
@@ -209,7 +212,7 @@ def run_all(folder):
         "fsdp": run_case("fsdp", with_fsdp),
         "logits": run_case("logits", logits_and_parameters, f"{folder}/written"),
         "refusals": refusals(),
-        "trainer": run_case("trainer", divided_with_trainer, f"{folder}/trainer"),
+        "trainer": HAS_TRAINER and run_case("trainer", divided_with_trainer, f"{folder}/trainer"),
     }
 
 
@@ -249,10 +252,11 @@ def test_logits_and_parameters(results):
     model.load_state_dict(expected)
     torch.testing.assert_close(logits, model(make_batch()[0]).logits, rtol=1e-12, atol=1e-12)
     assert name == "GPT2LMHeadModel"
-    for state in (*states, {name: t.double() for name, t in written.items()}):
+    for state in (*states, written):
         assert_equal(state, expected)
 
 
+@pytest.mark.skipif(not HAS_TRAINER, reason="needs transformers 5 and accelerate")
 def test_trainer(results):
     with tempfile.TemporaryDirectory() as folder:
         expected = with_trainer(make_model(torch.float32, dropout=0.1), folder)

@@ -77,6 +77,7 @@ class _Block(DividedBlock):
 
 class _Model(DividedModel):
     config: Any
+    _tp_size: Any
     gptkernels_report: Any
     loss_function: Any
 
@@ -95,7 +96,11 @@ class _Model(DividedModel):
         """Write the whole model. All processes must call this, and the first one writes."""
         state_dict = whole_state_dict(self) if state_dict is None else state_dict
         is_main_process = is_main_process and distributed.get_rank() == 0
-        super().save_pretrained(save_directory, is_main_process, state_dict, **options)  # type: ignore[misc]
+        self._tp_size, size = None, self._tp_size  # transformers 4.57 would gather parts
+        try:
+            super().save_pretrained(save_directory, is_main_process, state_dict, **options)  # type: ignore[misc]
+        finally:
+            self._tp_size = size
 
 
 def set_trainers_attributes(model: Any) -> None:
