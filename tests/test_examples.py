@@ -18,6 +18,7 @@ import gptkernels
 from gptkernels.checkpoint import save_model
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.trainer.config import TrainConfig
+from small_runs import make_options, read_log, run_flags
 
 ROOT = Path(__file__).parent.parent
 EXAMPLES = ROOT / "examples"
@@ -84,6 +85,25 @@ def test_huggingface(device, tmp_path, monkeypatch, capsys):
     assert losses[-1] < losses[0] - 1
     assert "Hugging Face GPT2Block" in text
     assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)) is transformers.GPT2LMHeadModel
+
+
+def test_slurm(tmp_path):
+    """Stand-ins of SLURM's programs start the tasks of two nodes on this machine."""
+    programs = {
+        "scontrol": "echo localhost",
+        "srun": 'while [[ $1 == --* ]]; do shift; done; "$@" & "$@"; status=$?; wait $! && exit $status',
+    }
+    for name, line in programs.items():
+        (tmp_path / name).write_text(f"#!/usr/bin/env bash\n{line}\n")
+        (tmp_path / name).chmod(0o755)
+    variables = {"SLURM_JOB_NODELIST": "node[1-2]", "SLURM_JOB_NUM_NODES": "2", "SLURM_CPUS_PER_TASK": "1"}
+    environment = make_environment() | variables | {"SLURM_JOB_ID": str(os.getpid()), "OMP_NUM_THREADS": "1"}
+    environment["PATH"] = os.pathsep.join([str(tmp_path), environment["PATH"]])
+    options = make_options(tmp_path, "cpu", shard="params", steps=4, val_every=0, sample_every=0)
+    script = EXAMPLES / "slurm" / "train.sbatch"
+    text = run("bash", script, *run_flags(options), env=environment, text=True, timeout=150)
+    assert "x 2 processes" in text
+    assert len(read_log(tmp_path / "run", "train")) == 4
 
 
 @needs_cmake
