@@ -18,6 +18,7 @@ import gptkernels
 from gptkernels.checkpoint import save_model
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.trainer.config import TrainConfig
+from processes import run_processes
 from small_runs import make_options, read_log, run_flags
 
 ROOT = Path(__file__).parent.parent
@@ -104,6 +105,42 @@ def test_slurm(tmp_path):
     text = run("bash", script, *run_flags(options), env=environment, text=True, timeout=150)
     assert "x 2 processes" in text
     assert len(read_log(tmp_path / "run", "train")) == 4
+
+
+def torchtitans_losses():
+    """Return the loss and its gradient with and without the override, with divided and whole logits."""
+    from torchtitan.config import OverrideConfig, apply_overrides
+    from torchtitan.distributed.spmd_types import set_current_spmd_mesh
+    from torchtitan.distributed.utils import set_spmd_backend
+    from torchtitan.models.llama3.config_registry import llama3_debugmodel
+
+    sys.path.insert(0, str(EXAMPLES / "torchtitan"))
+    set_spmd_backend("spmd_types")
+    theirs, ours = llama3_debugmodel(), llama3_debugmodel()
+    apply_overrides(OverrideConfig(imports=["overrides.cross_entropy"]), ours)
+    assert type(ours.loss.loss_fn).__qualname__ == "KernelCrossEntropyLoss.Config"
+    vocabulary = ours.loss.loss_fn.global_vocab_size
+    logits = torch.randn(2, 8, vocabulary, generator=torch.Generator().manual_seed(1))
+    labels = torch.randint(vocabulary, (2, 8), generator=torch.Generator().manual_seed(2))
+    labels[0, :3] = -100
+    mesh = torch.distributed.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    found = []
+    for part, where in ((logits.chunk(2, -1)[mesh.get_local_rank()], mesh), (logits, None)):
+        for config in (ours, theirs):
+            given = part.clone().requires_grad_()
+            with set_current_spmd_mesh(where):
+                loss = config.loss.loss_fn.build()(given, labels, torch.tensor(13))[0]
+                loss.backward()
+            found.append((loss.detach(), given.grad))
+    return found
+
+
+def test_torchtitan():
+    pytest.importorskip("torchtitan.models.llama3")
+    for ours, theirs, whole, expected in run_processes(torchtitans_losses, 2):
+        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(whole, expected)
+        torch.testing.assert_close(ours[0], whole[0])
 
 
 @needs_cmake
