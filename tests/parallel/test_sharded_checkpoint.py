@@ -36,7 +36,7 @@ from gptkernels.models.nanogpt import parameter_groups
 from gptkernels.nn import Linear
 from gptkernels.optim import AdamW
 from gptkernels.parallel import CheckpointWriter, load_checkpoint, read_checkpoint, shard_placement
-from gptkernels.parallel._divided import Layout, divide
+from gptkernels.parallel._divided import Shapes, divide
 from gptkernels.trainer.retention import kept_steps, retain
 from gptkernels.trainer.saved import check_optimizer, saved_options
 from gptkernels.trainer.train import resume
@@ -85,10 +85,10 @@ def split(model, mesh=None):
     """Divide the parameters as ``tensor_parallel`` does, also those of a model with float8 layers."""
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     rows = model.config.padded_vocab_size
-    layout = Layout(model.config.n_head, False, rows, rows)
+    shapes = Shapes(model.config.n_head, False, rows, rows)
     for name, parameter in [*model.named_parameters()]:
         module, _, attribute = name.rpartition(".")
-        part = divide(name, parameter.detach(), layout, mesh)
+        part = divide(name, parameter.detach(), shapes, mesh)
         setattr(model.get_submodule(module), attribute, torch.nn.Parameter(part))
     model.lm_head.weight = model.transformer.wte.weight
     return model

@@ -43,7 +43,7 @@ _DIVIDED = {
 _EMBEDDINGS = ("transformer.wte.weight", "lm_head.weight")
 
 
-class Layout(NamedTuple):
+class Shapes(NamedTuple):
     """The shapes of a model's parameters."""
 
     heads: int
@@ -75,9 +75,9 @@ class Layout(NamedTuple):
         return t[: self.vocabulary] if name.endswith(_EMBEDDINGS) else t
 
 
-def divide(name: str, whole: Tensor, layout: Layout, mesh: DeviceMesh) -> DTensor:
+def divide(name: str, whole: Tensor, shapes: Shapes, mesh: DeviceMesh) -> DTensor:
     """Return this process's part of a plain model's parameter."""
-    whole, dimension = layout.divided_view(name, whole)
+    whole, dimension = shapes.divided_view(name, whole)
     if dimension is None:
         return DTensor.from_local(whole, mesh, [Replicate()], run_check=False)
     parts = whole.chunk(mesh.size(), dimension)
@@ -96,10 +96,10 @@ def divide_state_dict(model: "DividedModel", state_dict: dict[str, Any], prefix:
     for name, parameter in model.state_dict().items():
         given = state_dict.get(prefix + name)
         if isinstance(given, Tensor) and not isinstance(given, DTensor) and isinstance(parameter, DTensor):
-            wanted = model.layout.plain_view(name, torch.empty(parameter.shape, device="meta")).shape
+            wanted = model.shapes.plain_view(name, torch.empty(parameter.shape, device="meta")).shape
             if given.shape != wanted:
                 raise ValueError(f"tensor_parallel: {name} must have shape {tuple(wanted)}, got {tuple(given.shape)}")
-            whole = model.layout.divided_view(name, given.detach())[0]
+            whole = model.shapes.divided_view(name, given.detach())[0]
             part = distribute_tensor(whole, parameter.device_mesh, parameter.placements, src_data_rank=None)
             state_dict[prefix + name] = torch.nn.Parameter(part, given.requires_grad)
     if prefix + "transformer.wte.weight" in state_dict:  # one parameter, also with assign=True
@@ -220,7 +220,7 @@ class DividedModel(Module):
 
     group: ProcessGroup
     context_group: ProcessGroup | None = None
-    layout: Layout
+    shapes: Shapes
     transformer: Any
     lm_head: Any
 
@@ -282,7 +282,7 @@ class DividedModel(Module):
             args = block, stream, pending, length, [draw(p) for p in block._probabilities()]
             if self._recomputes(block) and torch.is_grad_enabled():
                 stream, pending = checkpointed(Module.__call__, *args, draws=False)
-            else:
+            else:  # the class of a Hugging Face block has its own __call__, for its checkpointing
                 stream, pending = Module.__call__(*args)
         values, bias, dropout = pending
         norm = transformer.ln_f
@@ -304,4 +304,4 @@ def whole_state_dict(model: torch.nn.Module) -> dict[str, Tensor]:
 
 def plain_view(model: torch.nn.Module, name: str, t: Tensor) -> Tensor:
     """View a whole parameter of a divided model, or its optimizer state, in the shape that it has in a plain model."""
-    return model.layout.plain_view(name, t) if isinstance(model, DividedModel) else t
+    return model.shapes.plain_view(name, t) if isinstance(model, DividedModel) else t

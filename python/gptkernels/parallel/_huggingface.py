@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, distributed
 
 from gptkernels.block.node import Plan
-from gptkernels.parallel._divided import DividedBlock, DividedModel, Layout, whole_state_dict
+from gptkernels.parallel._divided import DividedBlock, DividedModel, Shapes, whole_state_dict
 from gptkernels.swapping import huggingface
 from gptkernels.swapping.block_modules import parts_inside, parts_of, probability
-from gptkernels.swapping.checks import untouched
+from gptkernels.swapping.checks import dropout_of, untouched
 from gptkernels.swapping.classes import kind_of
 from gptkernels.swapping.dropout import Draws
 from gptkernels.swapping.layers import eps_of, gelu_form
@@ -28,33 +28,34 @@ def why_not(model: Any) -> str | None:
     parts = [
         ("the transformer", transformer, huggingface.TRANSFORMER), ("wte", transformer.wte, "Embedding"),
         ("wpe", transformer.wpe, "Embedding"), ("ln_f", transformer.ln_f, "LayerNorm"),
-        ("the model", model, huggingface.LANGUAGE_MODEL),
-        ("lm_head", model.lm_head, "Linear"),
+        ("lm_head", model.lm_head, "Linear"), ("the model", model, huggingface.LANGUAGE_MODEL),
     ]  # fmt: skip
     changed = next((name for name, module, kind in parts if not untouched(module, kind)), None)
+    if dropout_of(transformer.drop) is None:
+        changed = "drop"
     for i, block in enumerate(transformer.h):
-        if parts_of(block, huggingface.KINDS) is None:
+        if parts_of(block, huggingface.KINDS) is None or block.attn.num_heads != model.config.n_head:
             changed = f"a part of layer {i}"
     if changed is not None:
         return f"{changed} was replaced or hooked"
+    if model.lm_head.bias is not None:
+        return "the LM head must have no bias"
     tokens = torch.empty(1, 1, dtype=torch.int64, device="meta")
     reason = huggingface.why_not_model(transformer, {"input_ids": tokens})
     return None if reason is None else f"not supported: {reason}"
 
 
-def layout(model: Any, processes: int) -> Layout:
+def shapes(model: Any, processes: int) -> Shapes:
     """Pad the vocabulary, because matmuls on tensor cores need rows of logits that are aligned to 128 bytes."""
-    vocabulary = model.config.vocab_size
-    return Layout(model.config.n_head, True, vocabulary, vocabulary + -vocabulary % (64 * processes))
-
-
-def classes(model: Any) -> tuple[Any, Any]:
-    """Return the classes of the divided layers and of the divided model."""
-    block: Any = model.transformer.h[0].__class__
-    return _derive(block, _Block), _model_class(model.__class__)
+    vocabulary = len(model.lm_head.weight)
+    return Shapes(model.config.n_head, True, vocabulary, vocabulary + -vocabulary % (64 * processes))
 
 
 @functools.cache
+def block_class(kind: Any) -> Any:
+    return _derive(kind, _Block)
+
+
 def _derive(kind: Any, divided: type, **namespace: Any) -> Any:
     names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
     return type(kind)(kind.__name__, (divided, kind), names | namespace)
@@ -134,7 +135,7 @@ def _why_not_call(model: Any, options: dict[str, Any]) -> str | None:
 
 
 @functools.cache
-def _model_class(kind: Any) -> Any:
+def model_class(kind: Any) -> Any:
     complete = huggingface.completer(kind)
 
     @functools.wraps(kind.forward)
@@ -149,7 +150,7 @@ def _model_class(kind: Any) -> Any:
         return_logits = self.gptkernels_report.return_logits if self.training else True
         tokens, transformer = options["input_ids"], self.transformer
         logits, loss = self._logits_and_loss(
-            tokens, targets, transformer.wpe.weight.to_local(), self.config.vocab_size,
+            tokens, targets, transformer.wpe.weight.to_local(), self.shapes.vocabulary,
             Draws(3 * len(transformer.h) + 1, tokens), return_logits, ignore_index,
             "mean" if divisor is None else "sum",
         )  # fmt: skip

@@ -33,7 +33,7 @@ from gptkernels.block.node import Plan
 from gptkernels.models import GPT2
 from gptkernels.models.transformer import Block, Transformer
 from gptkernels.parallel import _huggingface
-from gptkernels.parallel._divided import DividedBlock, DividedModel, Layout, divide, divide_state_dict
+from gptkernels.parallel._divided import DividedBlock, DividedModel, Shapes, divide, divide_state_dict
 from gptkernels.rules.fp8 import ALIGNMENT
 
 Model = TypeVar("Model", bound=torch.nn.Module)
@@ -74,25 +74,20 @@ def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
         raise ValueError(f"tensor_parallel: {reason}")
     if given.lm_head.weight is not given.transformer.wte.weight:
         raise ValueError("tensor_parallel: the LM head must be tied to the token embedding")
-    if isinstance(given, GPT2):
-        rows = given.config.padded_vocab_size
-        layout = Layout(given.config.n_head, False, rows, rows)
-        block_class, model_class = TensorParallelBlock, TensorParallelGPT2
-    else:
-        layout = _huggingface.layout(given, mesh.size())
-        block_class, model_class = _huggingface.classes(given)
+    is_ours, rows = isinstance(given, GPT2), len(given.lm_head.weight)
+    shapes = Shapes(given.config.n_head, False, rows, rows) if is_ours else _huggingface.shapes(given, mesh.size())
     parameters = [*given.named_parameters()]
-    parts = [divide(name, parameter.detach(), layout, mesh) for name, parameter in parameters]
+    parts = [divide(name, parameter.detach(), shapes, mesh) for name, parameter in parameters]
     for (name, parameter), part in zip(parameters, parts, strict=True):
         module, _, attribute = name.rpartition(".")
         setattr(given.get_submodule(module), attribute, torch.nn.Parameter(part, parameter.requires_grad))
     given.lm_head.weight = given.transformer.wte.weight
     for block in given.transformer.h:
-        block.__class__ = block_class
+        block.__class__ = TensorParallelBlock if is_ours else _huggingface.block_class(block.__class__)
         block.group = mesh.get_group()
-    given.__class__ = model_class
-    given.group, given.layout = mesh.get_group(), layout
-    if not isinstance(given, GPT2):
+    given.__class__ = TensorParallelGPT2 if is_ours else _huggingface.model_class(given.__class__)
+    given.group, given.shapes = mesh.get_group(), shapes
+    if not is_ours:
         _huggingface.set_trainers_attributes(given)
     given.register_load_state_dict_pre_hook(divide_state_dict)
     return model
