@@ -10,11 +10,11 @@ import io
 import os
 import shutil
 import subprocess
-import sys
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
 from gptkernels.checkpoint import load_training_state
@@ -25,9 +25,19 @@ from gptkernels.trainer.config import TrainConfig
 from gptkernels.trainer.data_parallel import Replicas
 from gptkernels.trainer.evaluate import evaluate_run
 from gptkernels.trainer.retention import kept_steps
-from gptkernels.trainer.train import resume, train
+from gptkernels.trainer.train import Trainer, resume, train
 from processes import run_processes
-from small_runs import SMALL, TEXT, assert_same_run, read_log, run_flags, train_with, write_questions, write_text
+from small_runs import (
+    SMALL,
+    TEXT,
+    TORCHRUN,
+    assert_same_run,
+    read_log,
+    run_flags,
+    train_with,
+    write_questions,
+    write_text,
+)
 
 # The tests run in one worker of pytest-xdist, so that the fixture starts the processes once.
 pytestmark = [
@@ -59,6 +69,8 @@ WAYS = {
     "sequences_params": {"parallel": "cp=2", "batch_size": 4, "shard": "params"},
     "resumed": {"shard": "params"},
     "changed": {},
+    "none_interrupted": {},
+    "params_interrupted": {"shard": "params"},
 }
 ONE = {"parallel": None, "batch_size": 4, "shard": "none", "reduce_dtype": None, "grad_accumulation": 1}
 """The changes of a way's options with which one process has the same batches."""
@@ -71,6 +83,8 @@ def run_ways(folder, options):
     reductions = []
     for owner, name in ((_fsdp_param_group, "foreach_reduce"), (Replicas, "_average")):
         setattr(owner, name, counting(getattr(owner, name), reductions))
+    launch = Trainer._launch_step
+    Trainer._launch_step = lambda self: launch(assert_sharded(self))
     found = {}
     for name, changes in WAYS.items():
         reductions.clear()
@@ -86,7 +100,8 @@ def run_ways(folder, options):
             resume(run, steps=6, shard="none", checkpoint_every=2, keep_last=2)
             result = resume(run, steps=8, shard="grads")
         else:
-            result = train(TrainConfig(**options | changes | {"output": f"{folder}/{name}"}))
+            with interrupted_backward() if name.endswith("interrupted") else contextlib.nullcontext():
+                result = train(TrainConfig(**options | changes | {"output": f"{folder}/{name}"}))
         found[name] = result.val_loss, result.accuracy, result.sample, len(reductions)
     trainer.device_name = lambda _: f"GPU {rank}"
     with contextlib.redirect_stdout(io.StringIO()) as output:
@@ -96,6 +111,40 @@ def run_ways(folder, options):
     with pytest.raises(ValueError, match="version") as caught:
         train(TrainConfig(**options | {"output": f"{folder}/versions"}))
     return found | {"devices": output.getvalue(), "versions": str(caught.value)}
+
+
+def assert_sharded(trainer):
+    """Assert that FSDP2 has gathered no parameters, as a captured step assumes."""
+    modules = [module for module in trainer.model.modules() if isinstance(module, FSDPModule)]
+    assert len(modules) == (LAYERS_AND_REST if trainer.config.shard != "none" else 0)
+    assert all(module._get_fsdp_state()._fsdp_param_group.is_sharded for module in modules)
+    return trainer
+
+
+@contextlib.contextmanager
+def interrupted_backward(step=3):
+    """Before a step, run a backward that fails in the last layer, as a failed capture of a CUDA graph does."""
+    launch = Trainer._launch_step
+
+    def launch_after_interruption(self):
+        if self.step == step:
+            last, tokens = self.model.transformer.h[-1], torch.zeros(2, 16, dtype=torch.int64)
+            handle = last.register_forward_pre_hook(lambda _, inputs: inputs[0].register_hook(interrupt) and None)
+            loss = self._loss(tokens, tokens)
+            with pytest.raises(InterruptedError):
+                loss.backward()
+            handle.remove()
+            self.optimizer.zero_grad()
+            self._replicas.recover()
+        return launch(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Trainer, "_launch_step", launch_after_interruption)
+        yield
+
+
+def interrupt(_):
+    raise InterruptedError
 
 
 def counting(function, calls):
@@ -156,6 +205,11 @@ def test_shards_of_parameters_change_no_bit(results, folder):
     assert results["params"][:3] == results["grads"][:3]
 
 
+@pytest.mark.parametrize("way", ["none", "params"])
+def test_an_interrupted_backward_changes_no_bit(way, results, folder):
+    assert numbers(folder / f"{way}_interrupted") == numbers(folder / way)
+
+
 def test_each_process_resumes_with_its_float8_scales(results, folder):
     for column in ("loss", "gradient_norm"):
         assert numbers(folder / "none_fp8_resumed", column) == numbers(folder / "none_fp8", column)
@@ -183,39 +237,76 @@ def test_only_the_last_batch_of_a_step_reduces_gradients(results):
         "--skip-update-gradz 1e9",
         "--deterministic-layout",
         "--reduce-dtype float32 --dtype bfloat16 --grad-accumulation 2",
+        "--shard grads",
+        "--shard params --dtype autocast --recompute blocks",
+        "--shard grads --grad-accumulation 3 --reduce-dtype float32 --dtype bfloat16",
+        "--shard params --grad-accumulation 3",
+        "--shard params --skip-update-lossz 1e9 --dtype bfloat16 --fp8",
     ],
 )
 def test_the_exchange_is_part_of_the_cuda_graph(on_cuda, options, tmp_path, flags):
+    given = options | {"device": "cuda", "steps": 20, "val_every": 7}
     runs = [tmp_path / name for name in ("graph", "no-graph")]
     for run in runs:
-        error = train_on_gpus(options | {"steps": 20, "output": str(run)}, f"--{run.name}", *flags.split())
-        assert ("runs eagerly" in error) == (run.name == "graph" and "--skip" in flags)
+        command = [*run_flags(given | {"output": str(run)}), f"--{run.name}", *flags.split()]
+        assert "runs eagerly" not in run_twice("-m", "gptkernels", "train", *command)
+    assert_same_run(*runs)
+
+
+# Runs `gptkernels`. The capture of a step fails in the middle of the backward.
+FAILING = """
+import sys, torch
+from gptkernels.trainer.cli import main
+from gptkernels.trainer.train import Trainer
+
+def interrupt(gradient):
+    raise InterruptedError("as planned")
+
+def loss(self, *batch, loss=Trainer._loss):
+    handle = self.model.transformer.h[-1].register_forward_pre_hook(watch)
+    try:
+        return loss(self, *batch)
+    finally:
+        handle.remove()
+
+def watch(module, inputs):
+    if torch.cuda.is_current_stream_capturing():
+        inputs[0].register_hook(interrupt)
+
+Trainer._loss = loss
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("flags", ["", "--shard grads", "--shard params --grad-accumulation 2"])
+def test_eager_steps_follow_a_capture_that_fails(on_cuda, options, tmp_path, flags):
+    (tmp_path / "failing.py").write_text(FAILING)
+    runs = [tmp_path / name for name in ("graph", "no-graph")]
+    for run in runs:
+        given = options | {"device": "cuda", "steps": 20, "output": str(run)}
+        errors = run_twice(str(tmp_path / "failing.py"), "train", f"--{run.name}", *run_flags(given), *flags.split())
+        assert errors.count("runs eagerly: it cannot be captured: as planned") == 2 * (run.name == "graph")
     assert_same_run(*runs)
 
 
 @pytest.mark.parametrize(
-    "flags", ["--fp8", "--shard grads", "--shard params --fp8", "--parallel tp=2", "--parallel cp=2"]
+    "flags", ["--fp8", "--shard grads", "--shard params --fp8", "--parallel tp=2 --fp8-head", "--parallel cp=2"]
 )
 def test_a_run_is_resumed_on_gpus(on_cuda, options, tmp_path, flags):
-    given = options | {
-        "dtype": "bfloat16",
-        "warmup_steps": 1,
-        "dropout": 0.0 if "cp" in flags else 0.1,
-        "batch_size": 4,
-    }
+    changes = {"dtype": "bfloat16", "warmup_steps": 1, "dropout": 0.1, "batch_size": 4, "sequence_length": 64}
+    given = options | changes | {"device": "cuda", "val_every": 0}
     runs = [tmp_path / name for name in ("whole", "resumed")]
     for steps, run in ((8, runs[0]), (4, runs[1]), (8, runs[1])):
-        train_on_gpus(given | {"steps": steps, "output": str(run)}, "--auto-resume", *flags.split())
+        command = run_flags(given | {"steps": steps, "output": str(run)})
+        run_twice("-m", "gptkernels", "train", *command, "--auto-resume", *flags.split())
     assert_same_run(*runs)
 
 
-def train_on_gpus(options, *flags):
-    """Train with two processes, each with a GPU, and return what they write to the standard error."""
+def run_twice(*command):
+    """Run a Python program in two processes, each with a GPU, and return what they print to standard error."""
     if torch.cuda.device_count() < 2:
         pytest.skip("needs a GPU for each process")
-    given = run_flags(options | {"device": "cuda", "val_every": 0})
-    command = [sys.executable, "-m", "gptkernels", "train", *given, "--nproc", "2", *flags]
-    return subprocess.run(command, check=True, capture_output=True, text=True, timeout=300).stderr
+    return subprocess.run([*TORCHRUN, *command], check=True, capture_output=True, text=True, timeout=300).stderr
 
 
 def test_processes_of_different_versions_do_not_train(results, folder):

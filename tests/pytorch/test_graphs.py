@@ -289,6 +289,24 @@ def test_before_update_may_change_the_gradients(device, accumulation):
     assert_same(plain, graphed)
 
 
+def test_captured_before_update_is_part_of_the_graph(device):
+    plain, graphed = make_training(device), make_training(device)
+
+    def halve(model):
+        for p in model.parameters():
+            p.grad.mul_(0.5)
+
+    (model, optimizer), (graphed_model, graphed_optimizer) = plain, graphed
+    step = gptkernels.graphed_step(make_loss(model), optimizer, before_update=partial(halve, model), capture=False)
+    whole = gptkernels.graphed_step(
+        make_loss(graphed_model), graphed_optimizer, captured_before_update=partial(halve, graphed_model)
+    )
+    for batch in make_batches(STEPS):
+        assert step(batch).read() == whole(batch).read()
+    expect_captures(whole, device, 1)
+    assert_same(plain, graphed)
+
+
 def only_record(caplog):
     (record,) = [r for r in caplog.records if r.name == "gptkernels.graphs"]
     return record.getMessage()

@@ -1,6 +1,7 @@
 """Captures a whole training step as a CUDA graph: forward, backward, gradient norm, clipping and AdamW."""
 
 import contextlib
+import gc
 import logging
 import warnings
 import weakref
@@ -71,6 +72,8 @@ def graphed_step(
     before_update: Callable[[], object] | None = None,
     capture: bool = True,
     no_sync: Callable[[], AbstractContextManager[object]] | None = None,
+    captured_before_update: Callable[[], object] | None = None,
+    recover: Callable[[], object] | None = None,
 ) -> "GraphedStep":
     """Make a training step that is captured as a CUDA graph, and then replayed with little host work.
 
@@ -100,9 +103,10 @@ def graphed_step(
     The step runs eagerly, and the log of ``gptkernels.graphs`` says why, if the parameters are not on one CUDA device,
     or are neither plain tensors nor DTensors; ``optimizer`` is not :class:`gptkernels.optim.AdamW`, or has step hooks;
     there are several processes and neither ``no_sync`` nor ``before_update``; or the loss or a hook synchronises with
-    the device, or cannot be captured. Do not capture a model of FSDP2, which allocates parameters in each step. For a
-    model of :func:`gptkernels.parallel.tensor_parallel`, whose backward exchanges all that is needed, ``no_sync`` is
-    ``contextlib.nullcontext``.
+    the device, or cannot be captured. For a model of :func:`gptkernels.parallel.tensor_parallel`, whose backward
+    exchanges all that is needed, ``no_sync`` is ``contextlib.nullcontext``. A model of FSDP2 (``fully_shard``) can be
+    captured with torch 2.11 or later; earlier versions reuse the pinned memory that its graph reads. Its parameters
+    must be sharded between steps: after an evaluation, call ``reshard`` of each FSDP module.
 
     Args:
         loss: ``loss(*batch)`` returns a 0-dim tensor. ``loss``, or the caller of the step, may enter
@@ -113,13 +117,17 @@ def graphed_step(
         capture: False for a step that always runs eagerly.
         no_sync: makes the context of every micro-batch except the last, in which its backward must not reduce the
             gradients over processes, such as ``no_sync`` of a :class:`torch.nn.parallel.DistributedDataParallel` model
-            that ``loss`` calls. The model must be made on the CUDA stream on which the steps are captured.
+            that ``loss`` calls. The model must be made on the CUDA stream on which the steps are captured. For FSDP2
+            the context calls ``set_requires_gradient_sync``.
+        captured_before_update: as ``before_update``, but part of the graph.
+        recover: called after a failed capture. The step is then repeated eagerly, so this function must reset the state
+            that an interrupted forward or backward leaves in the model, such as that of DistributedDataParallel.
 
     Raises:
         TypeError: if a batch is not a sequence of tensors.
         ValueError: if no batch is given.
     """
-    return GraphedStep(loss, optimizer, before_update, capture, no_sync)
+    return GraphedStep(loss, optimizer, before_update, capture, no_sync, captured_before_update, recover)
 
 
 class GraphedStep:
@@ -135,11 +143,15 @@ class GraphedStep:
         before_update: Callable[[], object] | None,
         capture: bool,
         no_sync: Callable[[], AbstractContextManager[object]] | None,
+        captured_before_update: Callable[[], object] | None,
+        recover: Callable[[], object] | None,
     ) -> None:
         self._loss = loss
         self._optimizer = optimizer
         self._before_update = before_update
         self._no_sync = no_sync
+        self._captured_before_update = captured_before_update
+        self._recover = recover
         self._warm_up = _WARM_UP if no_sync is None else _WARM_UP_REDUCING
         self._device = _parameters(optimizer)[0].device
         self.captures = 0
@@ -221,6 +233,8 @@ class GraphedStep:
         return loss if total is None else total.add_(loss)
 
     def _update(self, total: Tensor) -> Tensor:
+        if self._captured_before_update is not None:
+            self._captured_before_update()
         self._optimizer.step()
         self._drop_gradients()
         norm = getattr(self._optimizer, "grad_norm", None)
@@ -292,6 +306,8 @@ class GraphedStep:
             self._programs.clear()
             self._drop_gradients()
             _end_capture_of_random_numbers(self._device)
+            if self._recover is not None:
+                self._recover()
             raise _CannotCapture(f"it cannot be captured: {_first_line(error)}") from error
         self.captures += 1
         return program
@@ -307,8 +323,14 @@ class GraphedStep:
             stream=None if stream == torch.cuda.default_stream(self._device) else stream,
             capture_error_mode="thread_local",
         )
-        with capture:
-            result = function(*args)
+        collects = gc.isenabled()
+        gc.disable()  # garbage may include pinned memory and other graphs, which a capture does not allow to free
+        try:
+            with capture:
+                result = function(*args)
+        finally:
+            if collects:
+                gc.enable()
         # Torch writes the generator's seed and offset to the device when a capture begins, on the capture's CUDA
         # stream, and when a replay begins, on the replay's CUDA stream. So a replay must wait for the capture's stream.
         assert capture.capture_stream is not None

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, distributed
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
+from torch.distributed.fsdp._fully_shard._fsdp_common import TrainingState
 from torch.futures import Future
 from torch.nn.parallel import DistributedDataParallel
 
@@ -48,6 +49,7 @@ class Replicas(OneProcess):
         if config.deterministic_layout or self._dtype != dtype:
             ddp.register_comm_hook(None, self._average)
         self.module, self.no_sync = ddp, ddp.no_sync
+        self.recover = lambda: ddp._update_process_group(ddp.process_group)  # resets DDP's reducer
 
     def run(self, function: Callable[[GPT2], Value]) -> Value:
         with whole_sequences(self.model):
@@ -73,7 +75,7 @@ class Shards(OneProcess):
     """
 
     is_sharded = True
-    can_be_captured = False
+    can_be_captured = torch.__version__ >= "2.11"  # the first version whose graphs keep the pinned memory of FSDP2
 
     def __init__(self, model: GPT2, config: TrainConfig, processes: Processes) -> None:
         dtype = None if config.reduce_dtype is None else getattr(torch, config.reduce_dtype)
@@ -98,12 +100,18 @@ class Shards(OneProcess):
         super().__init__(model)
         self._keeps_parameters = config.shard == "grads"
         self.no_sync = self._accumulate
+        self.recover = self._forget_iteration
 
     def run(self, function: Callable[[GPT2], Value]) -> Value:
         if isinstance(self.model, TensorParallelGPT2):
             return function(whole_model(self.model))
         with whole_sequences(self.model):
             return self._fsdp._run(function)  # type: ignore[no-any-return]
+
+    def release(self) -> None:
+        for module in self._fsdp.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
     @contextmanager
     def _accumulate(self) -> Iterator[None]:
@@ -116,6 +124,30 @@ class Shards(OneProcess):
     def _synchronise(self, is_last: bool) -> None:
         self._fsdp.set_requires_gradient_sync(is_last)
         self._fsdp.set_reshard_after_backward(is_last or not self._keeps_parameters)
+
+    def _forget_iteration(self) -> None:
+        """Reset FSDP2. It must not wait for the events of a failed capture, as its own function (torch 2.13) does."""
+        root: Any = self._fsdp._get_fsdp_state()
+        communication = ("all_gather_state", "reduce_scatter_state", "reduce_scatter_states", "post_forward_order")
+        _clear(root._comm_ctx, *communication, "_last_post_reduce_events")
+        for state in root._state_ctx.all_states:
+            group = state._fsdp_param_group
+            state._training_state = group._training_state = TrainingState.IDLE
+            _clear(group, "_all_gather_result", "_post_reduce_event", "_all_reduce_state", "_post_forward_indices")
+            group._to_sharded()
+            for parameter in group.fsdp_params:
+                parameter._unsharded_param.grad = parameter.unsharded_accumulated_grad = None
+        root._state_ctx.iter_forward_root = None
+        root._state_ctx.post_backward_final_callback_queued = False
+
+
+def _clear(target: object, *attributes: str) -> None:
+    for attribute in attributes:
+        value = getattr(target, attribute, None)
+        if isinstance(value, list | dict):
+            value.clear()
+        elif value is not None:
+            setattr(target, attribute, None)
 
 
 class _ReduceScatterInOrder:

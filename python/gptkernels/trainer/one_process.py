@@ -19,12 +19,14 @@ class OneProcess:
         module: computes the loss whose backward averages the gradients over the processes.
         no_sync: makes a context in which the backward only adds to this process's gradients, or None.
         is_sharded: whether the processes must call `run` at the same time, and save shards.
+        recover: resets the model after an interrupted forward or backward, or None if that needs nothing.
         can_be_captured: whether a CUDA graph can contain a step.
         context_group: the processes that divide the sequences, or None.
     """
 
     module: torch.nn.Module
     no_sync: Callable[[], AbstractContextManager[object]] | None = None
+    recover: Callable[[], object] | None = None
     is_sharded = False
     can_be_captured = True
     context_group: distributed.ProcessGroup | None = None
@@ -35,6 +37,9 @@ class OneProcess:
     def run(self, function: Callable[[GPT2], Value]) -> Value:
         """Return `function(model)`, which may call parts of the model, and gives it whole sequences."""
         return function(self.model)
+
+    def release(self) -> None:
+        """Free what an evaluation has gathered. A CUDA graph of a step assumes that nothing is gathered before it."""
 
 
 def move(model: GPT2, device: torch.device) -> GPT2:

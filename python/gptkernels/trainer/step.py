@@ -21,6 +21,7 @@ class Step:
             skips.
         capture: False runs every step eagerly.
         no_sync: makes a context in which the backward of `loss` does not average the gradients over the processes.
+        recover: resets the model after an interrupted forward or backward.
 
     Attributes:
         outliers: the `OutlierDetector`. If updates may be skipped, it is on the device and each step updates it;
@@ -35,6 +36,7 @@ class Step:
         max_scores: tuple[float, float],
         capture: bool,
         no_sync: Callable[[], AbstractContextManager[object]] | None = None,
+        recover: Callable[[], object] | None = None,
     ) -> None:
         self._loss = loss
         self._optimizer = optimizer
@@ -45,9 +47,14 @@ class Step:
             # A captured graph uses the addresses of these three tensors, so every step must write them in place.
             self._total, self._scores = (torch.zeros(shape, device=processes.device) for shape in ((), (2,)))
             optimizer.found_inf = torch.zeros((), device=processes.device)
-        before_update = self._decide_on_update if self._skipping else None
+        decide = self._decide_on_update if self._skipping else None
         self._step = graphed_step(
-            self._noted_loss, optimizer, before_update=before_update, capture=capture, no_sync=no_sync
+            self._noted_loss,
+            optimizer,
+            capture=capture,
+            no_sync=no_sync,
+            captured_before_update=decide,
+            recover=recover,
         )
 
     @property

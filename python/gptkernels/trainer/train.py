@@ -181,6 +181,7 @@ class Trainer:
             limits,
             config.graph and self._replicas.can_be_captured,
             self._replicas.no_sync,
+            self._replicas.recover,
         )
         self.total_steps = self._count_steps()
         self._schedule = self._make_schedule()
@@ -417,14 +418,20 @@ class Trainer:
 
     # ---- between steps -----------------------------------------------------------------------------------------------
 
+    @contextmanager
+    def _evaluation(self, what: str) -> Iterator[None]:
+        self._finish_pending()
+        self.model.eval()
+        with self._watchdog.watch(what):
+            yield
+            self._replicas.release()
+        self.model.train()
+
     def _validate(self) -> float | None:
         if self.data.val is None:
             return None
-        self._finish_pending()
-        self.model.eval()
-        with self._watchdog.watch("validating"):
+        with self._evaluation("validating"):
             loss = mean_loss(self._loss, self.data.val, self.config.val_max_batches, self.processes)
-        self.model.train()
         if not math.isfinite(loss):
             raise self._diverged(f"the validation loss is {loss} after {self.step} steps")
         self._progress.say(f"step {self.step}: validation loss {loss:.4f} {self.data.unit}")
@@ -436,12 +443,9 @@ class Trainer:
     def _answer(self) -> float | None:
         if not self.data.questions:
             return None
-        self._finish_pending()
-        self.model.eval()
-        with self._watchdog.watch("answering questions"), self._batch_loss.precision(self.processes.device):
+        with self._evaluation("answering questions"), self._batch_loss.precision(self.processes.device):
             tick = self._watchdog.tick
             score = answer(self._replicas, self.data.questions, self.config.batch_tokens, self.processes, tick)
-        self.model.train()
         self._progress.say(f"step {self.step}: {score}")
         if self._log:
             self._log.evaluation(self.step, score.accuracy)
@@ -452,14 +456,11 @@ class Trainer:
     def _sample(self) -> str | None:
         if not self.config.sample_length or not (self.processes.is_main or self._replicas.is_sharded):
             return None
-        self._finish_pending()
-        self.model.eval()
         try:
-            with self._watchdog.watch("sampling"), self._batch_loss.precision(self.processes.device):
+            with self._evaluation("sampling"), self._batch_loss.precision(self.processes.device):
                 tokens = self._replicas.run(self._draw)
         except FloatingPointError as error:
             raise self._diverged(f"the logits of a sample are NaN or infinite after {self.step} steps") from error
-        self.model.train()
         text = self.data.text(tokens)
         self._progress.say(f"--- sample at step {self.step} ---\n{text}\n---")
         self._restart_clock()
