@@ -73,7 +73,7 @@ def graphed_step(
     capture: bool = True,
     no_sync: Callable[[], AbstractContextManager[object]] | None = None,
     captured_before_update: Callable[[], object] | None = None,
-    recover: Callable[[], object] | None = None,
+    after_capture: Callable[[bool], bool] | None = None,
 ) -> "GraphedStep":
     """Make a training step that is captured as a CUDA graph, and then replayed with little host work.
 
@@ -119,15 +119,16 @@ def graphed_step(
             gradients over processes, such as ``no_sync`` of a :class:`torch.nn.parallel.DistributedDataParallel` model
             that ``loss`` calls. The model must be made on the CUDA stream on which the steps are captured. For FSDP2
             the context calls ``set_requires_gradient_sync``.
-        captured_before_update: as ``before_update``, but part of the graph.
-        recover: called after a failed capture. The step is then repeated eagerly, so this function must reset the state
-            that an interrupted forward or backward leaves in the model, such as that of DistributedDataParallel.
+        captured_before_update: as ``before_update``, but part of the graph, so that it must not wait for the device.
+        after_capture: ``after_capture(failed)`` is called after each capture, and returns whether this step and later
+            ones run eagerly. Several processes must agree on it. Before it returns True, it must reset the state that
+            an interrupted forward or backward leaves in the model, such as that of DistributedDataParallel.
 
     Raises:
         TypeError: if a batch is not a sequence of tensors.
         ValueError: if no batch is given.
     """
-    return GraphedStep(loss, optimizer, before_update, capture, no_sync, captured_before_update, recover)
+    return GraphedStep(loss, optimizer, before_update, capture, no_sync, captured_before_update, after_capture)
 
 
 class GraphedStep:
@@ -144,14 +145,14 @@ class GraphedStep:
         capture: bool,
         no_sync: Callable[[], AbstractContextManager[object]] | None,
         captured_before_update: Callable[[], object] | None,
-        recover: Callable[[], object] | None,
+        after_capture: Callable[[bool], bool] | None,
     ) -> None:
         self._loss = loss
         self._optimizer = optimizer
         self._before_update = before_update
         self._no_sync = no_sync
         self._captured_before_update = captured_before_update
-        self._recover = recover
+        self._after_capture = after_capture
         self._warm_up = _WARM_UP if no_sync is None else _WARM_UP_REDUCING
         self._device = _parameters(optimizer)[0].device
         self.captures = 0
@@ -170,6 +171,7 @@ class GraphedStep:
         self._setting: object = None
         self._state: object = None
         self._pool: Any = None
+        self._waits_at: str | None = None
 
     def __call__(self, *batches: Batch) -> StepResult:
         """Launch one update of the parameters; return the loss and the gradients' norm without waiting for them.
@@ -198,10 +200,7 @@ class GraphedStep:
     # ---- eager -------------------------------------------------------------------------------------------------------
 
     def _run_eagerly(self, batches: Sequence[Batch]) -> Tensor:
-        """Run a step without a graph.
-
-        If the loss or a hook waits for the device in the last step before a capture, no step is captured.
-        """
+        """Run a step without a graph. In the last one before a capture, note whether the loss waits for the device."""
         signatures = _signatures(batches)
         count = self._eager_steps[signatures] = self._eager_steps.get(signatures, 0) + 1
         watch = self.eager_because is None and count == self._warm_up
@@ -214,8 +213,8 @@ class GraphedStep:
         if self._before_update is not None:
             self._before_update()
         numbers = self._update(total)
-        if found is not None and found.place:
-            self._fall_back(f"the loss or a hook waits for the device, at {found.place}")
+        if found is not None:
+            self._waits_at = found.place
         return numbers
 
     def _micro_step(self, batch: Batch, count: int, is_last: bool, total: Tensor | None = None) -> Tensor:
@@ -284,6 +283,8 @@ class GraphedStep:
         count = len(signatures)
         first = self._inputs[signatures[0]].static
         try:
+            if self._waits_at is not None:
+                raise RuntimeError(f"the loss or a hook waits for the device, at {self._waits_at}")
             if count == 1 and self._before_update is None:
                 graph, program.numbers = self._graph(lambda: self._captured_update(self._micro_step(first, 1, True)))
                 program.micro_steps = [graph]
@@ -306,9 +307,11 @@ class GraphedStep:
             self._programs.clear()
             self._drop_gradients()
             _end_capture_of_random_numbers(self._device)
-            if self._recover is not None:
-                self._recover()
+            if self._after_capture is not None:
+                self._after_capture(True)
             raise _CannotCapture(f"it cannot be captured: {_first_line(error)}") from error
+        if self._after_capture is not None and self._after_capture(False):
+            raise _CannotCapture("another process cannot capture it")
         self.captures += 1
         return program
 

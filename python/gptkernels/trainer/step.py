@@ -41,6 +41,7 @@ class Step:
         self._loss = loss
         self._optimizer = optimizer
         self._processes = processes
+        self._recover = recover
         self._skipping = Skipping(*max_scores, processes.device) if any(max_scores) else None
         self.outliers = OutlierDetector(processes.device if self._skipping else "cpu")
         if self._skipping:
@@ -54,7 +55,7 @@ class Step:
             capture=capture,
             no_sync=no_sync,
             captured_before_update=decide,
-            recover=recover,
+            after_capture=self._recover_together,
         )
 
     @property
@@ -82,6 +83,13 @@ class Step:
             assert self._optimizer.found_inf is not None
             numbers += [*self._scores, self._optimizer.found_inf]
         return torch.stack(numbers)
+
+    def _recover_together(self, failed: bool) -> bool:
+        """Return whether a capture has failed in a process, after which the models of all processes are reset."""
+        failed = bool(self._processes.largest(int(failed)))
+        if failed and self._recover is not None:
+            self._recover()
+        return failed
 
     def _noted_loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         loss = self._loss(tokens, targets)
