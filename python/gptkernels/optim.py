@@ -256,9 +256,11 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _count(steps: list[Tensor], found_inf: Tensor | None) -> None:
+    # With alpha the number is a tensor: torch would wait for the value of found_inf, and convert 1 to a tensor for each
+    # step count on the CPU.
     if found_inf is not None:
-        torch._foreach_add_(steps, 1 - found_inf)
-    elif steps[0].is_cpu:  # torch would convert a number to a tensor for each step count
+        torch._foreach_add_(steps, 1 - found_inf.view(()), alpha=1.0)
+    elif steps[0].is_cpu:
         torch._foreach_add_(steps, torch.ones((), device="cpu"), alpha=1.0)
     else:
         torch._foreach_add_(steps, 1)

@@ -534,12 +534,16 @@ def test_steps_do_not_synchronise(device):
     params = make_parameters(torch.float32, device)
     optimizer = AdamW(params, lr=0.1)
     train(optimizer, 1)
+    optimizer.found_inf = torch.zeros(1, device=device)
+    train(optimizer, 1)  # moves the numbers of steps to the device
     set_gradients(params, 1)
     try:
         torch.cuda.set_sync_debug_mode("error")
         clip_grad_norm_(params, 1.0)
         optimizer.step()
         optimizer.max_grad_norm = 1.0
+        optimizer.step()
+        optimizer.found_inf = None
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
