@@ -64,6 +64,7 @@ def _cases(gpus: int) -> list[Case]:
         _trained("dp-deterministic", "gpt2", 64, 1024, replace(data, in_order=True)),
         _trained("fsdp", "gpt2-xl", 8, 1024, replace(data, shard="params")),
         Case("tp", "gpt2-xl", 8, 1024, gpus, tensors, "ours-tp"),
+        Case("cp, recomputed", "gpt2", 1, 2**20, gpus, replace(sequences, recompute=True), "ours-cp"),
     ]
     if gpus == 2:
         return [
@@ -79,11 +80,7 @@ def _cases(gpus: int) -> list[Case]:
             Case("head, fp8", HEAD, 0, 0, gpus, worker="ours-fp8-head"),
             Case("torch-head", HEAD, 0, 0, gpus, worker="torch-head"),
         ]
-    return [
-        *found,
-        _trained("dp=2,tp=2", "gpt2-xl", 24, 1024, Layout(dp=2, tp=2, shard="grads")),
-        Case("cp, recomputed", "gpt2", 1, 2**20, gpus, replace(sequences, recompute=True), "ours-cp"),
-    ]
+    return [*found, _trained("dp=2,tp=2", "gpt2-xl", 24, 1024, Layout(dp=2, tp=2, shard="grads"))]
 
 
 CASES = [case for gpus in (1, 2, 4) for case in _cases(gpus)]

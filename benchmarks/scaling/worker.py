@@ -105,7 +105,6 @@ def with_backward(model):
 
 STEPS = {
     "torch-ddp": torch_ddp, "torch-fsdp": torch_fsdp, "torch-tp": torch_tp, "ours-tp": ours_tp, "ours-cp": ours_cp,
-    "ours-recomputed-cp": functools.partial(ours_cp, recompute=True),
 }  # fmt: skip
 
 
