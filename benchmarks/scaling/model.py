@@ -46,8 +46,8 @@ class Machine:
     """Rates in flops and bytes per second; ``links`` and ``network`` are those of one GPU in one direction.
 
     ``matmul`` and ``attention`` were fitted to the steps of one GPU with 16 x 1024 and 1 x 131072 tokens. ``launch``
-    and ``copy`` are those of copies of 13 MB to 4 GB, and ``links`` and ``latency`` those of collectives alone.
-    ``permuting_copy`` was not measured; it was chosen with the steps of context parallelism in view.
+    and ``copy`` are those of copies of 13 MB to 4 GB, ``permuting_copy`` and ``converting_add`` those of 400 MiB, and
+    ``links`` and ``latency`` those of collectives alone.
     """
 
     name: str = "H200"
@@ -59,7 +59,8 @@ class Machine:
     attention: float = 480e12  # forward and backward of long causal sequences, their flops halved
     attention_length: float = 300.0  # the length for which attention has half of this rate
     copy: float = 4267e9  # bytes read and written
-    permuting_copy: float = 2133e9  # of torch's kernels that permute or convert
+    permuting_copy: float = 980e9  # of torch's kernels that permute dimensions
+    converting_add: float = 2340e9  # of torch's additions of bfloat16 to float32
     launch: float = 2.5e-6  # of a kernel, until it has its full rate and after its last bytes
     links: float = 270e9  # received by a GPU in a collective between GPUs of a node
     network: float = 45e9  # between nodes, 400 Gbit/s per GPU
@@ -194,7 +195,8 @@ def _context_copies(shape: Shape, layout: Layout, rows: float, machine: Machine)
     sums = (2 * R + 4 * R + 3) * keys
     added = (2 + 1 + 2) * R * keys * (2 * R + 1) / (2 * R)
     unpacked = 2 * 2 * (queries + keys)  # stacked, and copied in the layout of the packed queries, keys and values
-    backward = (packed + added + unpacked) / machine.permuting_copy + (ordered + sums + 2 * queries) / machine.copy
+    backward = (packed + unpacked) / machine.permuting_copy + added / machine.converting_add
+    backward += (ordered + sums + 2 * queries) / machine.copy
     return shape.layers * (forward * (1 + layout.recompute) + backward)
 
 
