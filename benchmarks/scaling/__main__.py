@@ -148,9 +148,12 @@ def save(path: Path, run):
 def measure(path: Path, gpus: int, names):
     """Measure the cases of a number of GPUs; the rows replace those of the same cases in the file."""
     about = describe(torch.device("cuda"))
-    device, torch_version = f"{gpus} x {about['gpu']['name']}", about["versions"]["torch"]
+    device, torch_version = about["gpu"]["name"], about["versions"]["torch"]
     run = json.loads(path.read_text()) if path.exists() else {"rates": [], "rows": []}
     run["machine"] = {"device": device, "torch": torch_version, "date": about["date"][:10], "commit": about["commit"]}
+    known = {"rates", *(case.name for case in CASES if case.gpus == gpus)}
+    if unknown := set(names) - known:
+        raise SystemExit(f"no case of {gpus} GPUs: {', '.join(sorted(unknown))}; there are {', '.join(sorted(known))}")
     if "rates" in names or not names:
         run["rates"] = [r for r in run["rates"] if r["gpus"] != gpus] + cases.rates(gpus)
         save(path, run)

@@ -143,7 +143,7 @@ def estimate(shape: Shape, layout: Layout, batch: int, length: int, machine: Mac
         "grads": (2 + (2 + optimizer) / replicas) * own,
         "params": STATE_BYTES * own / replicas,
     }[layout.shard]
-    kept = 2 * rows * C * L / tp if layout.recompute else ACTIVATION_BYTES * rows * C * L / tp
+    kept = 4 * rows * C * L / tp if layout.recompute else ACTIVATION_BYTES * rows * C * L / tp
     logits = min(rows, 2**28 / (shape.vocabulary / tp)) * shape.vocabulary / tp * 2 * 2
     gathered = 4 * shape.layer_weights / tp * (layout.shard == "params")
     gathered += 9 * rows * cp * _key_channels(shape, tp) * (cp > 1)

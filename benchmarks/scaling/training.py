@@ -34,7 +34,6 @@ def train(options: dict) -> list[dict[str, float]]:
     del trainer
     gc.collect()
     if device.type == "cuda":
-        torch.cuda.set_stream(torch.cuda.default_stream())  # DDP made another one current
         torch.cuda.empty_cache()
     return numbers
 

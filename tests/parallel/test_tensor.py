@@ -22,6 +22,7 @@ from gptkernels.parallel import (
     shard_placement,
     split_sequence,
     tensor_parallel,
+    whole_sequences,
     whole_state_dict,
 )
 from processes import run_case, run_processes
@@ -140,7 +141,8 @@ def with_sequences(**changes):
         found[name] = gradient / 2
     total = loss.detach().clone()
     dist.all_reduce(total, group=mesh["cp"].get_group())
-    return total / 2, found
+    with whole_sequences(model.eval()), torch.no_grad():
+        return total / 2, found, model(*batch, return_logits=False)[1]
 
 
 def logits_and_parameters():
@@ -157,6 +159,15 @@ def logits_and_parameters():
     with torch.no_grad():
         logits = models[0].eval()(tokens)[0]
     return logits, [whole_state_dict(model) for model in models], [*models[0].state_dict()]
+
+
+def untied_and_sharded():
+    mesh = init_device_mesh("cpu", (4,))
+    model = untied(make_model(noise=0.3))
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)
+    fully_shard(model, mesh=mesh)
+    return whole_state_dict(model)
 
 
 def initialised():
@@ -179,8 +190,9 @@ def errors():
         lambda: divided(make_model(torch.float32, fp8_head=True, padded_vocab_size=80)),
         lambda: divided(make_model())(*small_models.make_batch(B=1, length=15)),
         lambda: tensor_parallel(make_model(), init_device_mesh("cpu", (2, 2))),
-        lambda: hooked(make_model()),
-        lambda: hooked(make_model(), "ln_f"),
+        lambda: divided(hooked(make_model())),
+        lambda: divided(hooked(make_model(), "ln_f")),
+        lambda: hooked(divided(make_model()), "wte")(*small_models.make_batch(B=2)),
         lambda: divided(untied(make_model())),
         lambda: divided(make_model()).load_state_dict(
             {"transformer.h.0.attn.c_attn.weight": torch.zeros(32, 96)}, False
@@ -188,14 +200,14 @@ def errors():
     ):
         try:
             change()
-        except ValueError as error:
+        except (ValueError, RuntimeError) as error:
             found.append(str(error))
     return found
 
 
 def hooked(model, name="h.1.mlp"):
     model.transformer.get_submodule(name).register_forward_hook(lambda *_: None)
-    return divided(model)
+    return model
 
 
 def untied(model):
@@ -206,7 +218,8 @@ def untied(model):
 def run_ways():
     others = {
         "fsdp": with_fsdp, "sequences": with_sequences, "dropped_sequences": partial(with_sequences, dropout=0.3),
-        "logits": logits_and_parameters, "initialised": initialised, "errors": errors,
+        "logits": logits_and_parameters, "initialised": initialised,
+        "untied": untied_and_sharded, "errors": errors,
     }  # fmt: skip
     return {way: run_case(way, run_way, way) for way in WAYS} | {name: function() for name, function in others.items()}
 
@@ -246,7 +259,7 @@ def test_fsdp_of_a_divided_model(results):
 
 @pytest.mark.parametrize(("way", "changes"), [("sequences", {}), ("dropped_sequences", {"dropout": 0.3})])
 def test_divided_layers_and_sequences(way, changes, results):
-    loss, gradients = results[way]
+    loss, gradients, whole = results[way]
     model = make_model(**LONG, **changes)
     torch.manual_seed(7)
     expected = model(*small_models.make_batch(B=3, length=LONG["block_size"]), return_logits=False)[1]
@@ -254,6 +267,8 @@ def test_divided_layers_and_sequences(way, changes, results):
     torch.testing.assert_close(loss, expected.detach(), rtol=1e-12, atol=0)
     for name, p in model.named_parameters():
         torch.testing.assert_close(gradients[name], p.grad, rtol=1e-10, atol=1e-12)
+    evaluated = model.eval()(*small_models.make_batch(B=3, length=LONG["block_size"]), return_logits=False)[1]
+    torch.testing.assert_close(whole, evaluated.detach(), rtol=1e-12, atol=0)
 
 
 def test_logits_and_parameters(results):
@@ -265,13 +280,20 @@ def test_logits_and_parameters(results):
         small_models.assert_equal(state, dict(model.state_dict()))
 
 
+def test_the_whole_state_of_an_untied_model(results):
+    expected = make_model(noise=0.3).state_dict()
+    expected["lm_head.weight"] = expected["transformer.wte.weight"] + 1
+    small_models.assert_equal(results["untied"], dict(expected))
+
+
 def test_initialisation_has_the_bits_of_the_whole_model(results):
     torch.manual_seed(5)
     small_models.assert_equal(results["initialised"], dict(GPT2(GPT2Config(**UNEVEN)).state_dict()))
 
 
 def test_errors(results):
-    heads, float8, float8_head, tokens, mesh, hooks, norm, head, shape = results["errors"]
+    heads, float8, float8_head, tokens, mesh, hooks, norm, later, head, shape = results["errors"]
+    assert later == "tensor_parallel: wte was replaced or hooked"
     assert norm == "tensor_parallel: ln_f was replaced or hooked"
     assert head == "tensor_parallel: the LM head must be tied to the token embedding"
     assert shape == "tensor_parallel: transformer.h.0.attn.c_attn.weight must have shape (96, 32), got (32, 96)"

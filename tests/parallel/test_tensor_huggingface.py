@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import gptkernels
 from gptkernels.optim import AdamW
-from gptkernels.parallel import shard_placement, tensor_parallel, whole_state_dict
+from gptkernels.parallel import CheckpointWriter, shard_placement, tensor_parallel, whole_state_dict
 from processes import run_case, run_processes
 from small_models import assert_equal
 from swapped import hf_config, needs_transformers, randomised, transformers
@@ -176,6 +176,8 @@ def refusals():
         "one head": lambda: divided(make_model(n_head=1)),
         "unswap": lambda: gptkernels.unswap(model),
         "padding": lambda: model(tokens, attention_mask=padding),
+        "mask": lambda: model(tokens, attention_mask=torch.ones(4, 1, T, T)),
+        "checkpoint": lambda: CheckpointWriter(".").save(config={}, model=model, optimizer=None, trainer={}),
         "cache": lambda: model(tokens, use_cache=True),
         "attentions": lambda: model(tokens, output_attentions=True),
         "positions": lambda: model(tokens, position_ids=tokens),
@@ -183,6 +185,7 @@ def refusals():
         "odd": lambda: model(tokens[:1, :15]),
         "generate": lambda: model.generate(tokens, max_new_tokens=1),
         "hook later": lambda: hooked(model)(tokens),
+        "hooked embedding": lambda: hooked(divided(make_model()), "wte")(tokens),
         "loss": lambda: with_loss(model)(tokens, labels=labels),
     }
     return {name: error_of(call) for name, call in calls.items()}
@@ -196,8 +199,8 @@ def error_of(call):
     return None
 
 
-def hooked(model):
-    model.transformer.h[1].mlp.register_forward_hook(lambda *_: None)
+def hooked(model, name="h.1.mlp"):
+    model.transformer.get_submodule(name).register_forward_hook(lambda *_: None)
     return model
 
 
@@ -272,13 +275,16 @@ def test_refusals(results):
         "hook": "tensor_parallel: a part of layer 1 was replaced or hooked",
         "untied": "tensor_parallel: the LM head must be tied to the token embedding",
         "unswap": "gptkernels.unswap: the model was given another class since the swap",
-        "padding": prefix + "an attention_mask with padding",
+        "padding": prefix + "an attention_mask that is not (B, T) or has zeros",
+        "mask": prefix + "an attention_mask that is not (B, T) or has zeros",
+        "checkpoint": "a checkpoint of a divided Hugging Face model is not supported: use its save_pretrained",
         "cache": prefix + "use_cache",
         "attentions": prefix + "output_attentions",
         "positions": prefix + "position_ids",
         "embeddings": prefix + "inputs_embeds",
         "odd": "tensor_parallel: the number of tokens must be a multiple of the 2 processes, got (1, 15)",
         "hook later": "tensor_parallel: a part of a layer was replaced or hooked",
+        "hooked embedding": "tensor_parallel: wte was replaced or hooked",
         "loss": prefix + "another loss_function: compute the loss from the logits",
     }.items():
         assert results["refusals"][name] == expected

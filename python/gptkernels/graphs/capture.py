@@ -311,6 +311,7 @@ class GraphedStep:
                 self._after_capture(True)
             raise _CannotCapture(f"it cannot be captured: {_first_line(error)}") from error
         if self._after_capture is not None and self._after_capture(False):
+            self._programs.clear()
             raise _CannotCapture("another process cannot capture it")
         self.captures += 1
         return program

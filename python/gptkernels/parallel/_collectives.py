@@ -1,4 +1,4 @@
-"""Collectives of torch that divide or concatenate the first dimension.
+"""Collectives of torch. Gathers concatenate the first dimension, and reduce-scatters divide it.
 
 A ``start_`` function returns before its result is valid, and ``wait`` makes it valid. Unlike the functions of
 ``torch.distributed``, these operators can be compiled.
@@ -43,7 +43,7 @@ def all_reduce(addend: Tensor, group: ProcessGroup) -> Tensor:
 
 
 def start_all_reduce(addend: Tensor, group: ProcessGroup) -> Tensor:
-    """Replace the processes' addends by their sum."""
+    """Replace each process's addend, in place, by the sum of all."""
     return _collectives.all_reduce_(addend, "sum", group.group_name)  # type: ignore[no-any-return]
 
 

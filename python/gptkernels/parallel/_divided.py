@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import Module
 
+from gptkernels import _dtensor
 from gptkernels.block.fused import parameters_of
 from gptkernels.block.node import Dropout, Plan
 from gptkernels.block.tensors import BlockParameters
@@ -147,7 +148,10 @@ def _local(group: ProcessGroup, *parameters: Tensor | None) -> list[Any]:
 
 
 def _of_rows(module: Any, dropout: Dropout, rows: Tensor, length: int) -> RowDropout:
-    """Apply a dropout of the whole tensor to this process's rows of sequences of ``length`` tokens."""
+    """Return the part of a dropout of the whole tensor that belongs to this process's rows.
+
+    ``length`` is the number of tokens of a sequence.
+    """
     return place(dropout, rows, module.group.rank() * len(rows), length, module.context_group)
 
 
@@ -224,6 +228,10 @@ class DividedModel(Module):
     transformer: Any
     lm_head: Any
 
+    def _changed(self) -> str | None:
+        """Return the name of a module outside the layers that was replaced or hooked, or None."""
+        raise NotImplementedError
+
     def _recomputes(self, block: DividedBlock) -> bool:
         """Return whether the backward computes a layer again, of which only the inputs are saved."""
         raise NotImplementedError
@@ -248,6 +256,8 @@ class DividedModel(Module):
             ignore_index: a row with this target has a loss of 0.
             reduction: "mean" or "sum".
         """
+        if (changed := self._changed()) is not None:
+            raise RuntimeError(f"tensor_parallel: {changed} was replaced or hooked")
         group, head = self.group, self.lm_head.weight
         if tokens.numel() % group.size():
             raise ValueError(
@@ -295,11 +305,13 @@ def whole_state_dict(model: torch.nn.Module) -> dict[str, Tensor]:
 
     All processes must call this. It gathers the parameters of models divided by :func:`tensor_parallel` or FSDP2.
     """
-    found = {}
-    for name, t in model.state_dict().items():
-        if name != "lm_head.weight":
-            found[name] = plain_view(model, name, t.full_tensor() if isinstance(t, DTensor) else t).clone()
-    return found | {"lm_head.weight": found["transformer.wte.weight"]}
+    found: dict[str, Tensor] = {}
+    copies: dict[Tensor, Tensor] = {}  # one of tied parameters
+    for name, t in model.state_dict(keep_vars=True).items():
+        if t not in copies:
+            copies[t] = plain_view(model, name, _dtensor.whole(t).detach()).clone()
+        found[name] = copies[t]
+    return found
 
 
 def plain_view(model: torch.nn.Module, name: str, t: Tensor) -> Tensor:

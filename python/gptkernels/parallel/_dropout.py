@@ -12,7 +12,7 @@ from gptkernels.rules import ops
 
 
 class RowDropout(NamedTuple):
-    """A dropout of rows (n, C), which are in ranges that are also consecutive in the whole tensor.
+    """A dropout of rows (n, C). They consist of ranges; the rows of a range are consecutive in the whole tensor, too.
 
     first_indices are the flat indices in the whole tensor of the ranges' first elements. sizes are the ranges' numbers
     of rows, if there are several ranges.
@@ -37,7 +37,7 @@ def join(parts: Sequence[Any]) -> Any:
 
 
 def place(dropout: Dropout, rows: Tensor, first: int, tokens: int, group: ProcessGroup | None) -> RowDropout:
-    """Apply a dropout of the whole tensor to the rows of a process.
+    """Return the part of a dropout of the whole tensor that belongs to the rows of a process.
 
     Args:
         dropout: the dropout of the whole tensor.

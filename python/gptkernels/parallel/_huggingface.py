@@ -24,15 +24,12 @@ def why_not(model: Any) -> str | None:
             "the model must be a GPT2, or a Hugging Face GPT2LMHeadModel that gptkernels.swap has swapped, got "
             f"{type(model).__name__}"
         )
-    transformer = model.transformer
-    parts = [
-        ("the transformer", transformer, huggingface.TRANSFORMER), ("wte", transformer.wte, "Embedding"),
-        ("wpe", transformer.wpe, "Embedding"), ("ln_f", transformer.ln_f, "LayerNorm"),
-        ("lm_head", model.lm_head, "Linear"), ("the model", model, huggingface.LANGUAGE_MODEL),
-    ]  # fmt: skip
-    changed = next((name for name, module, kind in parts if not untouched(module, kind)), None)
-    if dropout_of(transformer.drop) is None:
-        changed = "drop"
+    transformer, changed = model.transformer, _changed(model)
+    for name, module, kind in (
+        ("the transformer", transformer, huggingface.TRANSFORMER), ("the model", model, huggingface.LANGUAGE_MODEL)
+    ):  # fmt: skip
+        if not untouched(module, kind):
+            changed = name
     for i, block in enumerate(transformer.h):
         if parts_of(block, huggingface.KINDS) is None or block.attn.num_heads != model.config.n_head:
             changed = f"a part of layer {i}"
@@ -43,6 +40,21 @@ def why_not(model: Any) -> str | None:
     tokens = torch.empty(1, 1, dtype=torch.int64, device="meta")
     reason = huggingface.why_not_model(transformer, {"input_ids": tokens})
     return None if reason is None else f"not supported: {reason}"
+
+
+def _changed(model: Any) -> str | None:
+    transformer = model.transformer
+    if dropout_of(transformer.drop) is None:
+        return "drop"
+    # Gradient checkpointing hooks wte, so that its output requires gradients. Here its weight has this effect.
+    hook = getattr(model, "_require_grads_hook", None)
+    if transformer.wte._forward_hooks.keys() != {hook and hook.id} and not untouched(transformer.wte, "Embedding"):
+        return "wte"
+    parts = [
+        ("wpe", transformer.wpe, "Embedding"), ("ln_f", transformer.ln_f, "LayerNorm"),
+        ("lm_head", model.lm_head, "Linear"),
+    ]  # fmt: skip
+    return next((name for name, module, kind in parts if not untouched(module, kind)), None)
 
 
 def shapes(model: Any, processes: int) -> Shapes:
@@ -81,6 +93,7 @@ class _Model(DividedModel):
     _tp_size: Any
     gptkernels_report: Any
     loss_function: Any
+    _changed = _changed
 
     def _recomputes(self, block: Any) -> bool:
         return block.training and block.gradient_checkpointing  # type: ignore[no-any-return]
@@ -127,8 +140,8 @@ def _why_not_call(model: Any, options: dict[str, Any]) -> str | None:
     tokens, mask = options.get("input_ids"), options.get("attention_mask")
     if tokens is None or tokens.dim() != 2:
         return "input_ids that are not (B, T)"
-    if mask is not None and not bool(mask.all()):
-        return "an attention_mask with padding"
+    if mask is not None and (mask.dim() != 2 or not bool(mask.all())):
+        return "an attention_mask that is not (B, T) or has zeros"
     if options.get("labels") is not None and model.loss_function is not huggingface.causal_lm_loss:
         return "another loss_function: compute the loss from the logits"
     return None
@@ -146,7 +159,9 @@ def model_class(kind: Any) -> Any:
         labels, targets, divisor = (options.get(name) for name in ("labels", "shift_labels", "num_items_in_batch"))
         ignore_index = options.get("ignore_index", -100)
         if labels is None or targets is None:
-            targets = None if labels is None else huggingface.shifted(labels, ignore_index)
+            targets = (
+                None if labels is None else huggingface.shifted(labels.to(options["input_ids"].device), ignore_index)
+            )
         return_logits = self.gptkernels_report.return_logits if self.training else True
         tokens, transformer = options["input_ids"], self.transformer
         logits, loss = self._logits_and_loss(

@@ -11,6 +11,7 @@ import json
 import os
 import secrets
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -49,16 +50,20 @@ class CheckpointWriter:
 
     Args:
         folder: the folder of the run, which all processes share.
+        timeout: the time after which an exchange fails, because a process has ended or needs that long to write; None
+            is torch's default.
 
     Raises:
         ValueError: if torch.distributed is not initialised.
     """
 
-    def __init__(self, folder: str | os.PathLike[str]) -> None:
+    def __init__(self, folder: str | os.PathLike[str], timeout: timedelta | None = None) -> None:
         if not dist.is_initialized():
             raise ValueError("CheckpointWriter: torch.distributed is not initialised: call init_process_group first")
         self._folder = Path(folder)
-        self._group = dist.new_group(backend="gloo")  # the collectives of training do not wait for those of writing
+        self._group = dist.new_group(
+            backend="gloo", timeout=timeout
+        )  # the collectives of training do not wait for those of writing
         self._pending: Any = None  # a future
 
     def save(
@@ -83,10 +88,11 @@ class CheckpointWriter:
             background: return after the copy to the host. Otherwise return when the checkpoint is complete.
 
         Raises:
-            ValueError: if a value cannot be saved.
+            ValueError: if a value cannot be saved, or the model is a divided Hugging Face model.
             OSError: if a process cannot write. All processes raise this error, which has the number of the process.
         """
         self.wait()
+        _check_kind(model)
         rank, ranks = dist.get_rank(), dist.get_world_size()
         trees, tensors, own = _flatten(model, optimizer, rank)
         names = _parameter_names(model, optimizer)
@@ -180,6 +186,7 @@ def load_checkpoint(
     with contextlib.ExitStack() as stack:
 
         def prepare() -> _Loading:
+            _check_kind(model)
             path = Path(folder) / CHECKPOINT
             file = stack.enter_context(open_safetensors(path, "training", "sharded"))
             loading = _Loading(file, model, optimizer, rank)
@@ -191,6 +198,11 @@ def load_checkpoint(
         groups = optimizer.state_dict()["param_groups"]
         optimizer.load_state_dict({"state": loading.optimizer_state, "param_groups": groups})
         return dataclasses.replace(_read(loading.file), rng=loading.rng)
+
+
+def _check_kind(model: torch.nn.Module) -> None:
+    if getattr(getattr(model, "shapes", None), "transposed", False):
+        raise ValueError("a checkpoint of a divided Hugging Face model is not supported: use its save_pretrained")
 
 
 class _Loading:

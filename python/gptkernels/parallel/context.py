@@ -246,7 +246,8 @@ def context_parallel(model: torch.nn.Module, group: ProcessGroup | DeviceMesh) -
     For dropout, the R ranks need the same random seed, and T / R must be a multiple of 32; the masks are those of the
     whole sequences.
 
-    Each layer runs single operators instead of one autograd node. ``generate`` raises an error.
+    Without tensor parallelism each layer runs single operators instead of one autograd node. ``generate`` raises an
+    error.
 
     Args:
         model: a ``GPT2``, also inside another module, or a part of it, such as its ``transformer``.
@@ -278,10 +279,11 @@ def context_parallel(model: torch.nn.Module, group: ProcessGroup | DeviceMesh) -
 @contextmanager
 def whole_sequences(model: torch.nn.Module) -> Iterator[None]:
     """Let a model that :func:`context_parallel` has divided compute whole sequences, as before, in this context."""
-    divided = [(part, part.context_group) for part in model.modules() if getattr(part, "context_group", None)]
-    for part, _ in divided:
-        part.context_group = None  # type: ignore[assignment]
+    # A layer divided by tensor_parallel has no group of its own, but that of its attention.
+    divided = [(part, group) for part in model.modules() if (group := part.__dict__.get("context_group")) is not None]
     try:
+        for part, _ in divided:
+            part.context_group = None  # type: ignore[assignment]
         yield
     finally:
         for part, group in divided:

@@ -18,6 +18,7 @@ Three of them get a dimension for the heads, so that a process has the queries, 
 rows of Hugging Face's embedding are padded with zeros to Vp, a multiple of 64 * P.
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, TypeVar, cast
 
@@ -37,6 +38,7 @@ from gptkernels.parallel._divided import DividedBlock, DividedModel, Shapes, div
 from gptkernels.rules.fp8 import ALIGNMENT
 
 Model = TypeVar("Model", bound=torch.nn.Module)
+_Kind = tuple[str, torch.nn.Module, type[torch.nn.Module]]  # a module's name, the module, and its unmodified class
 
 
 def tensor_parallel(model: Model, mesh: DeviceMesh) -> Model:
@@ -117,17 +119,26 @@ def _why_not(model: GPT2, processes: int) -> str | None:
 
 
 def _changed_part(model: GPT2) -> str | None:
-    transformer = model.transformer
-    kinds: list[tuple[str, torch.nn.Module, type[torch.nn.Module]]] = [
-        ("wte", transformer.wte, nn.Embedding), ("wpe", transformer.wpe, nn.Embedding),
-        ("drop", transformer.drop, nn.Dropout), ("ln_f", transformer.ln_f, nn.LayerNorm),
-        ("lm_head", model.lm_head, nn.Linear), ("the transformer", transformer, Transformer),
-        ("the model", model, GPT2),
+    kinds: list[_Kind] = [
+        *_outside_layers(model), ("the transformer", model.transformer, Transformer), ("the model", model, GPT2)
     ]  # fmt: skip
-    for i, block in enumerate(transformer.h):
+    for i, block in enumerate(model.transformer.h):
         kinds.append((f"layer {i}", block, Block))
         kinds += [(f"a part of layer {i}", *part) for part in _parts(cast(Block, block))]
+    return _first_changed(kinds)
+
+
+def _first_changed(kinds: Sequence[_Kind]) -> str | None:
     return next((name for name, module, kind in kinds if not is_unmodified(module, kind)), None)
+
+
+def _outside_layers(model: GPT2) -> tuple[_Kind, ...]:
+    transformer = model.transformer
+    return (
+        ("wte", transformer.wte, nn.Embedding), ("wpe", transformer.wpe, nn.Embedding),
+        ("drop", transformer.drop, nn.Dropout), ("ln_f", transformer.ln_f, nn.LayerNorm),
+        ("lm_head", model.lm_head, nn.Linear),
+    )  # fmt: skip
 
 
 def _parts(block: Block) -> tuple[tuple[torch.nn.Module, type[torch.nn.Module]], ...]:
@@ -158,6 +169,9 @@ class TensorParallelBlock(DividedBlock, Block):  # type: ignore[misc]
 
 class TensorParallelGPT2(DividedModel, GPT2):  # type: ignore[misc]
     """A GPT2 that :func:`tensor_parallel` has divided."""
+
+    def _changed(self) -> str | None:
+        return _first_changed(_outside_layers(self))
 
     def _recomputes(self, block: DividedBlock) -> bool:
         return self.transformer.recompute_blocks

@@ -75,14 +75,15 @@ class Shards(OneProcess):
     """
 
     is_sharded = True
-    can_be_captured = torch.__version__ >= "2.11"  # the first version whose graphs keep the pinned memory of FSDP2
+    can_be_captured = torch.__version__ >= "2.11"  # Graphs of earlier versions read pinned memory that FSDP2 reuses.
 
     def __init__(self, model: GPT2, config: TrainConfig, processes: Processes) -> None:
         dtype = None if config.reduce_dtype is None else getattr(torch, config.reduce_dtype)
         options: dict[str, Any] = {
             "mesh": processes.data_mesh,
             "mp_policy": MixedPrecisionPolicy(reduce_dtype=dtype),
-            "reshard_after_forward": None if config.shard == "params" else False,  # None: except the last ones
+            # None keeps only the root's parameters, the embeddings and the final norm, until the backward.
+            "reshard_after_forward": None if config.shard == "params" else False,
             "shard_placement_fn": shard_placement,
         }
         for block in model.transformer.h:
@@ -191,7 +192,7 @@ def distribute(model: GPT2, config: TrainConfig, processes: Processes) -> OnePro
     assert mesh is not None
     dp, cp, tp = mesh.shape
     if tp > 1 or cp > 1:
-        _check_layout(config, dp * cp > 1, tp > 1, cp)
+        _check_layout(config, dp, cp, tp)
     if tp > 1:
         model = tensor_parallel(model, mesh["tp"])
     if cp > 1:
@@ -207,18 +208,23 @@ def distribute(model: GPT2, config: TrainConfig, processes: Processes) -> OnePro
     return divided
 
 
-def _check_layout(config: TrainConfig, averages_gradients: bool, divides_layers: bool, cp: int) -> None:
+def _check_layout(config: TrainConfig, dp: int, cp: int, tp: int) -> None:
     if config.compile:
         raise ValueError(f"--parallel is {config.parallel}: --compile is only for tp=1 and cp=1")
     if config.deterministic_layout and cp > 1:
         raise ValueError(f"--parallel is {config.parallel}: --deterministic-layout is only for cp=1")
-    multiple = cp * (DROPOUT_TOKENS if config.dropout and cp > 1 else 2)
-    if config.sequence_length % multiple:
+    multiple = cp * (DROPOUT_TOKENS if config.dropout else 2)
+    if cp > 1 and config.sequence_length % multiple:
         raise ValueError(
             f"--parallel is {config.parallel}: --sequence-length must be a multiple of {multiple}, is "
             f"{config.sequence_length}"
         )
-    if not averages_gradients and (config.shard != "none" or config.reduce_dtype):
+    if config.batch_tokens // cp % tp:
+        raise ValueError(
+            f"--parallel is {config.parallel}: --batch-size times --sequence-length must be a multiple of {cp * tp}, "
+            f"is {config.batch_tokens}"
+        )
+    if dp * cp == 1 and (config.shard != "none" or config.reduce_dtype):
         raise ValueError(f"--parallel is {config.parallel}: --shard and --reduce-dtype are for dp or cp above 1")
-    if divides_layers and averages_gradients and config.shard == "none":
+    if tp > 1 and dp * cp > 1 and config.shard == "none":
         raise ValueError(f"--parallel is {config.parallel}: tp with dp or cp needs --shard grads or params")

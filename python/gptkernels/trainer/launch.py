@@ -16,10 +16,11 @@ from gptkernels.trainer.processes import DISCONNECTED
 
 
 def launch(processes: int, arguments: Sequence[str]) -> int:
-    """Run `gptkernels ARGUMENTS` in each process, and return the exit status of the process that failed first, or 0.
+    """Run `gptkernels ARGUMENTS` in each process, and return 0 or the exit status of a process that failed.
 
-    When a process fails, the others are stopped. SIGINT and SIGTERM are sent to all processes. Processes that have not
-    ended 30 seconds later are killed.
+    It is the lowest-numbered process that did not fail only because another one had failed. When a process fails, the
+    others are stopped. SIGINT and SIGTERM are sent to all processes. Processes that have not ended 30 seconds later are
+    killed.
     """
     logging.disable(logging.ERROR)  # the processes report their errors themselves
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // processes)))

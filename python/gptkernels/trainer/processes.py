@@ -31,6 +31,7 @@ class Processes:
     Attributes:
         mesh: the processes as the dimensions of `layout`, or None if there is one process.
         data_mesh: the processes whose gradients are averaged, as a mesh of one dimension, or None.
+        timeout: the time after which an exchange fails.
         batch_rank, batches: the number of this process's batch, and the number of batches that the processes
             compute at the same time. The processes of a layer or a sequence have the same batch.
 
@@ -48,6 +49,7 @@ class Processes:
         self._adds_in_order = adds_in_order
         self.rank = process_rank()
         self.world_size = int(os.environ.get("WORLD_SIZE", 1))
+        self.timeout = _timeout(watchdog)
         sizes = Layout.parse(layout, self.world_size)
         self.device = pick_device(device, int(os.environ.get("LOCAL_RANK", 0)))
         if self.device.type == "cuda":
@@ -55,14 +57,15 @@ class Processes:
         self._opened = self.world_size > 1 and not distributed.is_initialized()
         if self._opened:
             with connection("the processes cannot meet"):
-                distributed.init_process_group(
-                    "nccl" if self.device.type == "cuda" else "gloo", timeout=_timeout(watchdog)
-                )
+                backend = "nccl" if self.device.type == "cuda" else "gloo"
+                distributed.init_process_group(backend, timeout=self.timeout)
         self.batches = sizes.dp
         if self.world_size > 1:
             self.mesh = make_mesh(sizes, self.device.type)
             self.batch_rank = self.mesh.get_local_rank("dp")
             self.data_mesh = self.mesh["dp", "cp"]._flatten("data") if sizes.cp > 1 else self.mesh["dp"]
+            for group in (*self.mesh.get_all_groups(), self.data_mesh.get_group()):
+                distributed_c10d._set_pg_timeout(self.timeout, group)
         self._given_stream: torch.cuda.Stream | None = None
         if self.mesh is not None and self.device.type == "cuda":
             # A CUDA graph cannot contain work of the default stream, and DDP works on the stream on which it is made.
@@ -101,7 +104,7 @@ class Processes:
                 assert self.data_mesh is not None
                 all_reduce_in_order(values, self.data_mesh.get_group())
                 if self.mesh["tp"].size() > 1:
-                    distributed.all_reduce(values, group=self.mesh["tp"].get_group())  # of equal values
+                    distributed.all_reduce(values, group=self.mesh["tp"].get_group())  # The values are equal.
             else:
                 distributed.all_reduce(values)
             values /= self.world_size
@@ -124,6 +127,7 @@ class Processes:
     def close(self, failed: bool = False) -> None:
         """Leave the process group. If this process has failed, do not wait for the others, as NCCL otherwise does."""
         if self._given_stream is not None:
+            self._given_stream.wait_stream(torch.cuda.current_stream())
             torch.cuda.set_stream(self._given_stream)
         if self._opened and distributed.is_initialized():
             leave = distributed_c10d._abort_process_group if failed else distributed.destroy_process_group

@@ -1,6 +1,7 @@
 """Trains GPT-2, by `train(TrainConfig(...))` or `gptkernels train`."""
 
 import faulthandler
+import logging
 import math
 import os
 import signal
@@ -173,6 +174,10 @@ class Trainer:
         )
         self.optimizer.gathers_norm = config.deterministic_layout
         self.accumulation = config.accumulation(processes.batches)
+        if config.graph and processes.device.type == "cuda" and not self._replicas.can_be_captured:
+            logging.getLogger("gptkernels.graphs").warning(
+                "the training step runs eagerly: CUDA graphs of FSDP2 need torch 2.11"
+            )
         limits = (config.skip_update_lossz, config.skip_update_gradz)
         self._step = Step(
             lambda *batch: self._loss(*batch),
@@ -207,7 +212,7 @@ class Trainer:
             raise ValueError(f"--log-file {self._log_path} is another file of this run")
         has_own_buffers = processes.world_size > 1 and next(self.model.buffers(), None) is not None
         writes_shards = self._replicas.is_sharded or has_own_buffers
-        self._writer = parallel.CheckpointWriter(self.output) if writes_shards else None
+        self._writer = parallel.CheckpointWriter(self.output, processes.timeout) if writes_shards else None
 
     def _distribute(self) -> OneProcess:
         functional.mask_key = self.processes.batch_rank * MASK_KEY % 2**63
