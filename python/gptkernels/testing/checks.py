@@ -61,13 +61,11 @@ def hold_to_the_rule(call: Call, view: str = "contiguous", unused: Sequence[int]
     """
     args = list(call.args.values())
     generator = torch.Generator().manual_seed(1)
-    douts: list[Tensor | None] = [
-        torch.randn(out.shape, generator=generator).to(out) for out in outputs(call.ours(*args))
-    ]
+    douts = draw_douts(call, generator)
     if view != "contiguous":
         douts = [as_view(t, view) if t is not None and t.dim() else t for t in douts]
     douts = [None if i in unused else t for i, t in enumerate(douts)]
-    first = _results(call, args, douts)
+    first = results(call, args, douts)
     noise, luck = call.noise(args, douts), 2.0 if call.torchs_splits else 1.0
     errors = [Errors(noise, luck) for _ in first]
     tried, source = 0, {"generator": generator}
@@ -76,7 +74,7 @@ def hold_to_the_rule(call: Call, view: str = "contiguous", unused: Sequence[int]
             found = first
             if trial:
                 others = ([other_numbers(t, trial, source) for t in some] for some in (args, douts))
-                found = _results(call, *others)
+                found = results(call, *others)
             for kept, triple in zip(errors, found, strict=True):
                 kept.add(*triple)
         tried = enough
@@ -115,7 +113,11 @@ def other_numbers(t: Tensor | None, trial: int, source: dict[str, Any], linear: 
     return torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device).copy_(values)
 
 
-def _results(
+def draw_douts(call: Call, generator: torch.Generator) -> list[Tensor | None]:
+    return [torch.randn(out.shape, generator=generator).to(out) for out in outputs(call.ours(*call.args.values()))]
+
+
+def results(
     call: Call, args: Sequence[Tensor | None], douts: Sequence[Tensor | None]
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
     doubles = [t.double() if t is not None and t.is_floating_point() else t for t in args]

@@ -1,4 +1,4 @@
-"""The command line: `gptkernels train|prepare|generate|convert|check|info`."""
+"""The command line: `gptkernels train|prepare|generate|convert|check|demo|info`."""
 
 import argparse
 import errno
@@ -22,6 +22,7 @@ from gptkernels.data import prepare
 from gptkernels.parallel import Layout
 from gptkernels.testing import gradcheck_ops
 from gptkernels.testing.report import HEADER, Result, row
+from gptkernels.trainer import demo
 from gptkernels.trainer.config import GROUPS, TrainConfig, flag
 from gptkernels.trainer.evaluate import evaluate, evaluate_run
 from gptkernels.trainer.generate import Sampling, Writer
@@ -135,6 +136,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
         ("generate", _generate_arguments, _generate, "continue a text with a trained model"),
         ("convert", _convert_arguments, _convert, "write a model in another format, bit for bit"),
         ("check", _check_arguments, _check, "compare every op with torch's on this machine"),
+        ("demo", demo.add_arguments, demo.run, "compare a few ops with torch's, train, and swap a Hugging Face model"),
         ("info", lambda parser: None, _info, "versions, libraries, devices"),
     ):
         command = commands.add_parser(name, help=summary, description=summary[0].upper() + summary[1:] + ".")
