@@ -16,6 +16,7 @@ import torch._inductor.config
 
 import gptkernels
 from gptkernels.checkpoint import save_model
+from gptkernels.data import write_tokens
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.trainer.config import TrainConfig
 from processes import run_processes
@@ -86,6 +87,35 @@ def test_huggingface(device, tmp_path, monkeypatch, capsys):
     assert losses[-1] < losses[0] - 1
     assert "Hugging Face GPT2Block" in text
     assert type(transformers.AutoModelForCausalLM.from_pretrained(tmp_path)) is transformers.GPT2LMHeadModel
+
+
+@pytest.mark.parametrize("name", ["pytorch", "accelerate", "lightning", "peft"])
+def test_losses_fall(name, device, tmp_path, monkeypatch, capsys):
+    if name != "pytorch":
+        pytest.importorskip("transformers")
+        package = pytest.importorskip(name)
+    if name == "accelerate":
+        package.state.AcceleratorState._reset_state(reset_partial_state=True)  # other tests' precision and device
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: device.type == "cuda")
+    run_here(monkeypatch, f"{name}/train.py", "--steps", 21, *(["--output", tmp_path] if name == "peft" else []))
+    losses = read_losses(capsys.readouterr().out)
+    assert len(losses) == 3
+    assert losses[-1] < losses[0] - (0.1 if name == "peft" else 1)  # adapters of random weights learn little
+    assert name != "peft" or (tmp_path / "adapter_config.json").exists()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_llmc(dtype, device, tmp_path, monkeypatch, capsys):
+    model, tokens, output = (tmp_path / name for name in ("model.bin", "tokens.bin", "tuned.bin"))
+    config = GPT2Config(n_layer=1, n_embd=32, n_head=2, vocab_size=64, block_size=16)
+    GPT2(config, dtype=dtype).save_checkpoint(model)
+    write_tokens(tokens, [list(range(64)) * 4])
+    options = "--steps", 21, "--learning-rate", 1e-2, "--device", device
+    run_here(monkeypatch, "llmc/finetune.py", model, tokens, output, *options)
+    losses = read_losses(capsys.readouterr().out)
+    assert losses[-1] < losses[0] - 1
+    assert output.read_bytes()[: 8 * 4] == model.read_bytes()[: 8 * 4]  # the header: version, sizes
+    assert not torch.equal(*(GPT2.from_checkpoint(path).lm_head.weight for path in (model, output)))
 
 
 def test_slurm(tmp_path):
