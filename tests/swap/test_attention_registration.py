@@ -1,8 +1,4 @@
-"""Tests of our attention as torch's flash attention implementation, and of our layers in Hugging Face's Kernel Hub."""
-
-import json
-import shutil
-from pathlib import Path
+"""Tests of our attention as torch's flash attention implementation."""
 
 import pytest
 import torch
@@ -12,9 +8,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import gptkernels
 from helpers import assert_as_exact_as_torch, assert_raises
 from swapped import make_model_and_call, transformers
-
-ROOT = Path(__file__).parents[2]
-
 
 has_registration = hasattr(torch.nn.attention, "register_flash_attention_impl")
 needs_restore = pytest.mark.skipif(
@@ -77,58 +70,6 @@ def test_an_older_torch_is_refused():
 
 def test_an_unknown_library_is_refused():
     assert_raises(ValueError, "'transformers' or 'torch', got 'jax'", gptkernels.register_attention, "jax")
-
-
-@pytest.fixture
-def repository(tmp_path):
-    """Make a repository of the Kernel Hub from the folder ``kernel-hub``, as ``kernel-builder`` does."""
-    pytest.importorskip("kernels")
-    (tmp_path / "build").mkdir()
-    for backend in ("cpu", "cuda"):
-        variant = tmp_path / "build" / f"torch-{backend}"
-        shutil.copytree(ROOT / "kernel-hub" / "torch-ext" / "gptkernels_layers", variant)
-        metadata = {
-            "id": "_gptkernels_layers_local", "name": "gptkernels-layers", "version": 1, "license": "MIT",
-            "python-depends": [], "backend": {"type": backend},
-        }  # fmt: skip
-        (variant / "metadata.json").write_text(json.dumps(metadata))
-    return tmp_path
-
-
-def test_layers_of_a_kernel_hub_repository_replace_a_models(repository, device):
-    from kernels import LocalLayerRepository, Mode, kernelize, register_kernel_mapping, replace_kernel_forward_from_hub
-
-    class Norm(torch.nn.LayerNorm):
-        """A layer norm that ``kernelize`` may replace."""
-
-    class NewGELU(torch.nn.Module):
-        def forward(self, input):
-            return F.gelu(input, approximate="tanh")
-
-    replace_kernel_forward_from_hub(Norm, "LayerNorm")
-    replace_kernel_forward_from_hub(NewGELU, "NewGELU")
-    layers = {
-        name: {device.type: LocalLayerRepository(repo_path=repository, layer_name=name)}
-        for name in ("LayerNorm", "NewGELU")
-    }
-    model = torch.nn.Sequential(Norm(16), NewGELU()).to(device)
-    x = torch.randn(3, 16, device=device, requires_grad=True)
-    expected = model(x)
-    register_kernel_mapping(layers)
-    model = kernelize(model, mode=Mode.TRAINING, device=device.type)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        found = model(x)
-    assert {"gptkernels::layernorm", "gptkernels::gelu"} <= {event.key for event in profile.key_averages()}
-    torch.testing.assert_close(found, expected)
-    found.sum().backward()
-    assert x.grad is not None
-
-
-def test_names_in_build_toml_exist():
-    tomllib = pytest.importorskip("tomllib")
-    build = tomllib.loads((ROOT / "kernel-hub" / "build.toml").read_text())
-    assert build["general"]["name"].replace("-", "_") == "gptkernels_layers"
-    assert (ROOT / "kernel-hub" / "torch-ext" / "gptkernels_layers" / "layers.py").exists()
 
 
 class Attention(torch.nn.Module):

@@ -9,19 +9,24 @@ replace.
 import torch
 from torch import Tensor
 
-import gptkernels
-
-functional = gptkernels.functional
+from .elementwise import gelu, layer_norm
 
 
 class LayerNorm(torch.nn.Module):
-    """The forward of ``torch.nn.LayerNorm``."""
+    """The forward of ``torch.nn.LayerNorm`` over the last dimension."""
 
     can_torch_compile = True
     has_backward = True
 
+    normalized_shape: tuple
+    weight: Tensor
+    bias: Tensor
+    eps: float
+
     def forward(self, input: Tensor) -> Tensor:
-        return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
+        if len(self.normalized_shape) != 1:
+            raise ValueError(f"LayerNorm: normalized_shape is {self.normalized_shape}, only one dimension is supported")
+        return layer_norm(input, self.weight, self.bias, self.eps)
 
 
 class NewGELU(torch.nn.Module):
@@ -31,7 +36,7 @@ class NewGELU(torch.nn.Module):
     has_backward = True
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.gelu(input, "tanh")
+        return gelu(input, "tanh")
 
 
 class GeluTanh(torch.nn.Module):
@@ -41,7 +46,7 @@ class GeluTanh(torch.nn.Module):
     has_backward = True
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.gelu(input, "tanh")
+        return gelu(input, "tanh")
 
 
 class GeLU(torch.nn.Module):
@@ -51,17 +56,7 @@ class GeLU(torch.nn.Module):
     has_backward = True
 
     def forward(self, input: Tensor) -> Tensor:
-        return functional.gelu(input, "none")
+        return gelu(input, "none")
 
 
-class Linear(torch.nn.Module):
-    """The forward of ``torch.nn.Linear``."""
-
-    can_torch_compile = True
-    has_backward = True
-
-    def forward(self, input: Tensor) -> Tensor:
-        return functional.linear(input, self.weight, self.bias)
-
-
-__all__ = ["GeLU", "GeluTanh", "LayerNorm", "Linear", "NewGELU"]
+__all__ = ["GeLU", "GeluTanh", "LayerNorm", "NewGELU"]
