@@ -112,8 +112,12 @@ def test_compiled_without_graph_breaks():
 @pytest.mark.kernels_ci
 def test_operators():
     ops = kernel.attention.ops
-    q, k, v = draw(1, 4, 9, 16), draw(1, 2, 9, 16), draw(1, 2, 9, 16)
-    torch.library.opcheck(ops.scaled_dot_product_attention.default, (q, k, v, None, 0.0, True))
+    for transposed in (False, True):
+        q, k, v = (
+            draw(2, 9, heads, 16).detach().transpose(1, 2).requires_grad_() if transposed else draw(2, heads, 9, 16)
+            for heads in (4, 2, 2)
+        )
+        torch.library.opcheck(ops.scaled_dot_product_attention.default, (q, k, v, None, 0.0, True))
     torch.library.opcheck(ops.layernorm.default, (draw(3, 8), draw(8), draw(8)))
     torch.library.opcheck(ops.gelu.default, (draw(3, 8),))
 

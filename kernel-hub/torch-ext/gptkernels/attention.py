@@ -18,8 +18,14 @@ def _fake(query: Tensor, key: Tensor, value: Tensor, *options: Any, **named: Any
 
 @torch.library.register_fake(add_op_namespace_prefix("scaled_dot_product_attention_backward"))
 def _fake_backward(dout: Tensor, dlogsumexp: Optional[Tensor], *tensors: Any, **named: Any) -> tuple:
-    # The kernels keep the inputs' order of dimensions, which is (B, T, heads, HS) here.
-    return tuple(t.new_empty((t.shape[0], t.shape[2], t.shape[1], t.shape[3])).transpose(1, 2) for t in tensors[:3])
+    return tuple(_fake_gradient(t) for t in tensors[:3])
+
+
+def _fake_gradient(t: Tensor) -> Tensor:
+    """The gradient is dense, with the first three dimensions in the memory order of ``t``."""
+    order = sorted(range(3), key=lambda i: -t.stride(i))
+    made = t.new_empty([t.shape[i] for i in order] + [t.shape[3]])
+    return made.permute([order.index(i) for i in range(3)] + [3])
 
 
 def _setup_context(ctx: Any, inputs: tuple, output: tuple) -> None:
