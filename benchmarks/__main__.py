@@ -29,7 +29,7 @@ def parser():
     add("--repeats", type=int, default=20, help="timed runs of each variant (default: %(default)s)")
     add("--json", type=Path, metavar="FILE", help="save the run to this file")
     add("--plot", type=Path, metavar="DIR", help="write plots and a page of tables into this folder")
-    add("--pages", action="store_true", help="write the figures into the README and the pages in docs/")
+    add("--pages", action="store_true", help="write the figures into the pages in docs/")
     add("--compare", type=Path, metavar="OLD.json", help="list the rows that are slower than in this run")
     add_kept(parser)
     return parser

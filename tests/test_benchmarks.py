@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from benchmarks import steps as whole_steps
 from benchmarks.__main__ import main
 from benchmarks.curves import __main__ as curves
 from benchmarks.curves.show import differences
@@ -114,33 +115,49 @@ def test_the_pages_have_the_figures_of_kept_runs(kind):
         assert path.read_text() == text, path
 
 
-def test_labels_of_a_plot_do_not_overlap():
-    """The plot of attention has the most bars."""
-    rows = plot.by_op(load(*sorted(RESULTS.glob("h200*.json")))["rows"])["attention"]
+def test_the_readme_has_the_figures_of_kept_runs():
+    page = " ".join((ROOT / "README.md").read_text().split())
+    before, after = whole_steps.swapped("huggingface", "eager")
+    assert (
+        f"{before['ms'] / after['ms']:.2f} times as fast in {after['gib'] / before['gib']:.0%}".replace("%", " %")
+        in page
+    )
+    before, after = whole_steps.swapped("nanogpt", "compiled")
+    assert f" {before['ms'] / after['ms']:.2f} times as fast" in page
+
+
+def draw_attention():
+    """Return the plot with the most bars."""
+    return plot.bars(plot.by_op(load(*sorted(RESULTS.glob("h200*.json")))["rows"])["attention"])
+
+
+@pytest.mark.parametrize(("draw", "labels"), [(draw_attention, 150), (whole_steps.bars, 30)])
+def test_labels_of_a_plot_do_not_overlap(draw, labels):
     with plt.rc_context(plot.STYLE):
-        figure = plot.bars(rows)
+        figure = draw()
         figure.canvas.draw()
-        texts = [text for axes in figure.axes for text in (*axes.texts, *axes.get_xticklabels())]
+        ticks = [text for axes in figure.axes for text in (*axes.get_xticklabels(), *axes.get_yticklabels())]
+        texts = [*ticks, *(text for axes in figure.axes for text in axes.texts)]
         boxes = [(text.get_text(), Text.get_window_extent(text)) for text in texts if text.get_text()]
         plt.close(figure)
-    assert len(boxes) > 150
+    assert len(boxes) > labels
     assert [(a, b) for (a, first), (b, second) in itertools.combinations(boxes, 2) if first.overlaps(second)] == []
 
 
 def test_each_operators_page_has_figures_or_says_that_there_are_none():
     found = filled_pages("operators")
-    for path in {ROOT / "README.md", *(ROOT / "docs" / f"{op}.md" for op in measure.OPS)}:
+    for path in {ROOT / "docs/benchmarks.md", *(ROOT / "docs" / f"{op}.md" for op in measure.OPS)}:
         _, begin, figures = path.read_text().partition(pages.BEGIN)
         assert begin, path
         assert path in found or figures.strip().startswith("Not measured yet."), path
 
 
 def test_a_page_without_a_place_is_unchanged(kept, tmp_path):
-    (tmp_path / "README.md").write_text("no place\n")
     (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "benchmarks.md").write_text("no place\n")
     (tmp_path / "docs" / "gelu.md").write_text(f"before\n{pages.BEGIN}\nold\n{pages.END}\nafter\n")
     pages.fill(tmp_path, load(kept))
-    assert (tmp_path / "README.md").read_text() == "no place\n"
+    assert (tmp_path / "docs" / "benchmarks.md").read_text() == "no place\n"
     text = (tmp_path / "docs" / "gelu.md").read_text()
     assert text.startswith("before\n")
     assert text.endswith("\nafter\n")

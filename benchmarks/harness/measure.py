@@ -15,7 +15,7 @@ from benchmarks.harness.exact import fault
 from benchmarks.harness.row import Row
 from benchmarks.harness.timing import host_times, kernel_times
 
-OTHERS = ("__main__", "generate", "ledger")  # these files have no cases of an op
+OTHERS = ("__main__", "generate", "ledger", "steps")  # these files have no cases of an op
 OPS = sorted(m.name for m in pkgutil.iter_modules(benchmarks.__path__) if m.name not in OTHERS and not m.ispkg)
 
 COMPILERS = {"compile", "liger", "quack", "flex"}  # these store compiled code on disk, and the run loads it

@@ -16,7 +16,7 @@ def fill(root: Path, run):
 
 
 def filled(root: Path, run) -> dict[Path, str]:
-    parts = {root / "README.md": overview(run)}
+    parts = {root / "docs" / "benchmarks.md": overview(run)}
     parts |= {root / "docs" / f"{op}.md": section(op, rows, run) for op, rows in by_op(run["rows"]).items()}
     return {path: between(path.read_text(), part) for path, part in parts.items() if path.exists()}
 

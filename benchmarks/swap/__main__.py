@@ -40,7 +40,7 @@ def parser():
     add("--profile", action="store_true", help="show the kernels of each variant's step instead of times (CUDA)")
     add("--json", type=Path, metavar="FILE", help="save the run to this file after each variant")
     add_kept(parser)
-    add("--pages", action="store_true", help="write the table into docs/swap.md and the README")
+    add("--pages", action="store_true", help="write the table into docs/swap.md")
     add("--one", help=argparse.SUPPRESS)
     return parser
 

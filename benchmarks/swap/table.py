@@ -1,4 +1,4 @@
-"""Makes the table of docs/swap.md and the README from a run."""
+"""Makes the table of docs/swap.md from a run."""
 
 import dataclasses
 import json
@@ -11,12 +11,12 @@ from benchmarks.harness.run import joined_machine
 from benchmarks.swap.variants import Variant
 
 PLACE = "the kept run of swap"
-HEADER = ["", "unswapped, ms", "swapped, ms", "faster by", "tokens/s", "GiB", "losses differ by"]
+HEADER = ["", "unswapped, ms", "swapped, ms", "times as fast", "tokens/s", "GiB", "losses differ by"]
 EXPLAINED = (
     "In the columns `tokens/s` and `GiB` the unswapped model's figure is first. The last column has the mean and the "
     "largest difference of the losses of the first {} steps. These differences go in either direction and are "
     "not a measure of accuracy: bfloat16 rounding errors grow in both models while the loss falls fast, and with "
-    "dropout the models draw different masks ([details](docs/swap.md#proof))."
+    "dropout the models draw different masks."
 )
 
 
@@ -65,5 +65,5 @@ def text(run) -> str:
 
 
 def filled(root: Path, run) -> dict[Path, str]:
-    pages = {root / "README.md": text(run), root / "docs" / "swap.md": text(run).replace("](docs/swap.md#", "](#")}
-    return {page: between(page.read_text(), part, PLACE) for page, part in pages.items()}
+    page = root / "docs" / "swap.md"
+    return {page: between(page.read_text(), text(run), PLACE)}
