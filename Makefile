@@ -61,7 +61,7 @@ test-torches: $(BUILT) $(STAMPS)/test-tools $(foreach t,$(filter-out $(TORCH),$(
 
 build/torches/%/ready: requirements/build.txt requirements/run.txt requirements/test.txt
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/pip install --quiet torch==$* $(^:%=-r %)
+	$(@D)/bin/pip install torch==$* $(^:%=-r %)
 	touch $@
 
 # A SEED always gives the same calls. For each failure the command that repeats it is printed. The timing of float8
@@ -126,14 +126,17 @@ LINT_BIN = $(if $(filter installed,$(TORCH)),,.venv/bin/)
 # than the rest of the installation.
 PIP_INSTALL = .venv/bin/pip install --no-compile
 
+# Without a GPU, torch is installed in its CPU build, which saves gigabytes, unless pip is configured with an index.
+CPU_TORCH_INDEX = https://download.pytorch.org/whl/cpu
 .venv/tools: requirements/build.txt requirements/run.txt
 	$(PYTHON) -m venv .venv
-	$(PIP_INSTALL) torch==$(TORCH)
-	$(PIP_INSTALL) --quiet -r requirements/build.txt -r requirements/run.txt
+	$(PIP_INSTALL) torch==$(TORCH) $(if $(wildcard /dev/nvidia0),,\
+	  $$(.venv/bin/pip config list | grep -q index-url || echo --extra-index-url $(CPU_TORCH_INDEX)))
+	$(PIP_INSTALL) -r requirements/build.txt -r requirements/run.txt
 	touch $@
 
 .venv/test-tools .venv/lint-tools: .venv/%-tools: requirements/%.txt .venv/tools
-	$(PIP_INSTALL) --quiet -r $<
+	$(PIP_INSTALL) -r $<
 	touch $@
 
 build/installed/tools build/installed/test-tools build/installed/lint-tools:
@@ -144,7 +147,7 @@ $(STAMPS)/cublas: $(STAMPS)/tools
 ifneq ($(GPTKERNELS_CUDA),0)
   ifneq ($(TORCH),installed)
 	test -e "$$(dirname $$(readlink -f $$(command -v nvcc || echo /none)))/../include/cublasLt.h" \
-	  || $(PIP_INSTALL) --quiet --no-deps nvidia-cublas==13.10.0.20
+	  || $(PIP_INSTALL) --no-deps nvidia-cublas==13.10.0.20
   endif
 endif
 	touch $@
