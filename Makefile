@@ -4,6 +4,8 @@
 # make bench                times the ops of this package and of other libraries
 # make lint, make format    check the style, as CI does; correct it
 # make wheel                writes a wheel into dist/
+# make docs                 renders the documentation into build/docs; needs Python >= 3.11
+# make docs-links           checks the links to other sites
 # make fuzz                 runs random calls of every op, training steps, and reads of damaged files
 # make test-capabilities    runs the ops' tests with each instruction set of the CPU
 # make test-torches         runs all tests with several releases of torch
@@ -32,7 +34,7 @@ WORKERS = $(if $(filter cuda,$(DEVICE)),4,2)
 SOURCES := $(shell find csrc ops cmake -type f) CMakeLists.txt setup.py pyproject.toml
 BUILT := $(STAMPS)/built-$(GPTKERNELS_CUDA)
 
-.PHONY: train test test-capabilities test-torches fuzz bench lint format wheel sanitize clean
+.PHONY: train test test-capabilities test-torches fuzz bench lint format docs docs-links wheel sanitize clean
 
 train: $(BUILT)
 	$(PY) -m gptkernels train $(ARGS)
@@ -111,6 +113,11 @@ format: $(STAMPS)/lint-tools
 	$(LINT_BIN)ruff check --fix . ; $(LINT_BIN)ruff format .
 	$(LINT_BIN)clang-format -i $(CXX_FILES)
 
+docs: BUILDER = html
+docs-links: BUILDER = linkcheck
+docs docs-links: $(BUILT) $(STAMPS)/docs-tools
+	$(PY) -m sphinx -b $(BUILDER) -E -q -W --keep-going docs build/$@
+
 wheel: $(STAMPS)/tools
 	$(PY) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
 
@@ -135,11 +142,11 @@ CPU_TORCH_INDEX = https://download.pytorch.org/whl/cpu
 	$(PIP_INSTALL) -r requirements/build.txt -r requirements/run.txt
 	touch $@
 
-.venv/test-tools .venv/lint-tools: .venv/%-tools: requirements/%.txt .venv/tools
+.venv/test-tools .venv/lint-tools .venv/docs-tools: .venv/%-tools: requirements/%.txt .venv/tools
 	$(PIP_INSTALL) -r $<
 	touch $@
 
-build/installed/tools build/installed/test-tools build/installed/lint-tools:
+build/installed/tools build/installed/test-tools build/installed/lint-tools build/installed/docs-tools:
 	mkdir -p $(@D) && touch $@
 
 # Installs cuBLASLt's header if the CUDA toolkit has none.

@@ -108,7 +108,7 @@ def methods(kind):
     ours = [base for base in reversed(kind.__mro__) if base.__module__.startswith("gptkernels")]
     for name, value in {name: value for base in ours for name, value in vars(base).items()}.items():
         function = value.__func__ if isinstance(value, classmethod | staticmethod) else value
-        if name.startswith("_") or name == "extra_repr":
+        if name.startswith("_") or name == "extra_repr" or is_field(kind, name):
             continue
         if isinstance(value, property | cached_property):
             yield name, value, False
@@ -116,18 +116,20 @@ def methods(kind):
             yield name, function, True
 
 
-def entries(module):
+def public_entries(module):
+    """Yield (name, value) for the module's public functions and classes; the package's names only once."""
     for name in list_public(module):
         value = getattr(module, name)
-        if inspect.ismodule(value) or not (callable(value) or inspect.isclass(value)):
-            continue
-        if module.__name__ != "gptkernels" and name in gptkernels.__all__:
-            continue
+        listed = module.__name__ != "gptkernels" and name in gptkernels.__all__
+        if callable(value) and not inspect.ismodule(value) and not listed:
+            yield name, value
+
+
+def entries(module):
+    for name, value in public_entries(module):
         yield f"- `{signature(name, value)}`: {first_line(value)}"
         if inspect.isclass(value):
             for method, function, has_arguments in methods(value):
-                if is_field(value, method):
-                    continue
                 called = signature(method, function) if has_arguments else method
                 yield f"  - `.{called}`: {first_line(function)}"
 

@@ -32,9 +32,7 @@ def _load_cuda() -> str:
 
 def _load_cpu() -> None:
     if not CPU_LIBRARY.exists():
-        raise ImportError(
-            f"{CPU_LIBRARY} is missing: build it with `pip install -e .` in the checkout"
-        )
+        raise ImportError(f"{CPU_LIBRARY} is missing: build it with `pip install -e .` in the checkout")
     torch.ops.load_library(str(CPU_LIBRARY))
     if error := _string("gptkernels_cpu_capability_error"):
         raise ImportError(f"gptkernels: {error}")

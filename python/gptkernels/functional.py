@@ -47,7 +47,7 @@ def layer_norm(
     """Compute :func:`torch.nn.functional.layer_norm`. Several normalised dimensions are flattened to one.
 
     Args:
-        input: (..., *normalized_shape).
+        input: ``(..., *normalized_shape)``.
         normalized_shape: the last dimensions of ``input``.
         weight, bias: of shape normalized_shape, or None.
         eps: added to the variance.
@@ -75,7 +75,7 @@ def residual_layer_norm(
     """Add ``x`` to the residual stream and normalise the sum, in one pass over memory.
 
     Args:
-        x, residual: (..., *normalized_shape).
+        x, residual: ``(..., *normalized_shape)``.
         normalized_shape: the last dimensions of ``x``.
         weight, bias: of shape normalized_shape, or None.
         eps: added to the variance.

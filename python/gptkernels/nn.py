@@ -28,7 +28,7 @@ class LayerNorm(torch.nn.LayerNorm):
     """:class:`torch.nn.LayerNorm` with this package's kernel."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Normalise (..., *normalized_shape)."""
+        """Normalise ``(..., *normalized_shape)``."""
         return functional.layer_norm(input, self.normalized_shape, self.weight, self.bias, self.eps)
 
 
