@@ -4,6 +4,7 @@
 # make bench                times the ops of this package and of other libraries
 # make lint, make format    check the style, as CI does; correct it
 # make wheel                writes a wheel into dist/
+# make sdist                writes a source distribution into dist/
 # make docs                 renders the documentation into build/docs; needs Python >= 3.11
 # make docs-links           checks the links to other sites
 # make fuzz                 runs random calls of every op, training steps, and reads of damaged files
@@ -34,7 +35,7 @@ WORKERS = $(if $(filter cuda,$(DEVICE)),4,2)
 SOURCES := $(shell find csrc ops cmake -type f) CMakeLists.txt setup.py pyproject.toml
 BUILT := $(STAMPS)/built-$(GPTKERNELS_CUDA)
 
-.PHONY: train test test-capabilities test-torches fuzz bench lint format docs docs-links wheel sanitize clean
+.PHONY: train test test-capabilities test-torches fuzz bench lint format docs docs-links wheel sdist sanitize clean
 
 train: $(BUILT)
 	$(PY) -m gptkernels train $(ARGS)
@@ -120,6 +121,9 @@ docs docs-links: $(BUILT) $(STAMPS)/docs-tools
 
 wheel: $(STAMPS)/tools
 	$(PY) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+
+sdist: $(STAMPS)/tools
+	$(PY) setup.py -q sdist
 
 clean:
 	rm -rf build dist python/gptkernels/lib python/*.egg-info

@@ -4,6 +4,7 @@ The pages are Markdown as GitHub shows it. Links to files outside this folder le
 the docstrings of the names that docs/api.md lists.
 """
 
+import importlib
 import os
 import posixpath
 import re
@@ -19,7 +20,8 @@ import api_reference  # noqa: E402
 import gptkernels  # noqa: E402
 
 project = "gptkernels"
-copyright = "the authors of gptkernels"
+author = "the authors of gptkernels"
+copyright = author
 release = version = gptkernels.__version__
 root_doc = "index"
 source_suffix = {".md": "markdown"}
@@ -32,7 +34,7 @@ napoleon_use_rtype = False
 html_theme = "sphinx_book_theme"
 html_title = f"gptkernels {release}"
 html_show_sourcelink = False
-html_theme_options = {"navbar_persistent": []}
+html_theme_options = {"navbar_persistent": [], "show_toc_level": 2}
 html_static_path = ["site"]
 html_css_files = ["site.css"]
 
@@ -58,7 +60,7 @@ def link_to_repository(docname, text):
 
 def module_page(name, says):
     """Return the page of a module: Sphinx fills in the signatures and docstrings."""
-    module = sys.modules.get(name) or __import__(name, fromlist=["_"])
+    module = importlib.import_module(name)
     lines = [f"# {name}", "", says.replace("](", "](../"), "", "```{eval-rst}", f".. currentmodule:: {name}", ""]
     for public, value in api_reference.public_entries(module):
         if isinstance(value, type):
@@ -79,7 +81,7 @@ def operators_page():
         lines += [f"## {title}", ""]
         for schema in schemas:
             name = schema.split("(")[0]
-            lines += [f"### {name}", "", *([f"{pages[name]}", ""] if name in pages else [])]
+            lines += [f"### {name}", "", *([f"See {pages[name]}.", ""] if name in pages else [])]
             lines += ["```text", textwrap.fill(schema, 96, subsequent_indent="    ", break_long_words=False), "```", ""]
     return "\n".join(lines).replace("](../README.md)", "](../../README.md)").replace("](../ops/", "](../../ops/")
 

@@ -281,6 +281,13 @@ def test_make_train_names_what_takes_minutes(tmp_path):
 
 
 @needs_sources
+def test_the_release_files_have_the_packages_version():
+    version = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)[1]
+    assert re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text(), re.M)[0] == version
+    assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+
+
+@needs_sources
 def test_the_installation_page_names_what_the_build_requires():
     line = re.search(r"^requires = \[(.*)\]", (ROOT / "pyproject.toml").read_text(), re.M)[1]
     page = (ROOT / "docs/installing.md").read_text()

@@ -12,7 +12,13 @@ from api_reference import operators, reference
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = [*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("examples/*.md")]
+PAGES = [
+    *DOCS.glob("*.md"),
+    ROOT / "README.md",
+    ROOT / "CONTRIBUTING.md",
+    ROOT / "CHANGELOG.md",
+    *ROOT.glob("examples/*.md"),
+]
 
 
 def test_the_reference_has_exactly_the_public_names():
