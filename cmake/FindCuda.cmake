@@ -1,5 +1,5 @@
-# Sets GPTKERNELS_WITH_CUDA and the architectures, and finds cuBLAS and cuBLASLt in the toolkit or in the nvidia-cublas
-# wheel. If something is missing and GPTKERNELS_CUDA=1, the configuration fails. If something is missing and
+# Sets GPTKERNELS_WITH_CUDA and the architectures, and finds the headers of cuBLAS and cuBLASLt in the toolkit or in the
+# nvidia-cublas wheel. If something is missing and GPTKERNELS_CUDA=1, the configuration fails. If something is missing and
 # GPTKERNELS_CUDA is not 1, the configuration logs why it builds no CUDA library; `gptkernels info` shows this reason.
 set(GPTKERNELS_WITH_CUDA OFF)
 set(GPTKERNELS_WITHOUT_CUDA "")
@@ -51,11 +51,6 @@ macro(gptkernels_find_cublas)
   get_filename_component(toolkit "${nvcc_real}/../.." ABSOLUTE)
   find_path(CUBLAS_INCLUDE cublasLt.h HINTS ${toolkit}/include ${toolkit}/targets/x86_64-linux/include
             ${CMAKE_CUDA_TOOLKIT_INCLUDE_DIRECTORIES} PATHS ${wheel_roots} PATH_SUFFIXES include)
-  set(library_hints ${toolkit}/lib64 ${toolkit}/targets/x86_64-linux/lib)
-  find_library(CUBLASLT_LIBRARY NAMES cublasLt libcublasLt.so.13 libcublasLt.so.12 HINTS ${library_hints}
-               PATHS ${wheel_roots} PATH_SUFFIXES lib)
-  find_library(CUBLAS_LIBRARY NAMES cublas libcublas.so.13 libcublas.so.12 HINTS ${library_hints}
-               PATHS ${wheel_roots} PATH_SUFFIXES lib)
 endmacro()
 
 if("${GPTKERNELS_CUDA}" STREQUAL "0")
@@ -81,11 +76,11 @@ else()
     set(CMAKE_CUDA_STANDARD 20)
     set(CMAKE_CUDA_ARCHITECTURES ${architectures})
     gptkernels_find_cublas()
-    if(NOT CUBLAS_INCLUDE OR NOT CUBLASLT_LIBRARY OR NOT CUBLAS_LIBRARY)
-      gptkernels_no_cuda("cublasLt.h, libcublasLt or libcublas was found neither in the CUDA toolkit nor in the nvidia-cublas wheel (pip install nvidia-cublas)")
+    if(NOT CUBLAS_INCLUDE)
+      gptkernels_no_cuda("cublasLt.h was found neither in the CUDA toolkit nor in the nvidia-cublas wheel (pip install nvidia-cublas)")
     else()
       set(GPTKERNELS_WITH_CUDA ON)
-      message(STATUS "gptkernels: CUDA ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}, cuBLASLt ${CUBLASLT_LIBRARY}")
+      message(STATUS "gptkernels: CUDA ${CMAKE_CUDA_COMPILER_VERSION} for ${CMAKE_CUDA_ARCHITECTURES}, cublasLt.h in ${CUBLAS_INCLUDE}")
     endif()
   endif()
 endif()

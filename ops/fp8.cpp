@@ -76,9 +76,7 @@ Fp8Plan autotuned_plan(const Launcher& launcher, const Tensor& like, Fp8Matmul<T
 
 template <typename T>
 void launch_product(const Launcher& launcher, const Tensor& out, const Fp8Matmul<T>& p) {
-  void* torchs;
-  check_shim(torch_get_current_cuda_blas_handle(&torchs));
-  const auto handle = static_cast<cublasHandle_t>(torchs);
+  const auto handle = static_cast<cublasHandle_t>(cublas_handle());
   Fp8Plan plan = fp8_matmul_plan(p, handle);
   if (!plan.found)
     fail(launcher.op(), "cuBLASLt has no float8 product of (", p.rows, ", ", p.inner, ") and (", p.columns, ", ",

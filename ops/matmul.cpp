@@ -18,13 +18,8 @@ namespace {
 
 #ifdef GPTKERNELS_CUDA
 
-// Returns torch's cuBLAS handle. Its math mode says whether float32 matmuls may use TF32 (torch.backends.cuda.matmul),
-// which the stable ABI shows in no other way. At each call torch sets the handle's workspace, math mode and stream,
-// which takes host time.
 cublasHandle_t cublas() {
-  void* handle;
-  check_shim(torch_get_current_cuda_blas_handle(&handle));
-  return static_cast<cublasHandle_t>(handle);
+  return static_cast<cublasHandle_t>(cublas_handle());
 }
 
 // cuBLASLt receives stream and workspace with each matmul and reads no math mode, so torch need not set up the handle
@@ -136,6 +131,16 @@ void dgelu(const Launcher& launcher, const Tensor& out, const Tensor& x) {
 }  // namespace
 
 #ifdef GPTKERNELS_CUDA
+
+void* cublas_handle() {
+  static const char* const missing = missing_cublas_function();
+  if (missing)
+    throw std::runtime_error(std::string("gptkernels: torch has loaded no cuBLAS of CUDA 12 or 13 with the function ") +
+                             missing);
+  void* handle;
+  check_shim(torch_get_current_cuda_blas_handle(&handle));
+  return handle;
+}
 
 Matrix allocate_intermediate(const Matrix& a, const Matrix& b) {
   return matrix(allocate({a.rows, b.columns}, a.tensor));

@@ -62,6 +62,11 @@ Matrix allocate_intermediate(const Matrix& a, const Matrix& b);
 
 bool tf32_allowed();
 
+// Returns torch's cublasHandle_t. Its math mode says whether float32 matmuls may use TF32
+// (torch.backends.cuda.matmul), which the stable ABI shows in no other way. At each call torch sets the handle's
+// workspace, math mode and stream, which takes host time. Only on CUDA.
+void* cublas_handle();
+
 // out = alpha * a @ b, followed by the epilogue, for which out's rows must be contiguous. With bfloat16 or float16
 // operands, and without bias and GELU, a dense out may be float32. On the CPU each call then rounds the product to 16
 // bits, because torch's BLAS has no such matmul.

@@ -36,6 +36,7 @@ def test_libraries_use_only_the_stable_abi(library):
     assert [s for s in symbols if re.match(r"_Z.*(3c10|2at|5torch)", s)] == []
     assert [s for s in symbols if re.match(r"_?Py[A-Z]", s)] == []
     assert [s for s in symbols if "gptkernels" in s] == [], "a launcher is declared and called but nowhere defined"
+    assert [s for s in symbols if s.startswith("cu")] == [], "not in csrc/cuda/gemm/cublas.h"
 
 
 def test_info_has_the_versions():
@@ -150,6 +151,38 @@ def test_csrc_has_no_torch(tmp_path):
     assert [p.name for p in sources if re.search(r"#include.*(torch|ATen|c10)", p.read_text())] == []
     files = [ROOT / "tests/standalone.cpp", ROOT / "csrc/cpu/layernorm.cpp"]
     assert compile_and_run(tmp_path, "-pthread", *files) == "ok\n"
+
+
+@needs_sources
+@pytest.mark.parametrize("major", [12, 13])
+def test_cublas_is_the_one_that_torch_has_loaded(major, tmp_path):
+    """libtorch_cuda.so and cuBLAS are replaced by libraries whose functions return the major version."""
+    gemm = ROOT / "csrc" / "cuda" / "gemm"
+    names = re.findall(r"apply\((\w+)\)", (gemm / "cublas.h").read_text())
+    declarations = "".join(f'extern "C" int {name}();\n' for name in names)
+    definitions = "".join(f'extern "C" int {name}() {{ return {major}; }}\n' for name in names)
+    (tmp_path / "cublas_v2.h").touch()
+    (tmp_path / "cublasLt.h").write_text(declarations)
+    (tmp_path / "cublas.cpp").write_text(definitions)
+    (tmp_path / "main.cpp").write_text("""
+#include "cublas.h"
+#include <cstdio>
+namespace gptkernels::cuda {
+void print() {
+  const char* missing = missing_cublas_function();
+  std::printf("%s", missing ? missing : cublasLtGetVersion() == 12 ? "12" : "13");
+}
+}
+int main() { gptkernels::cuda::print(); }
+""")
+    program = ["-x", "c++", f"-I{tmp_path}", f"-I{gemm}", gemm / "cublas.cu", tmp_path / "main.cpp", "-x", "none"]
+    assert compile_and_run(tmp_path, *program) == names[0]
+    shared = [find_compiler(), "-shared", "-fPIC", f"-L{tmp_path}", "-Wl,--no-as-needed", f"-Wl,-rpath,{tmp_path}"]
+    cublas = f"libcublas.so.{major}"
+    subprocess.run([*shared, tmp_path / "cublas.cpp", "-o", tmp_path / cublas], check=True)
+    subprocess.run([*shared, f"-l:{cublas}", "-o", tmp_path / "libtorch_cuda.so"], check=True)
+    torch_cuda = ["-Wl,--no-as-needed", f"-L{tmp_path}", f"-Wl,-rpath,{tmp_path}", "-ltorch_cuda"]
+    assert compile_and_run(tmp_path, *program, *torch_cuda) == str(major)
 
 
 def find_types(source):

@@ -218,7 +218,7 @@ std::vector<LtAlgorithm> heuristic_algorithms(LtProblem problem, const ProductKe
   const auto set = [&](cublasLtMatmulPreferenceAttributes_t attribute, auto value) {
     problem.check(cublasLtMatmulPreferenceSetAttribute(&preference, attribute, &value, sizeof(value)));
   };
-  problem.check(cublasLtMatmulPreferenceInit(&preference));
+  problem.check(cublasLtMatmulPreferenceInit_internal(&preference, sizeof(preference)));
   set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{kLargestWorkspace});
   // Split-K's partial sums are in the compute type.
   set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});

@@ -6,12 +6,12 @@
 // GPTKERNELS_MATMUL_CHOICES names another folder; if it is "off", nothing is timed and the heuristic chooses.
 #pragma once
 
-#include <cublasLt.h>
-
 #include <compare>
 #include <cstdint>
 #include <optional>
 #include <vector>
+
+#include "cublas.h"
 
 namespace gptkernels::cuda {
 

@@ -164,7 +164,8 @@ template <typename T>
 LtProblem lt_problem(const Matmul<T>& p, cublasComputeType_t compute) {
   constexpr cudaDataType_t type = kDataType<T>;
   LtProblem problem;
-  problem.check(cublasLtMatmulDescInit(&problem.operation, compute, kDataType<accumulate_t<T>>));
+  problem.check(cublasLtMatmulDescInit_internal(&problem.operation, sizeof(problem.operation), compute,
+                                                kDataType<accumulate_t<T>>));
   problem.set(CUBLASLT_MATMUL_DESC_TRANSA, operation(p.b_transposed));
   problem.set(CUBLASLT_MATMUL_DESC_TRANSB, operation(p.a_transposed));
   problem.set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue(p));
@@ -175,7 +176,8 @@ LtProblem lt_problem(const Matmul<T>& p, cublasComputeType_t compute) {
   }
   const auto layout = [&](auto& to, cudaDataType_t type, bool transposed, int64_t rows, int64_t columns, int64_t ld,
                           int64_t stride) {
-    problem.check(cublasLtMatrixLayoutInit(&to, type, transposed ? rows : columns, transposed ? columns : rows, ld));
+    problem.check(cublasLtMatrixLayoutInit_internal(&to, sizeof(to), type, transposed ? rows : columns,
+                                                    transposed ? columns : rows, ld));
     if (p.batches == 1) return;
     const auto batches = static_cast<int32_t>(p.batches);
     problem.check(cublasLtMatrixLayoutSetAttribute(&to, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batches, sizeof(batches)));

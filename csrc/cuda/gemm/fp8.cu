@@ -37,7 +37,8 @@ cublasLtHandle_t lt(cublasHandle_t handle) {
 template <typename T>
 LtProblem lt_problem(const Fp8Matmul<T>& p) {
   LtProblem problem;
-  problem.check(cublasLtMatmulDescInit(&problem.operation, CUBLAS_COMPUTE_32F, CUDA_R_32F));
+  problem.check(
+      cublasLtMatmulDescInit_internal(&problem.operation, sizeof(problem.operation), CUBLAS_COMPUTE_32F, CUDA_R_32F));
   problem.set(CUBLASLT_MATMUL_DESC_TRANSA, CUBLAS_OP_T);
   problem.set(CUBLASLT_MATMUL_DESC_TRANSB, CUBLAS_OP_N);
   problem.set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, p.scale_b);
@@ -48,9 +49,12 @@ LtProblem lt_problem(const Fp8Matmul<T>& p) {
     problem.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
     problem.set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, kType<T>);
   }
-  problem.check(cublasLtMatrixLayoutInit(&problem.a, type_of(p.b_format), p.inner, p.columns, p.b_ld));
-  problem.check(cublasLtMatrixLayoutInit(&problem.b, type_of(p.a_format), p.inner, p.rows, p.a_ld));
-  problem.check(cublasLtMatrixLayoutInit(&problem.out, kType<T>, p.columns, p.rows, p.columns));
+  problem.check(cublasLtMatrixLayoutInit_internal(&problem.a, sizeof(problem.a), type_of(p.b_format), p.inner,
+                                                  p.columns, p.b_ld));
+  problem.check(
+      cublasLtMatrixLayoutInit_internal(&problem.b, sizeof(problem.b), type_of(p.a_format), p.inner, p.rows, p.a_ld));
+  problem.check(
+      cublasLtMatrixLayoutInit_internal(&problem.out, sizeof(problem.out), kType<T>, p.columns, p.rows, p.columns));
   return problem;
 }
 

@@ -1,9 +1,7 @@
 // Matmuls of row-major matrices with an epilogue (bias, GELU, GELU's gradient). Host code may include this header.
 #pragma once
 
-#include <cublasLt.h>
-#include <cublas_v2.h>
-
+#include "cublas.h"
 #include "cuda/device.h"
 
 namespace gptkernels::cuda {
