@@ -1,13 +1,13 @@
 """Builds the two native libraries with CMake, as part of the package.
 
 Environment variables: with GPTKERNELS_CUDA=0 no CUDA library is built, and with 1 the build fails if the CUDA library
-cannot be built. TORCH_CUDA_ARCH_LIST names the CUDA architectures (default: the GPU's architecture; without a GPU 8.0,
-9.0a and 10.0a, and PTX of 10.0). MAX_JOBS is the largest number of compiler processes.
+cannot be built. CUDACXX is the path of nvcc (default: the one on PATH). TORCH_CUDA_ARCH_LIST names the CUDA
+architectures (default: the GPU's architecture; without a GPU 8.0, 9.0a and 10.0, and PTX of 10.0). MAX_JOBS is the
+largest number of compiler processes.
 """
 
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +21,7 @@ from setuptools.command.build_ext import build_ext
 ROOT = Path(__file__).parent.resolve()
 
 
-def torch_path() -> Path:
+def torch_path() -> Path | None:
     """Return the folder of the installed torch, even in an isolated build, which cannot import it."""
     spec = importlib.util.find_spec("torch")
     if spec and spec.submodule_search_locations:
@@ -30,14 +30,7 @@ def torch_path() -> Path:
         candidate = Path(sysconfig.get_paths()[key]) / "torch"
         if (candidate / "include").is_dir():
             return candidate
-    raise SystemExit("gptkernels needs an installed torch >= 2.10 to build against: pip install torch")
-
-
-def version() -> str:
-    """Return the version in pyproject.toml."""
-    match = re.search(r'^version = "(.*)"', (ROOT / "pyproject.toml").read_text(), re.M)
-    assert match
-    return match.group(1)
+    return None
 
 
 def environment() -> dict[str, str]:
@@ -61,8 +54,7 @@ class CMakeBuild(build_ext):
         configure = [
             "cmake", "-S", str(ROOT), "-B", str(build), "-G", "Ninja",
             "-DCMAKE_BUILD_TYPE=Release",
-            f"-DTORCH_PATH={torch_path()}",
-            f"-DGPTKERNELS_VERSION={version()}",
+            f"-DTORCH_PATH={torch_path() or ''}",
             f"-DGPTKERNELS_CUDA={cuda}",
             f"-DGPTKERNELS_OUTPUT={package / 'gptkernels' / 'lib'}",
         ]  # fmt: skip
@@ -86,6 +78,8 @@ class PlatformWheel(bdist_wheel):
 
 
 setup(
+    # An isolated build uses the headers of the installed torch, and downloads another only if there is none.
+    setup_requires=[] if torch_path() else ["torch>=2.10"],
     ext_modules=[Extension("gptkernels.lib", sources=[])],
     cmdclass={"build_ext": CMakeBuild, "bdist_wheel": PlatformWheel},
 )
