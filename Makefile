@@ -3,7 +3,8 @@
 # make test                 runs every test: about ten minutes on two CPU cores
 # make bench                times the ops of this package and of other libraries
 # make lint, make format    check the style, as CI does; correct it
-# make wheel                writes a wheel into dist/
+# make wheel                writes a wheel into dist/, with the tag of the oldest glibc that it works with, or with
+#                           PLATFORM=manylinux_2_28_x86_64, which fails where the compiler's glibc is newer
 # make sdist                writes a source distribution into dist/
 # make docs                 renders the documentation into build/docs; needs Python >= 3.11
 # make docs-links           checks the links to other sites
@@ -14,12 +15,15 @@
 #
 # The environment .venv is created with pinned versions. TORCH=installed uses the current Python and its torch instead,
 # and installs nothing but this package. GPTKERNELS_CUDA=1 requires the CUDA library, 0 omits it. By default it is built
-# if the machine has a GPU. A wheel has it if nvcc is found.
+# if the machine has a GPU. A wheel has it if nvcc is found. CUDACXX names the nvcc of another toolkit than the one on
+# PATH. With TORCH=installed, `make wheel` needs requirements/wheel.txt.
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
+PLATFORM ?= auto
 DEVICE ?= $(if $(wildcard /dev/nvidia0),cuda,cpu)
 wheel: GPTKERNELS_CUDA := $(or $(GPTKERNELS_CUDA),auto)
+wheel: export TORCH_CUDA_ARCH_LIST := $(or $(TORCH_CUDA_ARCH_LIST),8.0 8.6 8.9 9.0a 10.0+PTX 12.0)
 export GPTKERNELS_CUDA ?= $(if $(wildcard /dev/nvidia0),auto,0)
 ARGS ?=
 
@@ -119,8 +123,14 @@ docs-links: BUILDER = linkcheck
 docs docs-links: $(BUILT) $(STAMPS)/docs-tools
 	$(PY) -m sphinx -b $(BUILDER) -E -q -W --keep-going docs build/$@
 
-wheel: $(STAMPS)/tools
-	$(PY) -m pip wheel --no-deps --no-build-isolation --wheel-dir dist .
+# Two wheels of a commit have the same bytes if the checkouts are in the same folder (nvcc puts hashes of the sources'
+# paths into kernels' names), the compilers are the same, and the umask is.
+wheel: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null)
+wheel: $(STAMPS)/cublas $(STAMPS)/wheel-tools
+	rm -rf build/wheel
+	$(PY) -m pip wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
+	PATH="$(dir $(PY)):$$PATH" $(PY) -m auditwheel repair --plat $(PLATFORM) --exclude "libtorch*.so" --wheel-dir dist \
+	  build/wheel/*.whl
 
 sdist: $(STAMPS)/tools
 	$(PY) setup.py -q sdist
@@ -146,18 +156,18 @@ CPU_TORCH_INDEX = https://download.pytorch.org/whl/cpu
 	$(PIP_INSTALL) -r requirements/build.txt -r requirements/run.txt
 	touch $@
 
-.venv/test-tools .venv/lint-tools .venv/docs-tools: .venv/%-tools: requirements/%.txt .venv/tools
+.venv/test-tools .venv/lint-tools .venv/wheel-tools .venv/docs-tools: .venv/%-tools: requirements/%.txt .venv/tools
 	$(PIP_INSTALL) -r $<
 	touch $@
 
-build/installed/tools build/installed/test-tools build/installed/lint-tools build/installed/docs-tools:
+build/installed/tools $(foreach t,test lint wheel docs,build/installed/$(t)-tools):
 	mkdir -p $(@D) && touch $@
 
 # Installs cuBLASLt's header if the CUDA toolkit has none.
 $(STAMPS)/cublas: $(STAMPS)/tools
 ifneq ($(GPTKERNELS_CUDA),0)
   ifneq ($(TORCH),installed)
-	test -e "$$(dirname $$(readlink -f $$(command -v nvcc || echo /none)))/../include/cublasLt.h" \
+	test -e "$$(dirname $$(readlink -f $$(command -v $${CUDACXX:-nvcc} || echo /none)))/../include/cublasLt.h" \
 	  || $(PIP_INSTALL) --no-deps nvidia-cublas==13.10.0.20
   endif
 endif

@@ -63,8 +63,8 @@ else()
   if(asked_architectures)
     gptkernels_architectures("${asked_architectures}" architectures)
   else()
-    # PTX of compute_100 also runs on later architectures. PTX of compute_100a does not.
-    set(architectures 80-real 90a-real 100a-real 100-virtual)
+    # Code of 10.0 also runs on 10.3, and its PTX on later architectures. Code of 10.0a does not.
+    set(architectures 80-real 90a-real 100)
   endif()
   set(CMAKE_CUDA_ARCHITECTURES ${architectures})
   include(CheckLanguage)

@@ -2,8 +2,7 @@
 // namespace and the dispatch key.
 //
 // Only LibTorch's stable ABI is used (torch/csrc/stable, torch/headeronly and the C shims), so one build supports torch
-// >= 2.10 (the CUDA library: with the same CUDA major version). Only std::runtime_error crosses that ABI, so all errors
-// have this type.
+// >= 2.10. Only std::runtime_error crosses that ABI, so all errors have this type.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

@@ -39,9 +39,28 @@ def test_libraries_use_only_the_stable_abi(library):
     assert [s for s in symbols if s.startswith("cu")] == [], "not in csrc/cuda/gemm/cublas.h"
 
 
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.name)
+def test_libraries_do_not_depend_on_the_folders_of_the_build(library):
+    """Two builds of a commit have the same bytes only if the libraries contain no path and no temporary file's name."""
+    assert re.findall(rb"\0(/[^\0]+\.(?:h|cuh|cpp|cu)|tmpxft[^\0]*)\0", library.read_bytes()) == []
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="needs readelf")
+@pytest.mark.parametrize("library", LIBRARIES, ids=lambda p: p.name)
+def test_libraries_need_only_torch_and_the_systems_libraries(library):
+    """A wheel with a manylinux tag may need no other library, so CUDA's runtime must be linked statically."""
+    listing = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True)
+    needed = set(re.findall(r"NEEDED.*\[(.*)\]", listing.stdout))
+    system = {"c", "dl", "gcc_s", "m", "pthread", "rt", "stdc++"}
+    assert {"libtorch.so", "libtorch_cpu.so"} <= needed
+    found = {re.sub(r"lib(.*?)\.so.*", r"\1", name) for name in needed if not name.startswith("ld-linux")}
+    assert found - system == {"torch", "torch_cpu"}
+
+
 def test_info_has_the_versions():
     found = gptkernels.info()
     assert found["gptkernels"] == gptkernels.__version__
+    assert re.fullmatch("unknown|[0-9a-f]+(-dirty)?", found["commit"])
     assert found["torch"] == torch.__version__
     assert found["cuda"] == "in use" or found["cuda"].startswith("not in use: ")
 
@@ -240,14 +259,32 @@ def test_a_build_without_nvcc_has_no_cuda_library(tmp_path):
     assert "nvcc was not found" in (tmp_path / "lib/build.json").read_text()
 
 
+def load_setup(monkeypatch, setup):
+    setuptools = pytest.importorskip("setuptools")
+    monkeypatch.setattr(setuptools, "setup", setup)
+    spec = importlib.util.spec_from_file_location("setup", ROOT / "setup.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@needs_sources
+def test_a_build_requires_torch_only_if_none_is_installed(tmp_path, monkeypatch):
+    found = []
+    load_setup(monkeypatch, lambda setup_requires, **_: found.append(setup_requires))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "torch" else find(name))
+    load_setup(monkeypatch, lambda setup_requires, **_: found.append(setup_requires))
+    monkeypatch.setattr("sysconfig.get_paths", lambda: {"platlib": tmp_path, "purelib": tmp_path})
+    load_setup(monkeypatch, lambda setup_requires, **_: found.append(setup_requires))
+    assert found == [[], [], ["torch>=2.10"]]
+
+
 @needs_sources
 def test_a_second_build_uses_the_ninja_of_its_environment(tmp_path, monkeypatch):
     """An isolated build has its own ninja, which pip deletes. CMake's cache must not name it in the next build."""
     setuptools = pytest.importorskip("setuptools")
-    monkeypatch.setattr(setuptools, "setup", lambda **_: None)
-    spec = importlib.util.spec_from_file_location("setup", ROOT / "setup.py")
-    setup = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(setup)
+    setup = load_setup(monkeypatch, lambda **_: None)
     for name in ("CMakeLists.txt", "cmake", "csrc", "ops", "pyproject.toml"):
         (tmp_path / name).symlink_to(ROOT / name)
     run, programs = subprocess.run, setup.environment()["PATH"]
@@ -266,26 +303,24 @@ def test_a_second_build_uses_the_ninja_of_its_environment(tmp_path, monkeypatch)
         shutil.rmtree(tmp_path / name)
 
 
-@needs_sources
-def test_a_source_distribution_has_the_sources_and_no_library(tmp_path):
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="only in a clone")
+def test_a_source_distribution_has_all_files_of_the_repository(tmp_path):
     pytest.importorskip("setuptools")
-    for path in ROOT.glob("[!.]*"):
-        (tmp_path / path.name).symlink_to(path)
+    files = set(subprocess.check_output(["git", "ls-files", "-co", "--exclude-standard"], cwd=ROOT, text=True).split())
+    for name in {name.partition("/")[0] for name in files}:
+        (tmp_path / name).symlink_to(ROOT / name)
     command = [sys.executable, "setup.py", "-q", "egg_info", "--egg-base", ".", "sdist", "--formats=tar", "-d", "."]
     subprocess.run(command, cwd=tmp_path, check=True)
     with tarfile.open(next(tmp_path.glob("*.tar"))) as packed:
-        found = {name.partition("/")[2] for name in packed.getnames()}
-    expected = {"CMakeLists.txt", "setup.py", "pyproject.toml", "README.md"}
-    for folder in ("cmake", "csrc", "ops"):
-        expected |= {str(path.relative_to(ROOT)) for path in (ROOT / folder).rglob("*") if path.is_file()}
-    assert expected <= found
-    assert [name for name in found if name.endswith(".so")] == []
+        found = {member.name.partition("/")[2] for member in packed.getmembers() if member.isfile()}
+    assert {name for name in found - files if ".egg-info/" not in name} == {"PKG-INFO", "setup.cfg"}
+    assert files - found == set()
 
 
 def run_make(folder, *arguments, **variables):
     for path in ROOT.glob("[!.]*"):
         (folder / path.name).symlink_to(path)
-    outer = ("GPTKERNELS_", "MAKE", "MFLAGS", "TORCH")  # variables of `make test`
+    outer = ("GPTKERNELS_", "MAKE", "MFLAGS", "SOURCE_DATE_EPOCH", "TORCH")  # variables of `make test`
     environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)} | variables
     command = ["make", *arguments]
     return subprocess.run(command, capture_output=True, text=True, env=environment, cwd=folder, check=True).stdout
@@ -298,10 +333,13 @@ def test_make_wheel_builds_the_cuda_library_if_it_can(given, used, tmp_path):
     environment = tmp_path / ".venv"
     (environment / "bin").mkdir(parents=True)
     python = environment / "bin" / "python"
-    python.write_text('#!/bin/sh\necho "$GPTKERNELS_CUDA: $*"\n')
+    python.write_text('#!/bin/sh\necho "$GPTKERNELS_CUDA, $TORCH_CUDA_ARCH_LIST: $*"\n')
     python.chmod(0o755)
-    (environment / "tools").touch()
-    assert run_make(tmp_path, "-s", "wheel", **given).startswith(f"{used}: -m pip wheel ")
+    for name in ("tools", "wheel-tools", "cublas"):
+        (environment / name).touch()
+    assert run_make(tmp_path, "-s", "wheel", **given).startswith(
+        f"{used}, 8.0 8.6 8.9 9.0a 10.0+PTX 12.0: -m pip wheel "
+    )
 
 
 @needs_sources

@@ -16,6 +16,7 @@ def info() -> dict[str, str]:
     build = _library.build()
     found = {
         "gptkernels": build["version"],
+        "commit": build["commit"] or "unknown",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "built against torch": build["torch"],
