@@ -4,7 +4,7 @@
 # make bench                times the ops of this package and of other libraries
 # make lint, make format    check the style, as CI does; correct it
 # make wheel                writes a wheel into dist/, with the tag of the oldest glibc that it works with, or with
-#                           PLATFORM=manylinux_2_28_x86_64, which fails where the compiler's glibc is newer
+#                           PLAT=manylinux_2_28_x86_64, which fails where the compiler's glibc is newer
 # make sdist                writes a source distribution into dist/
 # make docs                 renders the documentation into build/docs; needs Python >= 3.11
 # make docs-links           checks the links to other sites
@@ -20,9 +20,10 @@
 
 PYTHON ?= python3
 TORCH ?= 2.13.0
-PLATFORM ?= auto
+PLAT ?= auto
 DEVICE ?= $(if $(wildcard /dev/nvidia0),cuda,cpu)
-wheel: GPTKERNELS_CUDA := $(or $(GPTKERNELS_CUDA),auto)
+WHEEL_CUDA := $(or $(GPTKERNELS_CUDA),auto)
+wheel: GPTKERNELS_CUDA := $(WHEEL_CUDA)
 wheel: export TORCH_CUDA_ARCH_LIST := $(or $(TORCH_CUDA_ARCH_LIST),8.0 8.6 8.9 9.0a 10.0+PTX 12.0)
 export GPTKERNELS_CUDA ?= $(if $(wildcard /dev/nvidia0),auto,0)
 ARGS ?=
@@ -125,11 +126,11 @@ docs docs-links: $(BUILT) $(STAMPS)/docs-tools
 
 # Two wheels of a commit have the same bytes if the checkouts are in the same folder (nvcc puts hashes of the sources'
 # paths into kernels' names), the compilers are the same, and the umask is.
-wheel: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null)
-wheel: $(STAMPS)/cublas $(STAMPS)/wheel-tools
+wheel: export SOURCE_DATE_EPOCH ?= $(shell git log -1 --format=%ct 2>/dev/null || echo 315532800)
+wheel: $(if $(filter 0,$(WHEEL_CUDA)),,$(STAMPS)/cublas) $(STAMPS)/wheel-tools
 	rm -rf build/wheel
 	$(PY) -m pip wheel --no-deps --no-build-isolation --wheel-dir build/wheel .
-	PATH="$(dir $(PY)):$$PATH" $(PY) -m auditwheel repair --plat $(PLATFORM) --exclude "libtorch*.so" --wheel-dir dist \
+	PATH="$(dir $(PY)):$$PATH" $(PY) -m auditwheel repair --plat $(PLAT) --exclude "libtorch*.so" --wheel-dir dist \
 	  build/wheel/*.whl
 
 sdist: $(STAMPS)/tools
@@ -165,15 +166,14 @@ build/installed/tools $(foreach t,test lint wheel docs,build/installed/$(t)-tool
 
 # Installs cuBLASLt's header if the CUDA toolkit has none.
 $(STAMPS)/cublas: $(STAMPS)/tools
-ifneq ($(GPTKERNELS_CUDA),0)
-  ifneq ($(TORCH),installed)
-	test -e "$$(dirname $$(readlink -f $$(command -v $${CUDACXX:-nvcc} || echo /none)))/../include/cublasLt.h" \
+ifneq ($(TORCH),installed)
+	nvcc=$$(command -v $${CUDACXX:-nvcc}) || exit 0; \
+	test -e "$$(dirname $$(readlink -f $$nvcc))/../include/cublasLt.h" \
 	  || $(PIP_INSTALL) --no-deps nvidia-cublas==13.10.0.20
-  endif
 endif
 	touch $@
 
-$(BUILT): $(SOURCES) $(STAMPS)/cublas
+$(BUILT): $(SOURCES) $(STAMPS)/tools $(if $(filter 0,$(GPTKERNELS_CUDA)),,$(STAMPS)/cublas)
 	@echo "Compiling: two minutes on two CPU cores, and several more for CUDA."
 	$(PY) -m pip install --no-deps --no-build-isolation -e .
 	rm -f $(STAMPS)/built-* && touch $@

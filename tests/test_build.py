@@ -335,7 +335,7 @@ def test_make_wheel_builds_the_cuda_library_if_it_can(given, used, tmp_path):
     python = environment / "bin" / "python"
     python.write_text('#!/bin/sh\necho "$GPTKERNELS_CUDA, $TORCH_CUDA_ARCH_LIST: $*"\n')
     python.chmod(0o755)
-    for name in ("tools", "wheel-tools", "cublas"):
+    for name in ("cublas", "tools", "wheel-tools"):
         (environment / name).touch()
     assert run_make(tmp_path, "-s", "wheel", **given).startswith(
         f"{used}, 8.0 8.6 8.9 9.0a 10.0+PTX 12.0: -m pip wheel "
