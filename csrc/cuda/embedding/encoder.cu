@@ -1,5 +1,6 @@
 // Token plus position embeddings. forward.cuh has the forward; in the backward, order.cuh sorts the positions by token,
 // and sums.cuh adds the rows of dout. The forward and the sums process the columns in slabs (slab.cuh).
+#include <bit>
 #include <utility>
 
 #include "../../encoder.h"
@@ -35,11 +36,11 @@ void launch_backward(const EncoderBackward<T, Token>& p, const EncoderWorkspace<
   const int64_t batch_blocks = p.dwpe ? ceil_div(p.positions * w.pieces, kSumsWarps) : 0;
   const int64_t slot_blocks = ceil_div(w.windows * int64_t(kWindow / kUnit), kSumsThreads / kLanes<kVec>);
   const dim3 grid(grid_size(batch_blocks + slot_blocks), std::min(w.slabs, kMaxGridY));
+  const auto sums = std::bit_cast<EncoderSums<T>>(p);
   if (p.accumulate)
-    launch_early<encoder_backward_sums_kernel<T, Token, kVec, true>>(grid, kSumsThreads, 0, stream, p, w, batch_blocks);
+    launch_early<encoder_backward_sums_kernel<T, kVec, true>>(grid, kSumsThreads, 0, stream, sums, w, batch_blocks);
   else
-    launch_early<encoder_backward_sums_kernel<T, Token, kVec, false>>(grid, kSumsThreads, 0, stream, p, w,
-                                                                      batch_blocks);
+    launch_early<encoder_backward_sums_kernel<T, kVec, false>>(grid, kSumsThreads, 0, stream, sums, w, batch_blocks);
 }
 
 }  // namespace

@@ -29,6 +29,10 @@
 
 namespace gptkernels::cuda {
 
+// The tokens are not read, so the kernels for int32 and for int64 tokens are the same.
+template <typename T>
+using EncoderSums = EncoderBackward<T, void>;
+
 constexpr int kSumsThreads = 256;
 constexpr int kSumsWarps = kSumsThreads / kWarp;
 constexpr int kSumsBlocksPerSM = 4;
@@ -152,8 +156,8 @@ __device__ bool add_parts(sum_t<T> (&sum)[kVec], const SlabColumns<kVec, kLanes<
 
 // dwpe[t] = sum over b of dout[b, t], in pieces of at most kBatchPiece rows. In the partials, the pieces' rows follow
 // those of the long runs.
-template <typename T, typename Token, int kVec>
-__device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
+template <typename T, int kVec>
+__device__ void sum_over_batch(const EncoderSums<T>& p, const EncoderWorkspace<T>& w,
                                const SlabColumns<kVec, kLanes<kVec>>& at, int t, int piece) {
   const int length = static_cast<int>(p.length);
   if (t >= length && piece > 0) return;
@@ -173,8 +177,8 @@ __device__ void sum_over_batch(const EncoderBackward<T, Token>& p, const Encoder
 
 // Each group of lanes computes the rows of dwte whose heads are in its unit. It writes a row when it reaches the next
 // head. The entries of the unit's last head may extend up to a window beyond the unit.
-template <typename T, typename Token, int kVec, bool kAccumulate>
-__device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
+template <typename T, int kVec, bool kAccumulate>
+__device__ void sum_short_runs(const EncoderSums<T>& p, const EncoderWorkspace<T>& w,
                                const SlabColumns<kVec, kLanes<kVec>>& at, int unit) {
   constexpr int kReach = kUnit + kWindow;
   constexpr int kRounds = kReach / kLanes<kVec>;
@@ -269,8 +273,8 @@ __device__ void sum_short_runs(const EncoderBackward<T, Token>& p, const Encoder
 
 // At most two long runs have entries in a window: one that began earlier, and one that begins in the window. Their
 // partial sums are rows 2 * window and 2 * window + 1 of the partials.
-template <typename T, typename Token, int kVec, bool kAccumulate>
-__device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderWorkspace<T>& w,
+template <typename T, int kVec, bool kAccumulate>
+__device__ void sum_long_runs(const EncoderSums<T>& p, const EncoderWorkspace<T>& w,
                               const SlabColumns<kVec, kLanes<kVec>>& at, int window) {
   for (int i = 0; i < 2; ++i) {
     const Run run = w.long_runs[2 * window + i];
@@ -291,10 +295,9 @@ __device__ void sum_long_runs(const EncoderBackward<T, Token>& p, const EncoderW
 
 // The first `batch_blocks` thread blocks of a slab compute dwpe, which does not depend on the sort. They wait for the
 // previous kernels only before they use the counters in `arrived`. The other thread blocks compute dwte.
-template <typename T, typename Token, int kVec, bool kAccumulate>
+template <typename T, int kVec, bool kAccumulate>
 __global__ void __launch_bounds__(kSumsThreads, kSumsBlocksPerSM)
-    encoder_backward_sums_kernel(const EncoderBackward<T, Token> p, const EncoderWorkspace<T> w,
-                                 const int64_t batch_blocks) {
+    encoder_backward_sums_kernel(const EncoderSums<T> p, const EncoderWorkspace<T> w, const int64_t batch_blocks) {
   constexpr int kGroups = kWarp / kLanes<kVec>;
   const bool over_batch = blockIdx.x < batch_blocks;
   const int64_t warp = (int64_t(blockIdx.x) - (over_batch ? 0 : batch_blocks)) * kSumsWarps + threadIdx.x / kWarp;
@@ -304,14 +307,13 @@ __global__ void __launch_bounds__(kSumsThreads, kSumsBlocksPerSM)
   for (int64_t slab = blockIdx.y; slab < w.slabs; slab += gridDim.y) {
     const SlabColumns<kVec, kLanes<kVec>> at(slab, w.width);
     if (over_batch) {
-      sum_over_batch<T, Token, kVec>(p, w, at, static_cast<int>(warp % p.positions),
-                                     static_cast<int>(warp / p.positions));
+      sum_over_batch<T, kVec>(p, w, at, static_cast<int>(warp % p.positions), static_cast<int>(warp / p.positions));
       continue;
     }
-    sum_short_runs<T, Token, kVec, kAccumulate>(
-        p, w, at, static_cast<int>(unit) + static_cast<int>(threadIdx.x % kWarp) / kLanes<kVec>);
+    sum_short_runs<T, kVec, kAccumulate>(p, w, at,
+                                         static_cast<int>(unit) + static_cast<int>(threadIdx.x % kWarp) / kLanes<kVec>);
     if (unit % (kWindow / kUnit) == 0)
-      sum_long_runs<T, Token, kVec, kAccumulate>(p, w, at, static_cast<int>(unit / (kWindow / kUnit)));
+      sum_long_runs<T, kVec, kAccumulate>(p, w, at, static_cast<int>(unit / (kWindow / kUnit)));
   }
 }
 

@@ -355,12 +355,14 @@ DecodeLayout decode_layout(const DecodeProduct<T>& p) {
   return {slices, static_cast<int>(ceil_div(packs, slices)), static_cast<int>(rows)};
 }
 
-template <typename T, bool kNorm, int kFirst, int... kOthers>
+// float64 has fewer instances, because it needs no speed for short rows.
+template <typename T, bool kNorm, int kPacks = std::is_same_v<T, double> ? 4 : 1>
 void launch_decode_product(const DecodeProduct<T>& p, const DecodeLayout& layout, Stream stream) {
-  if constexpr (sizeof...(kOthers) > 0)
-    if (layout.packs > kFirst * kWarp) return launch_decode_product<T, kNorm, kOthers...>(p, layout, stream);
+  if constexpr (kPacks < kDecodeMaxPacks)
+    if (layout.packs > kPacks * kWarp)
+      return launch_decode_product<T, kNorm, kPacks == 4 ? kDecodeMaxPacks : kPacks + 1>(p, layout, stream);
   const auto shared = p.sizes.batch * layout.block_rows * layout.slices * static_cast<int64_t>(sizeof(accumulate_t<T>));
-  launch_early<decode_product_kernel<T, kFirst, kNorm>>(grid_size(ceil_div(p.sizes.rows, layout.block_rows)),
+  launch_early<decode_product_kernel<T, kPacks, kNorm>>(grid_size(ceil_div(p.sizes.rows, layout.block_rows)),
                                                         kDecodeThreads, shared, stream, p, layout);
 }
 
@@ -379,9 +381,9 @@ Status decode_product(DecodeProduct<T> p, accumulate_t<T>* normalised, Stream st
     launch_early<decode_product_simple_kernel<T>>(grid_size(ceil_div(p.sizes.rows, kDecodeWarps)), kDecodeThreads, 0,
                                                   stream, p);
   else if (fused)
-    launch_decode_product<T, true, 1, 2, 3, 4, kDecodeMaxPacks>(p, layout, stream);
+    launch_decode_product<T, true>(p, layout, stream);
   else
-    launch_decode_product<T, false, 1, 2, 3, 4, kDecodeMaxPacks>(p, layout, stream);
+    launch_decode_product<T, false>(p, layout, stream);
   return cudaGetLastError();
 }
 
