@@ -213,7 +213,7 @@ def test_cpp(device, tmp_path, monkeypatch):
 @needs_cmake
 def test_adding_an_op(device, tmp_path):
     cuda = device.type == "cuda"
-    build("adding_an_op", tmp_path, f"-DWITH_CUDA={'ON' if cuda else 'OFF'}")
+    build("adding_an_op", tmp_path, f"-DWITH_CUDA={'ON' if cuda else 'OFF'}", "-DCMAKE_BUILD_TYPE=Debug")
     libraries = [str(tmp_path / "libsquared_relu.so")] + [str(tmp_path / "libsquared_relu_cuda.so")] * cuda
     paths = [EXAMPLES / "adding_an_op" / "python", ROOT / "tests", Path(gptkernels.__file__).parent.parent]
     variables = {"LIBRARY": os.pathsep.join(libraries), "PYTHONPATH": os.pathsep.join(map(str, paths))}

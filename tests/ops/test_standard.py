@@ -42,8 +42,11 @@ def test_the_docstring_is_the_schema():
 @pytest.mark.parametrize(("operator", "choices", "dtype"), EDGES)
 def test_matches_float64_at_edge_sizes(operator, choices, dtype, device):
     case = Case(operator, next(iter(operator.variants)))
-    if device.type == "cpu" and choices.get("x.rows", 0) > 48 and choices.get("width", 0) > 96:
-        choices = {**choices, "x.rows": 48}  # More rows give each SM of a GPU several. A CPU has one kernel.
+    if device.type == "cpu":  # A CPU has one kernel.
+        if max(choices.get("width", 0) / 2**16, choices.get("tokens", 0) / 2**10) > 1:
+            pytest.skip("a size at which CUDA's kernels change")
+        if choices.get("x.rows", 0) > 48 and choices.get("width", 0) > 96:
+            choices = {**choices, "x.rows": 48}  # More rows give each SM of a GPU several.
     checks.hold_to_the_rule(case.call(ORDINARY, dtype, device, **choices))
 
 
