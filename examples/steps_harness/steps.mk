@@ -11,6 +11,7 @@ ARCH ?= sm_90a
 BUILD := ../../build/$(notdir $(CURDIR))
 STEPS ?= $(sort $(basename $(wildcard step*.cu)))
 HARNESS := ../steps_harness/harness
+HARNESS_OBJECT := ../../build/steps_harness/harness.o
 
 all: $(STEPS:%=$(BUILD)/%)
 
@@ -20,20 +21,20 @@ run: all
 	  { gain = NR > 1 ? sprintf("%.2f", last / $$2) : ""; last = $$2; \
 	    printf "| %s | %s | %s | %s | %s |\n", $$1, $$2, $$3, gain, $$4; fflush() }'
 
-COMPILE = mkdir -p $(BUILD) && $(NVCC) -std=c++20 -O3 -arch=$(ARCH) --expt-relaxed-constexpr -DGPTKERNELS_CUDA \
+COMPILE = mkdir -p $(@D) && $(NVCC) -std=c++20 -O3 -arch=$(ARCH) --expt-relaxed-constexpr -DGPTKERNELS_CUDA \
   -I../../csrc -I../steps_harness
 HEADERS := $(wildcard *.h *.cuh ../../csrc/*.h ../../csrc/cuda/*.h ../../csrc/cuda/*/*.h ../../csrc/cuda/*/*.cuh)
 
-$(BUILD)/%: %.cu $(BUILD)/problem.o $(BUILD)/harness.o $(HARNESS).h $(HEADERS)
-	$(COMPILE) $< $(BUILD)/problem.o $(BUILD)/harness.o -o $@
+$(BUILD)/%: %.cu $(BUILD)/problem.o $(HARNESS_OBJECT) $(HARNESS).h $(HEADERS)
+	$(COMPILE) $< $(BUILD)/problem.o $(HARNESS_OBJECT) -o $@
 
 $(BUILD)/problem.o: problem.cu problem.h $(HARNESS).h
 	$(COMPILE) -c $< -o $@
 
-$(BUILD)/harness.o: $(HARNESS).cu $(HARNESS).h
+$(HARNESS_OBJECT): $(HARNESS).cu $(HARNESS).h
 	$(COMPILE) -c $< -o $@
 
-check: $(STEPS:%=$(BUILD)/%.cubin) $(BUILD)/problem.o $(BUILD)/harness.o
+check: $(STEPS:%=$(BUILD)/%.cubin) $(BUILD)/problem.o $(HARNESS_OBJECT)
 
 $(BUILD)/%.cubin: %.cu $(HARNESS).h $(HEADERS)
 	$(COMPILE) -cubin $< -o $@
