@@ -42,6 +42,10 @@ struct EncoderBackward {
   bool is_shard;  // other tokens are left out of dwte, instead of being an error; dwpe is the sum over all tokens
 };
 
+// Code that does not read the tokens has this argument, and so is compiled once for both dtypes of tokens.
+template <typename T>
+using EncoderSums = EncoderBackward<T, void>;
+
 template <typename T, typename Token>
 Status encoder_forward(const EncoderForward<T, Token>& p, Stream stream);
 

@@ -1,6 +1,7 @@
 #include "../encoder.h"
 
 #include <algorithm>
+#include <bit>
 #include <string>
 #include <type_traits>
 
@@ -119,18 +120,44 @@ Sorted sort_positions(const EncoderBackward<T, Token>& p) {
   return {starts, order};
 }
 
-template <typename T, typename Token>
-void backward_token(const EncoderBackward<T, Token>& p, const Sorted& sorted, int64_t v) {
+template <typename T>
+void backward_token(const EncoderSums<T>& p, const Sorted& sorted, int64_t v) {
   const int64_t* order = sorted.order + sorted.starts[v];
   const int64_t count = sorted.starts[v + 1] - sorted.starts[v];
   const auto row = [&](int64_t r) { return p.dout + order[r] * p.width; };
   sum_rows(p.dwte + v * p.width, count, p.width, row, p.accumulate);
 }
 
-template <typename T, typename Token>
-void backward_position(const EncoderBackward<T, Token>& p, int64_t t) {
+template <typename T>
+void backward_position(const EncoderSums<T>& p, int64_t t) {
   const int64_t count = t < p.length ? p.batch : 0;
   sum_rows(p.dwpe + t * p.width, count, p.width, [&](int64_t b) { return p.dout + (b * p.length + t) * p.width; });
+}
+
+template <typename T>
+void backward_sums(const EncoderSums<T>& p, const Sorted& sorted, Stream stream) {
+  const int64_t* starts = sorted.starts;
+  if (!p.accumulate)
+    parallel_for(stream, p.vocabulary, p.width, [&](int64_t begin, int64_t end) {
+      for (int64_t v = begin; v < end; ++v)
+        if (starts[v] == starts[v + 1]) std::fill_n(p.dwte + v * p.width, p.width, T(0));
+    });
+  // Frequent tokens are neighbours in most vocabularies, so threads with equal ranges of tokens would have unequal
+  // work. The threads divide the sorted positions instead, and the thread with a token's first position sums the
+  // token's row.
+  parallel_for(stream, starts[p.vocabulary], p.width, [&](int64_t begin, int64_t end) {
+    vectorised([&] {
+      for (int64_t v = std::lower_bound(starts, starts + p.vocabulary, begin) - starts;
+           v < p.vocabulary && starts[v] < end; ++v)
+        if (starts[v] < starts[v + 1]) backward_token(p, sorted, v);
+    });
+  });
+  if (p.dwpe)
+    parallel_for(stream, p.positions, p.width * (p.batch + 1), [&](int64_t begin, int64_t end) {
+      vectorised([&] {
+        for (int64_t t = begin; t < end; ++t) backward_position(p, t);
+      });
+    });
 }
 
 }  // namespace
@@ -155,29 +182,7 @@ template <typename T, typename Token>
 Status encoder_backward(const EncoderBackward<T, Token>& p, Stream stream) {
   if (!p.is_shard)
     if (Status status = check_tokens(p, p.dwpe != nullptr); !status.ok()) return status;
-  const Sorted sorted = sort_positions(p);
-  if (!p.accumulate)
-    parallel_for(stream, p.vocabulary, p.width, [&](int64_t begin, int64_t end) {
-      for (int64_t v = begin; v < end; ++v)
-        if (sorted.starts[v] == sorted.starts[v + 1]) std::fill_n(p.dwte + v * p.width, p.width, T(0));
-    });
-  // Frequent tokens are neighbours in most vocabularies, so threads with equal ranges of tokens would have unequal
-  // work. The threads divide the sorted positions instead, and the thread with a token's first position sums the
-  // token's row.
-  parallel_for(stream, sorted.starts[p.vocabulary], p.width, [&](int64_t begin, int64_t end) {
-    vectorised([&] {
-      for (int64_t i = begin; i < end; ++i) {
-        const int64_t v = p.tokens[sorted.order[i]] - p.first_token;
-        if (sorted.starts[v] == i) backward_token(p, sorted, v);
-      }
-    });
-  });
-  if (p.dwpe)
-    parallel_for(stream, p.positions, p.width * (p.batch + 1), [&](int64_t begin, int64_t end) {
-      vectorised([&] {
-        for (int64_t t = begin; t < end; ++t) backward_position(p, t);
-      });
-    });
+  backward_sums(std::bit_cast<EncoderSums<T>>(p), sort_positions(p), stream);
   return {};
 }
 

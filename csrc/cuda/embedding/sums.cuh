@@ -29,10 +29,6 @@
 
 namespace gptkernels::cuda {
 
-// The tokens are not read, so the kernels for int32 and for int64 tokens are the same.
-template <typename T>
-using EncoderSums = EncoderBackward<T, void>;
-
 constexpr int kSumsThreads = 256;
 constexpr int kSumsWarps = kSumsThreads / kWarp;
 constexpr int kSumsBlocksPerSM = 4;
