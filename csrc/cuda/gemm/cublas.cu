@@ -7,13 +7,18 @@
 namespace gptkernels::cuda {
 namespace {
 
-// The handles are torch's, so the functions must be of the same library. dlsym() also searches the libraries on which
-// libtorch_cuda.so depends, which include cuBLAS and cuBLASLt of torch's CUDA version.
-void* find(const char* function) {
-  for (const char* library : {"libtorch_cuda.so", "libcublas.so.13", "libcublas.so.12"})
-    if (void* loaded = dlopen(library, RTLD_LAZY | RTLD_NOLOAD))
-      if (void* found = dlsym(loaded, function)) return found;
+// The handles are torch's, so the functions must be of torch's cuBLAS. dlsym() also searches the libraries on which
+// libtorch_cuda.so depends, which include cuBLAS and cuBLASLt.
+void* loaded_cublas() {
+  for (const char* name : {"libtorch_cuda.so", "libcublas.so.13", "libcublas.so.12"})
+    if (void* library = dlopen(name, RTLD_LAZY | RTLD_NOLOAD); library && dlsym(library, "cublasLtMatmul"))
+      return library;
   return nullptr;
+}
+
+void* find(const char* function) {
+  static void* const library = loaded_cublas();
+  return library ? dlsym(library, function) : nullptr;
 }
 
 }  // namespace
