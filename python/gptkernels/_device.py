@@ -1,4 +1,6 @@
-"""Chooses a device by its name, and lists the peak rates of known GPUs."""
+"""Chooses a device by its name, and tells its memory and, for known GPUs, the peak rate."""
+
+import os
 
 import torch
 
@@ -29,6 +31,13 @@ _PEAKS = {
 
 def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type}"
+
+
+def device_memory(device: torch.device) -> int:
+    """Return the bytes of a GPU's memory, or of the machine's physical memory."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def peak_flops(device: torch.device) -> float | None:

@@ -138,14 +138,21 @@ def test_bad_options_are_refused(given, message):
 
 
 @pytest.mark.parametrize(
-    ("given", "message"),
+    ("given", "parts", "needed"),
     [
-        ({"batch_size": 10**9}, "--batch-size 1000000000 times --sequence-length 64 tokens take at least 1,310,720 GB"),
-        ({"batch_size": 10**9, "recompute": "blocks", "dtype": "autocast"}, "tokens take at least 65,536 GB"),
+        ({"batch_size": 10**9}, 1, "0.0 GB in training; --batch-size .* take at least 1,310,720.0 GB; "),
+        ({"batch_size": 10**9}, 4, "0.0 GB in training; --batch-size .* take at least 327,680.0 GB; "),
+        ({"batch_size": 10**9, "recompute": "blocks", "dtype": "autocast"}, 1, "take at least 65,536.0 GB; "),
+        ({"channels": 10**6}, 1, "48,000,374,000,000 parameters, which take 768,006.0 GB in training; "),
+        ({"channels": 10**6, "shard": "grads"}, 4, "which take 192,001.5 GB in training; "),
+        ({"channels": 10**6, "dtype": "bfloat16", "master_weights": False}, 1, "which take 384,003.0 GB in training; "),
     ],
 )
-def test_batches_larger_than_the_memory_are_refused(given, message):
-    assert_raises(ValueError, message, build_model, TrainConfig(**given), vocab_size=256)
+def test_training_that_exceeds_the_memory_is_refused(given, parts, needed, device):
+    processes = Processes(str(device))
+    processes.world_size = parts
+    message = f"{needed}.* has .* GB of memory"
+    assert_raises(ValueError, message, build_model, TrainConfig(**given), 256, processes=processes)
 
 
 def test_a_resumed_run_may_change_some_options():

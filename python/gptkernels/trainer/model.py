@@ -7,29 +7,32 @@ from typing import Any, cast
 import torch
 from torch import Tensor, distributed
 
+from gptkernels._device import device_memory
 from gptkernels.checkpoint import TrainingState
 from gptkernels.convert import load
 from gptkernels.convert.forms import find
 from gptkernels.models import GPT2, GPT2Config
 from gptkernels.trainer.config import PRESETS, TrainConfig
+from gptkernels.trainer.processes import Processes
 
-LAYER_BYTES = 30_000
-"""The memory of the Python objects of a layer."""
-BYTES_PER_PARAMETER = 16
-"""The bytes of a parameter, its gradient and AdamW's two moments, in float32."""
 CHANNELS_KEPT = 10
 """The channels of a token, divided by C, that a layer keeps at least for the backward pass: two residuals (2), qkv (3),
 attention's output (1) and the GELU's input (4)."""
+LAYER_BYTES = 30_000
+"""The memory of the Python objects of a layer."""
 
 
 def model_file(path: str | os.PathLike[str]) -> Path:
     return find(path)[1]
 
 
-def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | None = None) -> GPT2:
+def build_model(
+    config: TrainConfig, vocab_size: int, saved: TrainingState | None = None, processes: Processes | None = None
+) -> GPT2:
     """Build the model of `--init-from` or a new model, on the CPU and in the options' dtype.
 
-    The model of a `saved` state is on the meta device, without values.
+    The model of a `saved` state is on the meta device, without values. A ValueError says that `processes`, if given,
+    have too little memory to train the model.
     """
     sizes: dict[str, Any] = {
         "n_layer": config.layers,
@@ -49,8 +52,8 @@ def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | Non
     else:
         positions = PRESETS[config.model].positions or config.sequence_length
         sizes |= {"block_size": positions, "vocab_size": vocab_size}
-        _check_memory(sizes)
-    _check_activations(config, sizes)
+    if processes is not None:
+        _check_memory(config, sizes, processes)
     _check_fits(sizes, config.sequence_length, vocab_size)
     options = {name: getattr(config, name) for name in ("dropout", "fp8", "fp8_head", "fp8_logits")}
     model = GPT2(GPT2Config(**sizes | options), None if saved is weights is None else "meta")
@@ -62,34 +65,24 @@ def build_model(config: TrainConfig, vocab_size: int, saved: TrainingState | Non
     return model.to(torch.bfloat16 if config.dtype == "bfloat16" else torch.float32)
 
 
-def _check_memory(sizes: dict[str, Any]) -> None:
+def _check_memory(config: TrainConfig, sizes: dict[str, Any], processes: Processes) -> None:
+    """Compare a lower bound of the memory that a process needs with the memory of its device."""
     L, C = sizes["n_layer"], sizes["n_embd"]
     parameters = L * (12 * C * C + 13 * C) + (sizes["vocab_size"] + sizes["block_size"] + 2) * C
-    needed = BYTES_PER_PARAMETER * parameters + LAYER_BYTES * L
-    memory = _memory_of_machine()
-    if needed > memory:
-        raise ValueError(
-            f"--layers {L} and --channels {C} are {parameters:,} parameters, which take {needed / 1e9:,.0f} GB "
-            f"in training; this machine has {memory / 1e9:,.0f} GB of memory"
-        )
-
-
-def _check_activations(config: TrainConfig, sizes: dict[str, Any]) -> None:
-    values = sizes["n_layer"] * sizes["n_embd"] * (1 if config.recompute == "blocks" else CHANNELS_KEPT)
+    in_layout = processes.world_size // processes.batches  # tp times cp
+    parts = processes.world_size if config.shard != "none" else in_layout
+    model = parameters * (16 if config.master_weights else 8) / parts + LAYER_BYTES * L
+    kept = L * C * (1 if config.recompute == "blocks" else CHANNELS_KEPT)
     item = 4 if config.dtype == "float32" and not config.fp8 else 2
-    needed = config.batch_tokens * values * item
-    memory = _memory_of_machine()
-    if needed > memory and not config.eval_only:
+    activations = config.batch_tokens * kept * item / in_layout
+    memory = device_memory(processes.device)
+    owner = processes.device if processes.device.type == "cuda" else "this machine"
+    if model + activations > memory:
         raise ValueError(
-            f"--batch-size {config.batch_size} times --sequence-length {config.sequence_length} tokens take at least "
-            f"{needed / 1e9:,.0f} GB in training; this machine has {memory / 1e9:,.0f} GB of memory"
+            f"--layers {L} and --channels {C} are {parameters:,} parameters, which take {model / 1e9:,.1f} GB in "
+            f"training; --batch-size {config.batch_size} times --sequence-length {config.sequence_length} tokens take "
+            f"at least {activations / 1e9:,.1f} GB; {owner} has {memory / 1e9:,.1f} GB of memory"
         )
-
-
-def _memory_of_machine() -> int:
-    cpu = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    gpus = (torch.cuda.get_device_properties(i).total_memory for i in range(torch.cuda.device_count()))
-    return max(cpu, sum(gpus))
 
 
 def _check_same_size(path: str, found: dict[str, Any], wanted: dict[str, Any]) -> None:

@@ -160,7 +160,7 @@ class Trainer:
         options = {flag(name): value for name, value in asdict(config).items()}
         step = {"the step of the checkpoint": saved and saved.trainer["step"]}
         processes.check_equal(versions | options | step | {"the training data": self._fingerprint})
-        self.model = build_model(config, data.vocab_size, saved)
+        self.model = build_model(config, data.vocab_size, saved, processes)
         self._replicas = self._distribute()
         self._batch_loss = BatchLoss(self._replicas.module, config, self._replicas.context_group)
         check_questions(data.questions, self.model.config.block_size, config.eval_file)
