@@ -80,23 +80,25 @@ def test_auto_resume_begins_a_run_and_continues_it(run_train, capsys):
 def test_the_printed_commands_can_be_typed(run_train, tmp_path, device, monkeypatch, capsys):
     def typed(label, *more):
         line = re.findall(rf"^{label}: (.*)", capsys.readouterr().out, re.M)[-1]
-        start, arguments = re.fullmatch("(.* -m gptkernels|gptkernels) (.*)", line).groups()
+        start, arguments = re.fullmatch("(.*?gptkernels) (.*)", line).groups()
         commands.append(start)
         return main([*shlex.split(arguments), *more])
 
     commands = []
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setattr(sys, "orig_argv", ["python3", "-m", "gptkernels"])
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "text.txt").write_text("some text\n" * 500)
     assert main(["prepare", "text.txt", "-o", "a folder/mine"]) == 0
     assert typed("to train on it", *SMALL, "--device", str(device)) == 0
-    (tmp_path / "gptkernels").touch(mode=0o755)
+    monkeypatch.setattr(sys, "argv", [".venv/bin/gptkernels"])
     assert main(["train", "--resume"]) == 0
     assert typed("to continue a text", "--max-new-tokens", "4") == 0
+    (tmp_path / "gptkernels").touch(mode=0o755)
     assert main(["train", "--resume"]) == 0
     assert typed("to train on") == 0
     assert "steps 3 to 6" in capsys.readouterr().out
-    assert commands == [f"{sys.executable} -m gptkernels", "gptkernels", "gptkernels"]
+    assert commands == ["python3 -m gptkernels", ".venv/bin/gptkernels", "gptkernels"]
     line = re.search(r"`\.venv/bin/gptkernels (generate .*?)`", README.read_text())[1]
     assert main(shlex.split(line)) == 0
 
@@ -122,11 +124,12 @@ def test_a_run_of_zero_steps_writes_a_checkpoint(run_train, tmp_path):
         (["--heads", "3"], "--channels is 16, must be a multiple of --heads, 3"),
         (["-i", "nothing"], "nothing_train.bin is missing: 'gptkernels prepare TEXT -o nothing' writes it"),
         (["--tokenizer", "nothing.bin"], "no tokenizer 'nothing.bin'"),
+        (["-i", "."], "._train.bin is missing: 'gptkernels prepare . -o .' writes it"),
         (["--device", "abacus"], "device is 'abacus'"),
         (["--device", "cuda:99"], "device is 'cuda:99', this machine has"),
         (["--init-from", "nothing.bin"], "nothing.bin"),
         (["--steps", "1", "--epochs", "1"], "--steps and --epochs exclude each other"),
-        (["--channels", "2000000000"], "this machine has"),
+        (["--channels", "2000000000"], "GB of memory"),
         (["--layers", "1000000000"], "--layers 1000000000 and --channels 16 are"),
         (["--seed", str(2**62)], f"--seed is {2**62}, must be at most {2**62 - 1}"),
         (["-g", str(10**20)], f"--sample-length is {10**20}, must be at most"),
@@ -345,7 +348,18 @@ def test_ctrl_c_is_accepted_after_the_imports(monkeypatch):
         signal.signal(signal.SIGINT, before)
 
 
-def test_an_unknown_command_is_refused(capsys):
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("", "the following arguments are required: COMMAND"),
+        ("bake", "choose from"),
+        ("trian", "did you mean train?"),
+        ("--verson", "unrecognized arguments: --verson: did you mean --version?"),
+        ("train --model gpt2-medum", "did you mean gpt2-medium?"),
+        ("train --dtype bf16", "did you mean bfloat16?"),
+    ],
+)
+def test_unknown_names_have_suggestions(line, message, capsys):
     with pytest.raises(SystemExit, match="2"):
-        main(["bake"])
-    assert "invalid choice" in capsys.readouterr().err
+        main(line.split())
+    assert message in capsys.readouterr().err

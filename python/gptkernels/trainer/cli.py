@@ -4,7 +4,7 @@ import argparse
 import errno
 import sys
 import typing
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import MISSING, Field, fields
 from difflib import get_close_matches
 from json import dumps
@@ -114,22 +114,37 @@ def _is_out_of_memory(error: Exception) -> bool:
     )
 
 
+class _Parser(argparse.ArgumentParser):
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            near = _suggestion(value, action.choices or ())
+            raise argparse.ArgumentError(action, error.message + near) from None
+
+
+def _suggestion(word: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    return "".join(f": did you mean {near}?" for near in get_close_matches(word, list(known), 1, cutoff))
+
+
 def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser, commands = _parser()
     args, unknown = parser.parse_known_args(arguments)
+    command = commands.get(args.command, parser)
     if unknown:
-        command = commands[args.command]
         option = unknown[0].partition("=")[0].replace("_", "-")
-        near = get_close_matches(option, command._option_string_actions, 1, 0.75) if option.startswith("--") else []
-        command.error(f"unrecognized arguments: {' '.join(unknown)}" + "".join(f": did you mean {n}?" for n in near))
+        near = _suggestion(option, command._option_string_actions, 0.75) if option.startswith("--") else ""
+        command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
+    if args.command is None:
+        parser.error("the following arguments are required: COMMAND")
     return args
 
 
-def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParser]]:
-    parser = argparse.ArgumentParser("gptkernels", description="GPT-2's training kernels at work.")
+def _parser() -> tuple[_Parser, dict[str, _Parser]]:
+    parser = _Parser("gptkernels", description="GPT-2's training kernels at work.")
     parser.add_argument("--version", action="version", version=f"gptkernels {build()['version']}")
     parser.add_argument("--traceback", action="store_true", help="show where in the program an error came from")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
     for name, add_arguments, run, summary in (
         ("train", _train_arguments, _train, "train a GPT-2, or continue a run"),
         ("prepare", _prepare_arguments, _prepare, "turn text into token files"),

@@ -11,8 +11,13 @@ from typing import TextIO
 
 
 def command_line(*arguments: object) -> str:
-    is_found = shutil.which("gptkernels") == str(Path(sys.executable).with_name("gptkernels"))
-    start = ["gptkernels"] if is_found else [sys.executable, "-m", "gptkernels"]
+    """Return a line to type: `gptkernels` if the shell finds it, and otherwise as the user started this process."""
+    if shutil.which("gptkernels") == str(Path(sys.executable).with_name("gptkernels")):
+        start = ["gptkernels"]
+    elif os.path.basename(sys.argv[0]) == "gptkernels":
+        start = [sys.argv[0]]
+    else:
+        start = [sys.orig_argv[0], "-m", "gptkernels"]
     return shlex.join([*start, *map(str, arguments)])
 
 

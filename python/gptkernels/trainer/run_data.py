@@ -91,9 +91,9 @@ class RunData(HeldOutData):
     def __init__(self, config: TrainConfig, processes: Processes) -> None:
         super().__init__(config, processes)
         if not (first := self._files.train[0]).exists():
-            raise ValueError(
-                f"{first} is missing: 'gptkernels prepare TEXT -o {self._files.prefix}' writes it from a text file"
-            )
+            prefix = self._files.prefix
+            text = prefix if prefix and os.path.exists(prefix) else "TEXT"
+            raise ValueError(f"{first} is missing: 'gptkernels prepare {text} -o {prefix}' writes it from a text file")
         self.train = self._loader(self._files.train, is_training=True)
 
 
