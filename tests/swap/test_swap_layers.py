@@ -119,7 +119,7 @@ def test_the_report_lists_modules_and_calls(caplog):
     line = "gptkernels.swap: 2 modules replaced (2 Linear), 1 left"
     assert [record.getMessage() for record in caplog.records] == [line]
     model(torch.randn(3, 4))
-    assert str(model.gptkernels_report).splitlines() == [
+    assert repr(model.gptkernels_report).splitlines() == [
         line,
         "modules  class",
         "* (2)    Linear   ->     Linear",

@@ -22,7 +22,7 @@ class Entry:
     note: str
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class Report:
     """The report of a swapped model, which ``print(model.gptkernels_report)`` shows as a table.
 
@@ -53,6 +53,8 @@ class Report:
         widths = [max(len(row[i]) for row in rows) for i in range(3)]
         lines = ("  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]]) for row in rows)
         return "\n".join([self.line(), *(line.rstrip() for line in lines)])
+
+    __repr__ = __str__
 
 
 def _groups(entries: Iterable[Entry]) -> Iterable[list[Entry]]:

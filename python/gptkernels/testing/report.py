@@ -26,7 +26,7 @@ class Result:
     message: str = ""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class Report:
     """The results of all checks on ``device``, and their duration ``seconds``; ``print(report)`` shows a table."""
 
@@ -57,6 +57,8 @@ class Report:
         cases = dict.fromkeys(result.case for result in self.results)
         rows = [row([result for result in self.results if result.case == case]) for case in cases]
         return "\n".join([HEADER, *rows, self.summary()])
+
+    __repr__ = __str__
 
     def summary(self) -> str:
         """Return a line for each failure, followed by :meth:`line`."""
