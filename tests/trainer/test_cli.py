@@ -355,6 +355,7 @@ def test_ctrl_c_is_accepted_after_the_imports(monkeypatch):
         ("bake", "choose from"),
         ("trian", "did you mean train?"),
         ("--verson", "unrecognized arguments: --verson: did you mean --version?"),
+        ("--verson train", "unrecognized arguments: --verson: did you mean --version?"),
         ("train --model gpt2-medum", "did you mean gpt2-medium?"),
         ("train --dtype bf16", "did you mean bfloat16?"),
     ],

@@ -133,7 +133,8 @@ def _parse(arguments: Sequence[str]) -> argparse.Namespace:
     command = commands.get(args.command, parser)
     if unknown:
         option = unknown[0].partition("=")[0].replace("_", "-")
-        near = _suggestion(option, command._option_string_actions, 0.75) if option.startswith("--") else ""
+        known = (*command._option_string_actions, *parser._option_string_actions)
+        near = _suggestion(option, known, 0.75) if option.startswith("--") else ""
         command.error(f"unrecognized arguments: {' '.join(unknown)}{near}")
     if args.command is None:
         parser.error("the following arguments are required: COMMAND")
