@@ -1,1 +1,1 @@
-"""Measures training on several GPUs, beside torch's own engines, and models the time of a step on more GPUs."""
+"""Measures training on several GPUs, by this package and by torch alone, and models a step's time on more GPUs."""

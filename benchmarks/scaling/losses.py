@@ -1,4 +1,4 @@
-"""The losses of the trainer in every layout, beside those of one process with the same data and seed.
+"""Compares the trainer's losses in every layout with those of one process that has the same data and seed.
 
 ``torchrun -m benchmarks.scaling.losses OPTIONS FILE`` trains in the layouts of its number of processes, one after the
 other, and writes the losses to the file. ``run`` starts it for each number of processes.

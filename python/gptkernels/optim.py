@@ -256,8 +256,8 @@ def _like(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 def _count(steps: list[Tensor], found_inf: Tensor | None) -> None:
-    # With alpha the number is a tensor: torch would wait for the value of found_inf, and convert 1 to a tensor for each
-    # step count on the CPU.
+    # Without alpha, torch would wait for the value of found_inf, and on the CPU convert 1 to a tensor for each step
+    # count.
     if found_inf is not None:
         torch._foreach_add_(steps, 1 - found_inf.view(()), alpha=1.0)
     elif steps[0].is_cpu:

@@ -1,4 +1,4 @@
-"""What the models divided by ``tensor_parallel`` have in common: their parameters, and the computation of their rows.
+"""Divides the parameters, and computes a process's rows, of each kind of model that ``tensor_parallel`` accepts.
 
 A model is divided by giving it and its layers classes that derive from ``DividedModel`` or ``DividedBlock`` and from
 their own class. The modules have the names of GPT-2: transformer.wte, h.0.ln_1, attn.c_attn, mlp.c_proj, and so on.
@@ -306,7 +306,7 @@ def whole_state_dict(model: torch.nn.Module) -> dict[str, Tensor]:
     All processes must call this. It gathers the parameters of models divided by :func:`tensor_parallel` or FSDP2.
     """
     found: dict[str, Tensor] = {}
-    copies: dict[Tensor, Tensor] = {}  # one of tied parameters
+    copies: dict[Tensor, Tensor] = {}  # Tied parameters have one copy.
     for name, t in model.state_dict(keep_vars=True).items():
         if t not in copies:
             copies[t] = plain_view(model, name, _dtensor.whole(t).detach()).clone()

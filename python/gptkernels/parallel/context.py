@@ -26,7 +26,7 @@ from gptkernels.rules._register import accumulate_dtype, save, saved
 from gptkernels.rules.attention import Options
 
 DROPOUT_TOKENS = 32
-"""With dropout of attention weights, a rank's number of tokens is a multiple of this: the heads and the tails begin at
+"""A rank's number of tokens must be a multiple of this if attention weights are dropped. Head and tail then begin at
 multiples of the 16 rows whose masks have common random numbers (``csrc/philox.h``)."""
 
 
@@ -279,7 +279,7 @@ def context_parallel(model: torch.nn.Module, group: ProcessGroup | DeviceMesh) -
 @contextmanager
 def whole_sequences(model: torch.nn.Module) -> Iterator[None]:
     """Let a model that :func:`context_parallel` has divided compute whole sequences, as before, in this context."""
-    # A layer divided by tensor_parallel has no group of its own, but that of its attention.
+    # A layer that tensor_parallel has divided reads the group of its attention, and stores none.
     divided = [(part, group) for part in model.modules() if (group := part.__dict__.get("context_group")) is not None]
     try:
         for part, _ in divided:

@@ -26,7 +26,6 @@ from gptkernels.trainer import demo
 from gptkernels.trainer.config import GROUPS, TrainConfig, flag
 from gptkernels.trainer.evaluate import evaluate, evaluate_run
 from gptkernels.trainer.generate import Sampling, Writer
-from gptkernels.trainer.launch import launch
 from gptkernels.trainer.output import SafeOutput, command_line, flush_streams, prepare_streams
 from gptkernels.trainer.processes import DISCONNECTED, connection, process_name
 from gptkernels.trainer.progress import ByteProgress
@@ -220,6 +219,8 @@ def _launch(processes: int, arguments: Sequence[str], **options: Any) -> int:
     Layout.parse(options.get("parallel"), processes)
     if not options.pop("auto_resume", "resume" in options):
         TrainConfig(**options)  # reports an invalid option once, not in each process
+    from gptkernels.trainer.launch import launch  # imports torch's launcher, which other commands do not need
+
     return launch(processes, arguments)
 
 

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.benchmark import Timer
 
 from gptkernels._device import device_name, pick_device
 from gptkernels.swapping import swap
@@ -82,6 +81,7 @@ def compare_ops(device: torch.device) -> Errors:
 
 def time_swap(device: torch.device) -> dict[str, float]:
     """Return the milliseconds of forward and backward, unswapped and swapped."""
+    from torch.utils.benchmark import Timer  # takes 0.1 s to import, and other commands import this module
     from transformers import GPT2Config, GPT2LMHeadModel
 
     layers, heads, channels, vocabulary, batch, length = SIZES[device.type]

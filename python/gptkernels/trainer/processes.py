@@ -104,7 +104,8 @@ class Processes:
                 assert self.data_mesh is not None
                 all_reduce_in_order(values, self.data_mesh.get_group())
                 if self.mesh["tp"].size() > 1:
-                    distributed.all_reduce(values, group=self.mesh["tp"].get_group())  # The values are equal.
+                    # The values are equal, except that only one process may have received a signal.
+                    distributed.all_reduce(values, group=self.mesh["tp"].get_group())
             else:
                 distributed.all_reduce(values)
             values /= self.world_size
