@@ -13,8 +13,8 @@ from gptkernels.trainer.cli import main
 from gptkernels.trainer.config import TrainConfig
 from gptkernels.trainer.evaluate import evaluate, evaluate_run
 from gptkernels.trainer.evaluation import answer
-from gptkernels.trainer.one_process import OneProcess
 from gptkernels.trainer.processes import Processes
+from gptkernels.trainer.run_model import RunModel
 from helpers import assert_raises
 from small_runs import TEXT, error_of, make_options, read_log, run_flags, train_with, write_questions
 
@@ -108,11 +108,11 @@ def test_the_answer_has_the_lowest_mean_loss(tmp_path, device, tokens_per_batch)
     labelled = [(*question, label) for question, label in zip(questions, labels, strict=True)]
     path = write_questions(tmp_path / "questions.bin", labelled)
     processes = Processes(str(device))
-    assert answer(OneProcess(model), read_questions(path, 40), tokens_per_batch, processes) == (20, 30)
+    assert answer(RunModel(model), read_questions(path, 40), tokens_per_batch, processes) == (20, 30)
     halves = []
     for processes.batch_rank in (0, 1):  # each rank answers every second question
         processes.batches, processes.average = 2, lambda share: halves.append(share.item()) or share
-        answer(OneProcess(model), read_questions(path, 40), tokens_per_batch, processes)
+        answer(RunModel(model), read_questions(path, 40), tokens_per_batch, processes)
     assert sum(halves) == 20
 
 

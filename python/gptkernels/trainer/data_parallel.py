@@ -18,15 +18,15 @@ from gptkernels.parallel.context import DROPOUT_TOKENS, context_parallel, whole_
 from gptkernels.parallel.ordered import reduce_scatter_in_order
 from gptkernels.parallel.tensor import TensorParallelGPT2, shard_placement, tensor_parallel
 from gptkernels.trainer.config import TrainConfig
-from gptkernels.trainer.one_process import OneProcess, Value, move
 from gptkernels.trainer.processes import Processes
+from gptkernels.trainer.run_model import RunModel, Value, move
 
 BUCKET_MIB = 256
 """The gradients of GPT-2 124M in bfloat16 are one bucket. Two H200s exchange them in less time than the backward's
 kernels lose if they share the GPU with exchanges (docs/scaling.md)."""
 
 
-class Replicas(OneProcess):
+class Replicas(RunModel):
     """A whole model in each process, by torch's `DistributedDataParallel` (DDP).
 
     DDP averages the gradients in buckets, each as soon as the backward has computed it. The gradients are views of the
@@ -36,7 +36,7 @@ class Replicas(OneProcess):
     def __init__(self, model: GPT2, config: TrainConfig, processes: Processes) -> None:
         super().__init__(model)
         assert processes.data_mesh is not None
-        self._processes = processes
+        self._processes, self._group = processes, processes.data_mesh.get_group()
         dtype = model.lm_head.weight.dtype
         self._dtype = getattr(torch, config.reduce_dtype) if config.reduce_dtype else dtype
         self._stream = torch.cuda.Stream() if processes.device.type == "cuda" else None
@@ -44,10 +44,12 @@ class Replicas(OneProcess):
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             ddp = DistributedDataParallel(
                 model, broadcast_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MIB,
-                process_group=processes.data_mesh.get_group(),
+                process_group=self._group,
             )  # fmt: skip
         if config.deterministic_layout or self._dtype != dtype:
-            ddp.register_comm_hook(None, self._average)
+            ddp.register_comm_hook(self._average_as_configured, self._exchange)
+        elif processes.device.type == "cuda":
+            ddp.register_comm_hook(self._average_in_parts, self._exchange)
         self.module, self.no_sync = ddp, ddp.no_sync
         self.recover = lambda: ddp._update_process_group(ddp.process_group)  # resets DDP's reducer
 
@@ -55,19 +57,33 @@ class Replicas(OneProcess):
         with whole_sequences(self.model):
             return function(self.model)
 
-    def _average(self, _: object, bucket: distributed.GradBucket) -> Future[Tensor]:
-        """Average a bucket in the order of the ranks or in another dtype. CUDA runs it on a separate stream."""
+    def _exchange(self, average: Callable[[Tensor], object], bucket: distributed.GradBucket) -> Future[Tensor]:
+        """Average a bucket. CUDA runs it on a separate stream."""
         gradients = bucket.buffer()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            gradients.copy_(self._processes.average(gradients.to(self._dtype)))
+            average(gradients)
             future: Future[Tensor] = Future(devices=[gradients.device] if gradients.is_cuda else [])
             future.set_result(gradients)
         return future
 
+    def _average_as_configured(self, gradients: Tensor) -> None:
+        """Average gradients in the order of the ranks or in another dtype."""
+        gradients.copy_(self._processes.average(gradients.to(self._dtype)))
 
-class Shards(OneProcess):
+    def _average_in_parts(self, gradients: Tensor) -> None:
+        """Let each process average a part. Two H200s need half the time of NCCL's all-reduce (docs/scaling.md)."""
+        group = self._group
+        whole, rest = gradients.tensor_split([len(gradients) - len(gradients) % group.size()])
+        part = whole.chunk(group.size())[group.rank()]
+        distributed.reduce_scatter_tensor(part, whole, distributed.ReduceOp.AVG, group=group)
+        distributed.all_gather_into_tensor(whole, part, group=group)
+        if len(rest):
+            distributed.all_reduce(rest, distributed.ReduceOp.AVG, group=group)
+
+
+class Shards(RunModel):
     """A part of each parameter, its gradient and its optimizer state in each process, by torch's `fully_shard` (FSDP2).
 
     A layer's whole parameters are gathered before its forward, and its gradients are averaged as soon as the backward
@@ -165,7 +181,7 @@ class _ReduceScatterInOrder:
             output_tensor /= group.size()
 
 
-class DividedLayers(OneProcess):
+class DividedLayers(RunModel):
     """A part of each layer in each process, by `tensor_parallel`, and one batch for all processes."""
 
     is_sharded = True
@@ -183,7 +199,7 @@ def whole_model(model: GPT2) -> GPT2:
     return whole.train(model.training)
 
 
-def distribute(model: GPT2, config: TrainConfig, processes: Processes) -> OneProcess:
+def distribute(model: GPT2, config: TrainConfig, processes: Processes) -> RunModel:
     """Move the model to its device, and divide the work or the parameters among the processes.
 
     A model on the meta device becomes one whose parameters have no values yet.
@@ -197,7 +213,7 @@ def distribute(model: GPT2, config: TrainConfig, processes: Processes) -> OnePro
         model = tensor_parallel(model, mesh["tp"])
     if cp > 1:
         context_parallel(model, mesh["cp"])
-    divided: OneProcess
+    divided: RunModel
     if dp * cp == 1:
         divided = DividedLayers(move(model, processes.device))
     elif config.shard == "none":

@@ -9,10 +9,10 @@ from gptkernels.checkpoint import CHECKPOINT, TrainingState, load_training_state
 from gptkernels.trainer.config import TrainConfig
 from gptkernels.trainer.evaluation import Score, answer, check_questions, mean_loss
 from gptkernels.trainer.model import BatchLoss, build_model
-from gptkernels.trainer.one_process import OneProcess
 from gptkernels.trainer.processes import Processes
 from gptkernels.trainer.progress import show_progress
 from gptkernels.trainer.run_data import HeldOutData
+from gptkernels.trainer.run_model import RunModel
 from gptkernels.trainer.runs import find_run
 from gptkernels.trainer.saved import naming, saved_options
 
@@ -76,6 +76,6 @@ def _evaluate(config: TrainConfig, saved: TrainingState | None) -> Evaluation:
             progress.say(f"validation loss {val_loss:.4f} {data.unit}")
         if data.questions:
             with batch_loss.precision(processes.device):
-                score = answer(OneProcess(model), data.questions, config.batch_tokens, processes)
+                score = answer(RunModel(model), data.questions, config.batch_tokens, processes)
             progress.say(str(score))
         return Evaluation(val_loss, score)

@@ -11,8 +11,8 @@ from torch import Tensor
 from gptkernels import functional
 from gptkernels.data import DataLoader, Question
 from gptkernels.models import GPT2
-from gptkernels.trainer.one_process import OneProcess
 from gptkernels.trainer.processes import Processes
+from gptkernels.trainer.run_model import RunModel
 
 
 class Score(NamedTuple):
@@ -53,7 +53,7 @@ def check_questions(questions: Sequence[Question], positions: int, path: str | N
 
 @torch.no_grad()
 def answer(
-    replicas: OneProcess,
+    run_model: RunModel,
     questions: Sequence[Question],
     tokens_per_batch: int,
     processes: Processes,
@@ -66,7 +66,7 @@ def answer(
     """
     own = questions[processes.batch_rank :: processes.batches]
     batches = list(_batches(own, tokens_per_batch))
-    count = processes.largest(len(batches)) if replicas.is_sharded else len(batches)
+    count = processes.largest(len(batches)) if run_model.is_sharded else len(batches)
     losses = []
 
     def answer_all(model: GPT2) -> None:
@@ -76,7 +76,7 @@ def answer(
             losses.extend([found] if i < len(batches) else [])
             tick()
 
-    replicas.run(answer_all)
+    run_model.run(answer_all)
     correct = _count_correct(own, torch.cat(losses).double().cpu().numpy()) if losses else 0
     share = processes.average(torch.tensor(correct, dtype=torch.float64, device=processes.device))
     return Score(round(share.item() * processes.batches), len(questions))

@@ -33,7 +33,6 @@ from gptkernels.trainer.evaluation import answer, check_questions, mean_loss
 from gptkernels.trainer.fingerprint import fingerprint
 from gptkernels.trainer.logs import TrainingLog, TrainingStep, check_log
 from gptkernels.trainer.model import BatchLoss, build_model
-from gptkernels.trainer.one_process import OneProcess, move
 from gptkernels.trainer.output import command_line, flush_streams, write_error
 from gptkernels.trainer.pending import Mark, PendingStep
 from gptkernels.trainer.plot import plot_losses
@@ -41,6 +40,7 @@ from gptkernels.trainer.processes import Processes, connection, process_name, pr
 from gptkernels.trainer.progress import show_progress
 from gptkernels.trainer.retention import retain
 from gptkernels.trainer.run_data import RunData
+from gptkernels.trainer.run_model import RunModel, move
 from gptkernels.trainer.runs import (
     CSV,
     LOG,
@@ -161,8 +161,8 @@ class Trainer:
         step = {"the step of the checkpoint": saved and saved.trainer["step"]}
         processes.check_equal(versions | options | step | {"the training data": self._fingerprint})
         self.model = build_model(config, data.vocab_size, saved, processes)
-        self._replicas = self._distribute()
-        self._batch_loss = BatchLoss(self._replicas.module, config, self._replicas.context_group)
+        self._run_model = self._distribute()
+        self._batch_loss = BatchLoss(self._run_model.module, config, self._run_model.context_group)
         check_questions(data.questions, self.model.config.block_size, config.eval_file)
         self.optimizer = AdamW(
             parameter_groups(self.model, config.weight_decay),
@@ -174,7 +174,7 @@ class Trainer:
         )
         self.optimizer.gathers_norm = config.deterministic_layout
         self.accumulation = config.accumulation(processes.batches)
-        if config.graph and processes.device.type == "cuda" and not self._replicas.can_be_captured:
+        if config.graph and processes.device.type == "cuda" and not self._run_model.can_be_captured:
             logging.getLogger("gptkernels.graphs").warning(
                 "the training step runs eagerly: CUDA graphs of FSDP2 need torch 2.11"
             )
@@ -184,9 +184,9 @@ class Trainer:
             self.optimizer,
             processes,
             limits,
-            config.graph and self._replicas.can_be_captured,
-            self._replicas.no_sync,
-            self._replicas.recover,
+            config.graph and self._run_model.can_be_captured,
+            self._run_model.no_sync,
+            self._run_model.recover,
         )
         self.total_steps = self._count_steps()
         self._schedule = self._make_schedule()
@@ -211,13 +211,13 @@ class Trainer:
         if is_other_file(str(self._log_path), self.output):
             raise ValueError(f"--log-file {self._log_path} is another file of this run")
         has_own_buffers = processes.world_size > 1 and next(self.model.buffers(), None) is not None
-        writes_shards = self._replicas.is_sharded or has_own_buffers
+        writes_shards = self._run_model.is_sharded or has_own_buffers
         self._writer = parallel.CheckpointWriter(self.output, processes.timeout) if writes_shards else None
 
-    def _distribute(self) -> OneProcess:
+    def _distribute(self) -> RunModel:
         functional.mask_key = self.processes.batch_rank * MASK_KEY % 2**63
         if self.processes.mesh is None:
-            return OneProcess(move(self.model, self.processes.device))
+            return RunModel(move(self.model, self.processes.device))
         from gptkernels.trainer.data_parallel import distribute  # imports FSDP2, which takes seconds
 
         return distribute(self.model, self.config, self.processes)
@@ -429,7 +429,7 @@ class Trainer:
         self.model.eval()
         with self._watchdog.watch(what):
             yield
-            self._replicas.release()
+            self._run_model.release()
         self.model.train()
 
     def _validate(self) -> float | None:
@@ -450,7 +450,7 @@ class Trainer:
             return None
         with self._evaluation("answering questions"), self._batch_loss.precision(self.processes.device):
             tick = self._watchdog.tick
-            score = answer(self._replicas, self.data.questions, self.config.batch_tokens, self.processes, tick)
+            score = answer(self._run_model, self.data.questions, self.config.batch_tokens, self.processes, tick)
         self._progress.say(f"step {self.step}: {score}")
         if self._log:
             self._log.evaluation(self.step, score.accuracy)
@@ -459,11 +459,11 @@ class Trainer:
 
     @torch.no_grad()
     def _sample(self) -> str | None:
-        if not self.config.sample_length or not (self.processes.is_main or self._replicas.is_sharded):
+        if not self.config.sample_length or not (self.processes.is_main or self._run_model.is_sharded):
             return None
         try:
             with self._evaluation("sampling"), self._batch_loss.precision(self.processes.device):
-                tokens = self._replicas.run(self._draw)
+                tokens = self._run_model.run(self._draw)
         except FloatingPointError as error:
             raise self._diverged(f"the logits of a sample are NaN or infinite after {self.step} steps") from error
         text = self.data.text(tokens)

@@ -1,4 +1,4 @@
-"""The model of a run in a single process, and what `data_parallel` overrides for several processes."""
+"""The model of a run. `data_parallel` has its subclasses for several processes."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -12,8 +12,8 @@ from gptkernels.models import GPT2
 Value = TypeVar("Value")
 
 
-class OneProcess:
-    """The model of a single process.
+class RunModel:
+    """The model of a run in one process, and the base class of those in several processes.
 
     Attributes:
         module: computes the loss whose backward averages the gradients over the processes.
