@@ -118,11 +118,18 @@ class _Model(DividedModel):
 
 
 def set_trainers_attributes(model: Any) -> None:
-    """Set the attributes by which the Trainer of transformers recognises a tensor-parallel model."""
+    """Set the attributes by which the Trainer of transformers recognises a tensor-parallel model.
+
+    Before 5.19 only one process calls `save_pretrained`, which would wait forever. So the attributes are not set, and
+    the Trainer tries to wrap the model in DistributedDataParallel, which raises an error.
+    """
+    from packaging.version import Version  # a requirement of transformers
+
+    if Version(sys.modules["transformers"].__version__) < Version("5.19"):
+        return
     model._tp_size, model._is_distributed_loading_by_transformers = model.group.size(), True
     kind: Any = importlib.import_module("transformers.distributed.configuration_utils").DistributedConfig
-    if "tp_size" in kind.__dataclass_fields__:  # transformers 5
-        model.config.distributed_config = kind(tp_size=model.group.size())
+    model.config.distributed_config = kind(tp_size=model.group.size())
 
 
 _TAKEN = (
