@@ -1,5 +1,6 @@
 """The model of a run in several processes, which divide the batches, the layers, the sequences or the parameters."""
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -209,6 +210,8 @@ def distribute(model: GPT2, config: TrainConfig, processes: Processes) -> RunMod
     dp, cp, tp = mesh.shape
     if tp > 1 or cp > 1:
         _check_layout(config, dp, cp, tp)
+    if tp > 1 and dp * cp > 1:  # DTensors are gathered by two collectives, of which torch warns in each process
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if tp > 1:
         model = tensor_parallel(model, mesh["tp"])
     if cp > 1:
