@@ -82,7 +82,7 @@ try:
 except RuntimeError as error:
     print(error)
 """
-    reasons = {"/nowhere/libgptkernels_cuda.so": "without its CUDA library", __file__: "could not be loaded"}
+    reasons = {"/nowhere/libgptkernels_cuda.so": "without its CUDA library", __file__: "invalid ELF header"}
     found = run_forked(*((code, [library], {}) for library in reasons))
     for done, reason in zip(found, reasons.values(), strict=True):
         assert done.returncode == 0, done.stderr

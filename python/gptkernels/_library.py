@@ -26,7 +26,7 @@ def _load_cuda() -> str:
     try:
         torch.ops.load_library(str(CUDA_LIBRARY))
     except OSError as error:
-        return f"{CUDA_LIBRARY.name} could not be loaded: {error}"
+        return f"{CUDA_LIBRARY.name} could not be loaded: {error.__cause__ or error}"
     return ""
 
 
