@@ -9,6 +9,8 @@ if(NOT EXISTS "${TORCH_PATH}/include/torch/csrc/stable/library.h")
   message(FATAL_ERROR "gptkernels needs an installed torch >= 2.10 (looked in '${TORCH_PATH}'): "
                       "install torch first, or give -DTORCH_PATH=.../site-packages/torch")
 endif()
+# gcc names system headers by their real paths, which -ffile-prefix-map must match.
+file(REAL_PATH "${TORCH_PATH}" TORCH_PATH)
 file(STRINGS "${TORCH_PATH}/version.py" version_line REGEX "^__version__ *=")
 string(REGEX REPLACE ".*['\"](.*)['\"].*" "\\1" TORCH_VERSION "${version_line}")
 if(TORCH_VERSION VERSION_LESS 2.10)
