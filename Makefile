@@ -145,8 +145,10 @@ LINT_BIN = $(if $(filter installed,$(TORCH)),,.venv/bin/)
 # ---- the environment -------------------------------------------------------------------------------------------------
 
 # --no-compile: Python compiles a module when it first imports it. Compiling all modules of torch would take longer
-# than the rest of the installation.
+# than the rest of the installation. With PYTHONDONTWRITEBYTECODE, which many containers set, each process of the tests
+# would compile them again.
 PIP_INSTALL = .venv/bin/pip install --no-compile
+unexport PYTHONDONTWRITEBYTECODE
 
 # Without a GPU, torch is installed in its CPU build, which saves gigabytes, unless pip is configured with an index.
 CPU_TORCH_INDEX = https://download.pytorch.org/whl/cpu
