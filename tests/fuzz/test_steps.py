@@ -1,13 +1,13 @@
 """Tests that a short campaign of training steps finds nothing, and that a gradient without its last row is found."""
 
-import subprocess
-import sys
-from pathlib import Path
+import contextlib
+import io
 
 import pytest
 import torch
 
 from fuzz import steps
+from processes import run_processes
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 # These steps run each family in each way, and each way with and without autocast. Inductor would take a minute for each
@@ -15,15 +15,22 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 SHORT = ["--steps", "14", "--seed", "14", "--backend", "aot_eager"]
 
 
-@pytest.mark.parametrize("kind", ["cpu", pytest.param("cuda", marks=pytest.mark.large)])
+def run_campaign(device):
+    with contextlib.redirect_stdout(io.StringIO()) as output:
+        return steps.main([*SHORT, "--device", device]), output.getvalue()
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pytest.param("cpu", marks=pytest.mark.xdist_group("distributed")), pytest.param("cuda", marks=pytest.mark.large)],
+)
 def test_a_short_campaign_finds_nothing(kind, device):
     """The campaign runs in a separate process, because a step that hangs ends its process."""
     if kind != device.type:
         pytest.skip(f"--device {kind}")
-    command = [sys.executable, "-m", "fuzz.steps", *SHORT, "--device", kind]
-    done = subprocess.run(command, cwd=Path(__file__).parents[1], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "fuzz.steps: 14 steps, 0 failures (seed 14" in done.stdout
+    [(status, output)] = run_processes(run_campaign, 1, kind)
+    assert status == 0, output
+    assert "fuzz.steps: 14 steps, 0 failures (seed 14" in output
 
 
 def test_a_gradient_without_its_last_row_is_found(monkeypatch, capsys):

@@ -170,7 +170,8 @@ def packed_inputs(size, dtype, device):
 
 @two_dtypes
 def test_long_sequence(dtype, device):
-    hold_to_the_rule(call_of("attention", dtype, device, batch=1, tokens=4097, heads=1, head=64))
+    tokens = 4097 if device.type == "cuda" else 1025  # A CPU has one kernel, with tiles of 64 keys.
+    hold_to_the_rule(call_of("attention", dtype, device, batch=1, tokens=tokens, heads=1, head=64))
 
 
 @all_dtypes

@@ -74,7 +74,8 @@ def logits_of_all(model, tokens):
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_matches_float64(shape, batch, dtype, device):
-    if device.type == "cpu" and shape in ("124M", "wide") and batch == 1:
+    is_slow = shape in ("124M", "wide") and (batch == 1 or dtype not in (torch.float32, torch.bfloat16))
+    if device.type == "cpu" and is_slow:
         pytest.skip("slow on a CPU, where all shapes have the same kernel")
     model = make(dtype, device, **SHAPES[shape])
     tokens = torch.randint(65, (batch, min(model.config.block_size, 12)), device=device)

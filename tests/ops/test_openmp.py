@@ -35,12 +35,11 @@ def test_users_setting_is_kept(name):
     assert environment == {name: "1"}
 
 
-@pytest.mark.parametrize(("given", "seen"), [({}, "'PASSIVE'"), ({"OMP_WAIT_POLICY": "active"}, "'ACTIVE'")])
-def test_torchs_library_obeys(given, seen):
+def test_torchs_library_obeys():
     env = {name: value for name, value in os.environ.items() if name not in POLICIES}
     result = subprocess.run(
         [sys.executable, "-m", "gptkernels", "generate", "--help"],
-        env=env | given | {"OMP_DISPLAY_ENV": "true"},
+        env=env | {"OMP_DISPLAY_ENV": "true"},
         capture_output=True,
         text=True,
         check=True,
@@ -48,4 +47,4 @@ def test_torchs_library_obeys(given, seen):
     )
     if "OMP_WAIT_POLICY" not in result.stderr:
         pytest.skip("this OpenMP does not print its settings")
-    assert f"OMP_WAIT_POLICY = {seen}" in result.stderr
+    assert "OMP_WAIT_POLICY = 'PASSIVE'" in result.stderr

@@ -7,8 +7,6 @@ import io
 import multiprocessing
 import os
 import pickle
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -29,6 +27,7 @@ import small_models
 from gptkernels import functional, nn
 from gptkernels.optim import AdamW
 from helpers import CountCalls, assert_raises, randn
+from processes import run_processes
 
 ops = torch.ops.gptkernels
 T, C = small_models.SIZES["block_size"], small_models.SIZES["n_embd"]
@@ -93,7 +92,8 @@ def test_inductor_with_a_dynamic_batch(device):
 
 
 @pytest.mark.usefixtures("_fresh_dynamo")
-def test_reduce_overhead(device):
+def test_reduce_overhead(device, on_cuda):
+    """On the CPU, this mode is Inductor's default."""
     found = []
     for compiles in (False, True):
         model = make_model(device, n_layer=1)
@@ -513,12 +513,11 @@ def fork_and_compare():
     assert process.exitcode == 0
 
 
+@pytest.mark.xdist_group("distributed")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fork_after_import():
-    """The test runs on the CPU only, because a forked process cannot use CUDA if its parent has used CUDA."""
-    code = "import test_compose; test_compose.fork_and_compare()"
-    paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    subprocess.run([sys.executable, "-c", code], env=os.environ | paths, check=True, timeout=120)
+    """The parent must not have used CUDA or several threads, so it is forked from the server."""
+    run_processes(fork_and_compare, 1)
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning", "ignore:.*fork.*:RuntimeWarning")
