@@ -48,7 +48,7 @@ train: $(BUILT)
 # Each of pytest's workers has one OpenMP thread. More threads would slow down the workers, because OpenMP threads spin
 # while they wait for each other.
 test: $(BUILT) $(STAMPS)/test-tools
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(WORKERS) --dist loadgroup --device $(DEVICE) $(ARGS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(PY) -m pytest -n $(WORKERS) --dist loadgroup --device=$(DEVICE) $(ARGS)
 
 # Runs the ops' tests once for each pair of an instruction set for torch's CPU kernels and an instruction set for this
 # package's CPU kernels. ARGS=--same runs only equal pairs. Other arguments replace the ops' tests in pytest's command
@@ -64,7 +64,7 @@ python_with = $(if $(filter $(TORCH),$(1)),$(PY),build/torches/$(1)/bin/python)
 test-torches: $(BUILT) $(STAMPS)/test-tools $(foreach t,$(filter-out $(TORCH),$(TORCHES)),build/torches/$(t)/ready)
 	@mkdir -p build/torches; status=0; \
 	$(foreach t,$(TORCHES),PYTHONPATH=$(CURDIR)/python $(call python_with,$(t)) -m pytest -o addopts= --tb=short -n $(WORKERS) \
-	  --dist loadgroup --device $(DEVICE) $(ARGS) > build/torches/$(t).log 2>&1 || status=1; \
+	  --dist loadgroup --device=$(DEVICE) $(ARGS) > build/torches/$(t).log 2>&1 || status=1; \
 	echo "torch $(t): $$(tail -n 1 build/torches/$(t).log)";) exit $$status
 
 build/torches/%/ready: requirements/build.txt requirements/run.txt requirements/test.txt
@@ -98,7 +98,7 @@ bench: $(BUILT)
 # attention's wgmma kernels are ignored, because racecheck does not follow mbarriers, and initcheck does not follow
 # stores by TMA (docs/notes/attention.md).
 SANITIZED_TESTS = (matches_float64 and 33) or (each_kind_of_memory and bfloat16) or long_sums
-SANITIZED = $(PY) -m pytest --device cuda -m "not large" $(ARGS) -k
+SANITIZED = $(PY) -m pytest --device=cuda -m "not large" $(ARGS) -k
 
 sanitize: $(BUILT) $(STAMPS)/test-tools
 	PYTORCH_NO_CUDA_MEMORY_CACHING=1 compute-sanitizer --tool memcheck --error-exitcode 1 \

@@ -304,7 +304,8 @@ def test_a_source_distribution_has_all_files_of_the_repository(tmp_path):
 
 def run_make(folder, *arguments, **variables):
     for path in ROOT.glob("[!.]*"):
-        (folder / path.name).symlink_to(path)
+        if path.name not in ("build", "dist"):  # `make wheel` deletes files there
+            (folder / path.name).symlink_to(path)
     outer = ("GPTKERNELS_", "MAKE", "MFLAGS", "SOURCE_DATE_EPOCH", "TORCH")  # variables of `make test`
     environment = {name: value for name, value in os.environ.items() if not name.startswith(outer)} | variables
     command = ["make", *arguments]

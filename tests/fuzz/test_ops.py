@@ -7,11 +7,13 @@ import re
 import shlex
 import time
 from functools import partial
+from multiprocessing import forkserver
 
 import pytest
 import torch
 
 import gptkernels  # noqa: F401
+import processes  # noqa: F401
 from fuzz import ops as fuzzer
 from gptkernels.testing.cases import OPERATORS, Operator
 from gptkernels.testing.draw import Draw
@@ -264,7 +266,9 @@ def work_with_faults(*args):
 RIGHT_WORK = fuzzer.work
 
 
+@pytest.mark.xdist_group("distributed")
 def test_a_call_that_hangs_or_ends_its_process_is_reported(monkeypatch, capfd):
+    forkserver.ensure_running()  # preloads the modules in processes.py, before the fuzzer asks for torch alone
     monkeypatch.setattr(fuzzer, "work", work_with_faults)
     options = "--calls 70 --op gelu --jobs 1 --patience 3 --set broken=False"
     assert fuzzer.main(options.split()) == 1
