@@ -209,12 +209,10 @@ def run_python(program, *arguments, **environment):
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
 
 
-# Runs programs at the same time, each in a process that is forked after the imports.
+# Runs programs at the same time, each in a process that is forked after the import of torch.
 FORKS = """
-import importlib, json, os, signal, sys, tempfile, traceback
+import json, os, signal, sys, tempfile, torch, traceback
 
-for module in sys.argv[1:]:
-    importlib.import_module(module)
 started = []
 for program, arguments, environment in json.load(sys.stdin):
     outputs = [tempfile.TemporaryFile("w+") for _ in range(2)]
@@ -249,14 +247,14 @@ json.dump(found, sys.stdout)
 """
 
 
-def run_forked(*programs, imports=("torch",)):
-    """Run each (program, arguments, environment) at the same time, in processes forked after the imports.
+def run_forked(*programs):
+    """Run each (program, arguments, environment) at the same time, in processes forked after the import of torch.
 
-    A variable that a module reads when it is imported has no effect.
+    Programs that may start with this package imported are run by ``processes.run_programs``, which imports nothing.
     """
     path = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
-        [sys.executable, "-c", FORKS, *imports],
+        [sys.executable, "-c", FORKS],
         input=json.dumps(programs), capture_output=True, text=True, check=False, env=os.environ | path, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

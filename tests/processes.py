@@ -1,9 +1,14 @@
-"""Runs functions in several processes on the CPU."""
+"""Runs functions in several processes on the CPU, and programs in forked processes."""
 
 import faulthandler
 import multiprocessing
 import os
+import signal
+import subprocess
+import sys
 import tempfile
+import traceback
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -40,6 +45,47 @@ def _run(rank, folder, function, count, args):
     torch.save(function(*args), f"{folder}/{rank}.pt")
     dist.barrier()
     os._exit(0)  # With sys.exit, threads of torch that still run may abort the process.
+
+
+def run_programs(*programs):
+    """Run each (program, arguments, environment) at the same time, in a process that is forked from the server.
+
+    A variable that a module reads when it is imported has no effect.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        outputs = [[Path(folder, f"{i}.{name}") for name in ("out", "err")] for i in range(len(programs))]
+        processes = [
+            forked.Process(target=_run_program, args=(program, arguments, os.environ | environment, paths))
+            for (program, arguments, environment), paths in zip(programs, outputs, strict=True)
+        ]
+        for process in processes:
+            process.start()
+        for process in processes:
+            process.join()
+        return [
+            subprocess.CompletedProcess(program, process.exitcode, *(path.read_text() for path in paths))
+            for (program, *_), process, paths in zip(programs, processes, outputs, strict=True)
+        ]
+
+
+def _run_program(program, arguments, environment, outputs):
+    signal.alarm(PATIENCE)
+    for number, path in enumerate(outputs, 1):
+        os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), number)
+    torch.set_num_threads(1)
+    sys.argv = ["-c", *arguments]
+    os.environ.update(environment)
+    status = 1
+    try:
+        exec(program, {"__name__": "__main__"})
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def run_case(name, function, *args):

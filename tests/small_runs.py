@@ -29,9 +29,6 @@ SMALL = {
     "checkpoint_every": 4,
 }
 
-
-# The fork server imports the modules of a training run before it forks. The optimizer imports the second one.
-TRAINING_IMPORTS = ["gptkernels.trainer.cli", "torch._dynamo"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 

@@ -54,6 +54,7 @@ WAYS = {
     "grads": {"shard": "grads"},
     "params": {"shard": "params"},
     "none_accumulated": ACCUMULATED | {"reduce_dtype": "bfloat16", "skip_update_gradz": 1e9},
+    "none_total": {"total_batch_tokens": 128, "skip_update_lossz": 1e9},
     "grads_accumulated": ACCUMULATED | {"shard": "grads"},
     "params_accumulated": ACCUMULATED | {"shard": "params", "skip_update_lossz": 1e9, "recompute": "blocks"},
     "none_fp8": BFLOAT16 | {"fp8": True},
@@ -72,7 +73,7 @@ WAYS = {
     "none_interrupted": {},
     "params_interrupted": {"shard": "params"},
 }
-ONE = {"parallel": None, "batch_size": 4, "shard": "none", "reduce_dtype": None, "grad_accumulation": 1}
+ONE = {"parallel": None, "batch_size": 4, "shard": "none", "reduce_dtype": None, "grad_accumulation": None}
 """The changes of a way's options with which one process has the same batches."""
 LAYERS_AND_REST = OPTIONS["layers"] + 1
 

@@ -28,12 +28,11 @@ from gptkernels.trainer.plot import read_losses as read_losses_to_plot
 from gptkernels.trainer.schedule import Schedule
 from gptkernels.trainer.signals import stop_on_signals
 from gptkernels.trainer.train import Trainer, resume
-from helpers import assert_raises, run_forked
+from helpers import assert_raises
+from processes import run_programs
 from small_runs import (
     SMALL,
     TEXT,
-    TORCHRUN,
-    TRAINING_IMPORTS,
     assert_same_run,
     at_step,
     error_of,
@@ -555,7 +554,7 @@ def test_a_killed_process_leaves_a_whole_checkpoint(options, tmp_path):
     given |= {"warmup_steps": 0, "final_lr_fraction": 1.0}
     statuses = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGKILL: -signal.SIGKILL}
     folders = [tmp_path / number.name for number in statuses]
-    processes = run_forked(
+    processes = run_programs(
         *(
             (
                 KILLED,
@@ -563,8 +562,7 @@ def test_a_killed_process_leaves_a_whole_checkpoint(options, tmp_path):
                 {},
             )
             for number, folder in zip(statuses, folders, strict=True)
-        ),
-        imports=TRAINING_IMPORTS,
+        )
     )
     for folder, process, status in zip(folders, processes, statuses.values(), strict=True):
         assert process.returncode == status, process.stderr
@@ -595,21 +593,6 @@ def test_a_run_continues_without_its_output(options, tmp_path, redirection):
     assert load_step(tmp_path / "run") == 8
 
 
-def test_two_processes_train_as_one_with_twice_the_batch(options, device, tmp_path):
-    if device.type != "cpu":
-        pytest.skip("two processes on one GPU")
-    given = options | {"output": str(tmp_path / "two"), "learning_rate": 1e-2, "steps": 4}
-    given |= {"total_batch_tokens": 128, "skip_update_lossz": 1e9}
-    command = [*TORCHRUN, "-m", "gptkernels", "train", *run_flags(given)]
-    subprocess.run(command, check=True, capture_output=True, timeout=120)
-    train_with(given, batch_size=4, val_max_batches=1, output=tmp_path / "one")
-    two, one = (
-        [float(loss) for _, split, loss, *_ in read_losses(tmp_path / name) if split == "train"]
-        for name in ("two", "one")
-    )
-    assert two == pytest.approx(one, rel=1e-4)
-
-
 def run_together(count, options):
     """The processes have the variables of torchrun, and a store of this process for their addresses, as torchrun's."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -618,8 +601,7 @@ def run_together(count, options):
     code = 'import runpy; runpy.run_module("gptkernels", run_name="__main__")'
     arguments = ["train", *run_flags(options), "--deterministic-layout"]
     ranks = (shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count))
-    imports = [*TRAINING_IMPORTS, "gptkernels.trainer.data_parallel"]
-    done = run_forked(*((code, arguments, rank) for rank in ranks), imports=imports)
+    done = run_programs(*((code, arguments, rank) for rank in ranks))
     assert [process.returncode for process in done] == [0] * count, "\n".join(process.stderr for process in done)
 
 

@@ -11,8 +11,8 @@ import pytest
 from gptkernels.trainer import watchdog
 from gptkernels.trainer.train import resume
 from gptkernels.trainer.watchdog import INTERVALS, STALLED, Watchdog
-from helpers import run_forked
-from small_runs import TORCHRUN, TRAINING_IMPORTS, assert_same_run, load_step, make_options, run_flags, train_with
+from processes import run_programs
+from small_runs import TORCHRUN, assert_same_run, load_step, make_options, run_flags, train_with
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -75,7 +75,7 @@ def test_a_hang_ends_the_run(options, device, tmp_path):
     ]
     # Runs on the same GPU would wait for each other.
     groups = [programs] if device.type == "cpu" else [[program] for program in programs]
-    children = [child for group in groups for child in run_forked(*group, imports=TRAINING_IMPORTS)]
+    children = [child for group in groups for child in run_programs(*group)]
     whole = train_with(options, output=tmp_path / "whole")
     for (name, (_, step, doing)), child in zip(hangs.items(), children, strict=True):
         assert child.returncode == STALLED, f"{name}: {child.stderr}"
