@@ -257,7 +257,8 @@ def test_presets_have_the_models_sizes(preset):
     assert ours.positions == model.block_size
 
 
-def test_a_run_from_end_to_end(options, capsys, tmp_path):
+def test_a_run_from_end_to_end(options, capsys, tmp_path, monkeypatch):
+    monkeypatch.undo()  # draws the plot
     result = train_with(options)
     assert (result.step, result.signal, result.output) == (8, 0, tmp_path / "run")
 
