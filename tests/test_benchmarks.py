@@ -129,19 +129,26 @@ def test_the_first_figures_are_those_of_kept_runs(page):
     assert page == "README.md" or f"{ours / torch_compile:.2f} times as fast" in text
 
 
-def draw_attention():
-    """Return the plot with the most bars."""
-    return plot.bars(plot.by_op(load(*sorted(RESULTS.glob("h200*.json")))["rows"])["attention"])
+def draw_op(op):
+    return plot.bars(plot.by_op(load(*sorted(RESULTS.glob("h200*.json")))["rows"])[op])
 
 
-@pytest.mark.parametrize(("draw", "labels"), [(draw_attention, 150), (whole_steps.bars, 30)])
+@pytest.mark.parametrize(
+    ("draw", "labels"),
+    [
+        (functools.partial(draw_op, "attention"), 150),
+        (functools.partial(draw_op, "layernorm"), 60),
+        (whole_steps.bars, 30),
+    ],
+    ids=["the most bars", "the widest labels in narrow bars", "whole steps"],
+)
 def test_labels_of_a_plot_do_not_overlap(draw, labels):
     with plt.rc_context(plot.STYLE):
         figure = draw()
         figure.canvas.draw()
         ticks = [text for axes in figure.axes for text in (*axes.get_xticklabels(), *axes.get_yticklabels())]
         texts = [*ticks, *(text for axes in figure.axes for text in axes.texts)]
-        boxes = [(text.get_text(), Text.get_window_extent(text)) for text in texts if text.get_text()]
+        boxes = [(text.get_text(), Text.get_window_extent(text).padded(2)) for text in texts if text.get_text()]
         plt.close(figure)
     assert len(boxes) > labels
     assert [(a, b) for (a, first), (b, second) in itertools.combinations(boxes, 2) if first.overlaps(second)] == []

@@ -109,7 +109,7 @@ def draw(curves, path):
             found = differences(curve, first)
             below.plot(_middles(found), [100 * x for x in found], color=colour, linewidth=1.2)
     above.set(ylabel="loss (nats per token)", yscale="log")
-    above.legend(frameon=False)
+    above.legend()
     for set_formatter in (above.yaxis.set_major_formatter, above.yaxis.set_minor_formatter):
         set_formatter(matplotlib.ticker.FormatStrFormatter("%g"))
     below.axhspan(-0.5, 0.5, color="#eeeeee")

@@ -34,6 +34,7 @@ def _save(figure, path):
 
 
 def bars(rows):
+    rows = {row.key: row for row in rows}.values()  # sizes that differ only in an argument that a kernel does not have
     panels = {name: [row for row in rows if row.name == name] for name in dict.fromkeys(row.name for row in rows)}
     variants = ["ours", *columns_of(rows)]
     labels = {name: _labels(mine) for name, mine in panels.items()}
@@ -44,7 +45,8 @@ def bars(rows):
         _group(panel, mine, [v for v in variants if any(v in row.times for row in mine)], labels[name])
         panel.set_title(name, loc="left", fontweight="bold")
     handles = [plt.Rectangle((0, 0), 1, 1, color=COLOURS[v], label=v) for v in variants]
-    handles.append(plt.Line2D([], [], color="black", linewidth=1.5, label="a copy of as many bytes"))
+    if any(row.unit == "GB/s" for row in rows):
+        handles.append(plt.Line2D([], [], color="black", linewidth=1.5, label="a copy of as many bytes"))
     axes[0, 0].legend(handles=handles, ncols=6, loc="lower right", bbox_to_anchor=(1, 1), frameon=False)
     return figure
 
@@ -56,7 +58,7 @@ def _labels(rows):
 
 def _group(axes, rows, variants, labels):
     width = 0.82 / len(variants)
-    narrow = len(rows) * len(variants) > 30
+    narrow = len(rows) * len(variants) > 25
     top = 1.12 * max(row.rate(name) for row in rows for name in row.times if name != "copy" or row.unit == "GB/s")
     for i, row in enumerate(rows):
         for j, variant in enumerate(variants):
@@ -84,7 +86,7 @@ def roofline(run):
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 6), width_ratios=(1, 1.25))
     _roof(left, [row for row in run["rows"] if row.op == "roof"], rows)
     _shares(right, [row for row in rows if row.share])
-    figure.suptitle(title(run["machine"]), fontsize=9, color="#666666")
+    figure.suptitle(textwrap.fill(title(run["machine"]), 160), fontsize=9, color="#666666")
     return figure
 
 
@@ -107,7 +109,7 @@ def _roof(axes, roofs, rows):
     axes.set(xscale="log", yscale="log", xlabel="flops per byte", ylabel="flops per second")
     axes.set_title("this package's kernels", loc="left", fontweight="bold")
     axes.grid(axis="both")
-    axes.legend(fontsize=8, frameon=False, loc="lower right")
+    axes.legend(fontsize=8, loc="lower right")
 
 
 def _shares(axes, rows):
