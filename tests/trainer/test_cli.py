@@ -339,13 +339,15 @@ def test_ctrl_c_during_the_imports_has_no_traceback(tmp_path):
     assert process.returncode == -signal.SIGINT
 
 
-def test_ctrl_c_is_accepted_after_the_imports(monkeypatch):
-    before = signal.signal(signal.SIGINT, signal.SIG_DFL)
+@pytest.mark.parametrize(("number", "name"), [(signal.SIGINT, "Ctrl-C"), (signal.SIGTERM, "SIGTERM")])
+def test_a_signal_after_the_imports_ends_a_command_with_a_sentence(number, name, monkeypatch, capsys):
+    before = signal.signal(number, signal.SIG_DFL)
     try:
-        monkeypatch.setattr(cli, "_info", lambda: signal.raise_signal(signal.SIGINT))
-        assert main(["info"]) == 130
+        monkeypatch.setattr(cli, "_info", lambda: signal.raise_signal(number))
+        assert main(["info"]) == 128 + number
+        assert capsys.readouterr().err == f"\ngptkernels info: stopped by {name}\n"
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,10 @@
 import json
 import os
 import re
+import signal
 import struct
 import sys
+import threading
 import time
 import tracemalloc
 
@@ -96,6 +98,33 @@ def test_training_is_reproducible_and_compresses(bpe):
     assert again.vocabulary == bpe.vocabulary
     assert_raises(ValueError, "vocab_size is 256, must be at least 257", train_bpe, [SAMPLE], 256)
     assert train_bpe([], 300).vocab_size == 257
+
+
+class Interrupting:
+    """An iterator that interrupts the main thread, and then takes five seconds."""
+
+    interrupted = False
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        if not self.interrupted:
+            self.interrupted = True
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            threading.Event().wait(5)
+        raise StopIteration
+
+
+def test_ctrl_c_ends_the_training_at_once():
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    started = time.monotonic()
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            train_bpe(Interrupting(), 300)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert time.monotonic() - started < 4
 
 
 def test_training_on_long_runs_takes_linear_time(bpe):

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import codecs
 import os
+import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -242,9 +244,24 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
         special_tokens=[END_OF_TEXT],
         show_progress=False,
     )
-    tokenizer.train_from_iterator(map(_replace_surrogates, texts), trainer)
+    _run_in_thread(lambda: tokenizer.train_from_iterator(map(_replace_surrogates, texts), trainer))
     tokenizer.pre_tokenizer = byte_level
     return BPETokenizer(tokenizer)
+
+
+def _run_in_thread(function: Callable[[], object]) -> None:
+    """Call a function that may run for minutes outside Python, so that a signal is handled at once."""
+    done: Future[None] = Future()
+
+    def run() -> None:
+        try:
+            function()
+            done.set_result(None)
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    done.result()
 
 
 def load_tokenizer(source: str | os.PathLike[str]) -> Tokenizer:

@@ -66,7 +66,7 @@ def _largest_or_nan(t: Tensor) -> float:
     if not t.numel():
         return 0.0
     low, high = t.aminmax()
-    return torch.maximum(-low, high).item()
+    return torch.maximum(low.abs(), high.abs()).item()
 
 
 def largest(exact: Tensor) -> float:

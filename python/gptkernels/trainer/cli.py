@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gptkernels._command import accept_interrupts
+from gptkernels._command import accept_signals
 from gptkernels._info import info
 from gptkernels._library import build
 from gptkernels.checkpoint import CHECKPOINT
@@ -27,7 +27,7 @@ from gptkernels.trainer.config import GROUPS, TrainConfig, flag
 from gptkernels.trainer.evaluate import evaluate, evaluate_run
 from gptkernels.trainer.generate import Sampling, Writer
 from gptkernels.trainer.output import SafeOutput, command_line, flush_streams, prepare_streams
-from gptkernels.trainer.processes import DISCONNECTED, connection, process_name
+from gptkernels.trainer.processes import DISCONNECTED, connection, process_name, process_rank
 from gptkernels.trainer.progress import ByteProgress
 from gptkernels.trainer.train import resume, train
 
@@ -36,6 +36,7 @@ FAILURE = 1
 DISK_ERROR = 3
 INTERRUPTED = 130
 UNREAD = 141
+TERMINATED = 143
 METAVARS = {int: "N", float: "X", str: "NAME"}
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
@@ -54,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     prepare_streams()
     try:
-        accept_interrupts()
+        accept_signals()
         return _run(arguments)
     finally:
         flush_streams()
@@ -73,8 +74,11 @@ def _run(arguments: Sequence[str] | None) -> int:
         if run is not _train:  # for training, output that cannot be written is no error
             sys.stdout.flush()
         return status
-    except KeyboardInterrupt:
-        return INTERRUPTED
+    except (KeyboardInterrupt, SystemExit) as stop:
+        name, status = ("SIGTERM", TERMINATED) if isinstance(stop, SystemExit) else ("Ctrl-C", INTERRUPTED)
+        if process_rank() == 0:
+            print(f"\ngptkernels {command}: stopped by {name}", file=SafeOutput(sys.stderr))
+        return status
     except BrokenPipeError:  # as in `gptkernels generate ... | head`
         return UNREAD
     except (ValueError, OSError, FloatingPointError, MemoryError, RuntimeError) as error:
@@ -268,6 +272,8 @@ def _prepare_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _prepare(files: list[str], output: str, tokenizer: str, vocab_size: int | None, val_fraction: float) -> int:
     progress = ByteProgress()
+    if tokenizer == "bpe":
+        print("learning byte pairs from the text", file=SafeOutput(sys.stderr))
     try:
         written = prepare(files, output, tokenizer, vocab_size=vocab_size, val_fraction=val_fraction, progress=progress)
     finally:
