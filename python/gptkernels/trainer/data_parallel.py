@@ -37,7 +37,7 @@ class Replicas(RunModel):
     def __init__(self, model: GPT2, config: TrainConfig, processes: Processes) -> None:
         super().__init__(model)
         assert processes.data_mesh is not None
-        self._processes, self._group = processes, processes.data_mesh.get_group()
+        self._processes = processes
         dtype = model.lm_head.weight.dtype
         self._dtype = getattr(torch, config.reduce_dtype) if config.reduce_dtype else dtype
         self._stream = torch.cuda.Stream() if processes.device.type == "cuda" else None
@@ -45,12 +45,10 @@ class Replicas(RunModel):
             warnings.filterwarnings("ignore", "`broadcast_buffers` is deprecated", FutureWarning)
             ddp = DistributedDataParallel(
                 model, broadcast_buffers=False, gradient_as_bucket_view=True, bucket_cap_mb=BUCKET_MIB,
-                process_group=self._group,
+                process_group=processes.data_mesh.get_group(),
             )  # fmt: skip
         if config.deterministic_layout or self._dtype != dtype:
-            ddp.register_comm_hook(self._average_as_configured, self._exchange)
-        elif processes.device.type == "cuda":
-            ddp.register_comm_hook(self._average_in_parts, self._exchange)
+            ddp.register_comm_hook(None, self._average)
         self.module, self.no_sync = ddp, ddp.no_sync
         self.recover = lambda: ddp._update_process_group(ddp.process_group)  # resets DDP's reducer
 
@@ -58,30 +56,16 @@ class Replicas(RunModel):
         with whole_sequences(self.model):
             return function(self.model)
 
-    def _exchange(self, average: Callable[[Tensor], object], bucket: distributed.GradBucket) -> Future[Tensor]:
-        """Average a bucket. CUDA runs it on a separate stream."""
+    def _average(self, _: object, bucket: distributed.GradBucket) -> Future[Tensor]:
+        """Average a bucket in the order of the ranks or in another dtype. CUDA runs it on a separate stream."""
         gradients = bucket.buffer()
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            average(gradients)
+            gradients.copy_(self._processes.average(gradients.to(self._dtype)))
             future: Future[Tensor] = Future(devices=[gradients.device] if gradients.is_cuda else [])
             future.set_result(gradients)
         return future
-
-    def _average_as_configured(self, gradients: Tensor) -> None:
-        """Average gradients in the order of the ranks or in another dtype."""
-        gradients.copy_(self._processes.average(gradients.to(self._dtype)))
-
-    def _average_in_parts(self, gradients: Tensor) -> None:
-        """Let each process average a part. Two H200s need half the time of NCCL's all-reduce (docs/scaling.md)."""
-        group = self._group
-        whole, rest = gradients.tensor_split([len(gradients) - len(gradients) % group.size()])
-        part = whole.chunk(group.size())[group.rank()]
-        distributed.reduce_scatter_tensor(part, whole, distributed.ReduceOp.AVG, group=group)
-        distributed.all_gather_into_tensor(whole, part, group=group)
-        if len(rest):
-            distributed.all_reduce(rest, distributed.ReduceOp.AVG, group=group)
 
 
 class Shards(RunModel):
