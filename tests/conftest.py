@@ -14,7 +14,6 @@ def pytest_configure(config):
     config.addinivalue_line("markers", "large: needs tens of gigabytes of device memory; runs on CUDA only")
 
 
-@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     """Skip tests marked ``large`` on the CPU. On CUDA, run them in one worker of pytest-xdist, because two at a time
     would exceed the memory.
@@ -26,7 +25,7 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker(skip if config.getoption("--device") == "cpu" else alone)
         # pytest-xdist 3.8 appends a group's name to an attribute that pytest 9.2 does not read (pytest-xdist #1386).
         group = item.get_closest_marker("xdist_group")
-        if group and hasattr(item, "_id"):
+        if group and config.getoption("loadgroup", False) and hasattr(item, "_id"):
             item._id = item._id.parse(f"{item.nodeid}@{group.args[0]}")
 
 

@@ -3,7 +3,6 @@
 import collections
 import contextlib
 import dataclasses
-import json
 import os
 import subprocess
 import sys
@@ -207,58 +206,6 @@ def run_python(program, *arguments, **environment):
     command = [sys.executable, "-c", program, *map(str, arguments)]
     environment = {**os.environ, **environment}
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=300)
-
-
-# Runs programs at the same time, each in a process that is forked after the import of torch.
-FORKS = """
-import json, os, signal, sys, tempfile, torch, traceback
-
-started = []
-for program, arguments, environment in json.load(sys.stdin):
-    outputs = [tempfile.TemporaryFile("w+") for _ in range(2)]
-    child = os.fork()
-    if child:
-        started.append((child, outputs))
-        continue
-    signal.alarm(150)  # ends a process that hangs
-    for number, output in enumerate(outputs, 1):
-        os.dup2(output.fileno(), number)
-    sys.argv = ["-c", *arguments]
-    os.environ.update(environment)
-    status = 1
-    try:
-        exec(program, {"__name__": "__main__"})
-        status = 0
-    except SystemExit as end:
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:
-        traceback.print_exc()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
-
-found = []
-for child, outputs in started:
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    for output in outputs:
-        output.seek(0)
-    found.append([status, *(output.read() for output in outputs)])
-json.dump(found, sys.stdout)
-"""
-
-
-def run_forked(*programs):
-    """Run each (program, arguments, environment) at the same time, in processes forked after the import of torch.
-
-    Programs that may start with this package imported are run by ``processes.run_programs``, which imports nothing.
-    """
-    path = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, "-c", FORKS],
-        input=json.dumps(programs), capture_output=True, text=True, check=False, env=os.environ | path, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return [subprocess.CompletedProcess(FORKS, *found) for found in json.loads(done.stdout)]
 
 
 # ---- random bits -----------------------------------------------------------------------------------------------------

@@ -1,6 +1,7 @@
 """Runs functions in several processes on the CPU, and programs in forked processes."""
 
 import faulthandler
+import json
 import multiprocessing
 import os
 import signal
@@ -47,28 +48,61 @@ def _run(rank, folder, function, count, args):
     os._exit(0)  # With sys.exit, threads of torch that still run may abort the process.
 
 
-def run_programs(*programs):
-    """Run each (program, arguments, environment) at the same time, in a process that is forked from the server.
+# Forks a process for each program, after the import of torch.
+FORK = """
+import json, os, sys
+from processes import run_program
 
-    A variable that a module reads when it is imported has no effect.
+children = []
+for call in json.load(sys.stdin):
+    child = os.fork()
+    if not child:
+        run_program(*call)
+    children.append(child)
+json.dump([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children], sys.stdout)
+"""
+
+
+def run_programs(*programs, from_server=True):
+    """Run each (program, arguments, environment) at the same time, in processes forked from the server.
+
+    A variable that a module reads when it is imported has no effect. If ``from_server`` is false, the processes have
+    imported torch, but not this package.
     """
     with tempfile.TemporaryDirectory() as folder:
-        outputs = [[Path(folder, f"{i}.{name}") for name in ("out", "err")] for i in range(len(programs))]
-        processes = [
-            forked.Process(target=_run_program, args=(program, arguments, os.environ | environment, paths))
+        outputs = [[f"{folder}/{i}.{name}" for name in ("out", "err")] for i in range(len(programs))]
+        calls = [
+            (program, arguments, os.environ | environment, paths)
             for (program, arguments, environment), paths in zip(programs, outputs, strict=True)
         ]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join()
+        statuses = _fork_from_server(calls) if from_server else _fork_from_new_process(calls)
         return [
-            subprocess.CompletedProcess(program, process.exitcode, *(path.read_text() for path in paths))
-            for (program, *_), process, paths in zip(programs, processes, outputs, strict=True)
+            subprocess.CompletedProcess(program, status, *(Path(path).read_text() for path in paths))
+            for (program, *_, paths), status in zip(calls, statuses, strict=True)
         ]
 
 
-def _run_program(program, arguments, environment, outputs):
+def _fork_from_server(calls):
+    children = [forked.Process(target=run_program, args=call) for call in calls]
+    for child in children:
+        child.start()
+    for child in children:
+        child.join()
+    return [child.exitcode for child in children]
+
+
+def _fork_from_new_process(calls):
+    path = {"PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", FORK],
+        input=json.dumps(calls), capture_output=True, text=True, env=os.environ | path, timeout=2 * PATIENCE,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def run_program(program, arguments, environment, outputs):
+    """Run a Python program in this process, end the process, and write its output and errors to two files."""
     signal.alarm(PATIENCE)
     for number, path in enumerate(outputs, 1):
         os.dup2(os.open(path, os.O_CREAT | os.O_WRONLY), number)

@@ -15,7 +15,7 @@ import torch
 
 import gptkernels
 from gptkernels import _library
-from helpers import run_forked
+from processes import run_programs
 
 ROOT = Path(__file__).parent.parent
 LIBRARIES = [p for p in (_library.CPU_LIBRARY, _library.CUDA_LIBRARY) if p.exists()]
@@ -83,7 +83,7 @@ except RuntimeError as error:
     print(error)
 """
     reasons = {"/nowhere/libgptkernels_cuda.so": "without its CUDA library", __file__: "invalid ELF header"}
-    found = run_forked(*((code, [library], {}) for library in reasons))
+    found = run_programs(*((code, [library], {}) for library in reasons), from_server=False)
     for done, reason in zip(found, reasons.values(), strict=True):
         assert done.returncode == 0, done.stderr
         info, shape, error = done.stdout.strip().splitlines()[:3]
@@ -122,7 +122,8 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
         print(hashlib.sha256(t.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()).hexdigest())
 """
     wishes = ("", "default", "avx2", "avx512", "sse9")  # "" selects the best capability of the processor
-    processes = run_forked(*((code, [], {"GPTKERNELS_CPU_CAPABILITY": wish}) for wish in wishes))
+    programs = [(code, [], {"GPTKERNELS_CPU_CAPABILITY": wish}) for wish in wishes]
+    processes = run_programs(*programs, from_server=False)
     unknown = "GPTKERNELS_CPU_CAPABILITY must be default, avx2 or avx512, got sse9"
     assert f"ImportError: gptkernels: {unknown}" in processes.pop().stderr
     found = []

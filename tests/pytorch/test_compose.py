@@ -516,7 +516,7 @@ def fork_and_compare():
 @pytest.mark.xdist_group("distributed")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_fork_after_import():
-    """The parent must not have used CUDA or several threads, so it is forked from the server."""
+    """A process that has used CUDA or OpenMP's threads cannot be forked, so the parent is forked from the server."""
     run_processes(fork_and_compare, 1)
 
 
