@@ -82,7 +82,7 @@ def operators_page():
         for schema in schemas:
             name = schema.split("(")[0]
             lines += [f"### {name}", "", *([f"See {pages[name]}.", ""] if name in pages else [])]
-            lines += ["```text", textwrap.fill(schema, 96, subsequent_indent="    ", break_long_words=False), "```", ""]
+            lines += ["```text", textwrap.fill(schema, 72, subsequent_indent="    ", break_long_words=False), "```", ""]
     return "\n".join(lines).replace("](../README.md)", "](../../README.md)").replace("](../ops/", "](../../ops/")
 
 
