@@ -4,8 +4,10 @@ import dataclasses
 import os
 import pickle
 import re
+import shlex
 import struct
 import zipfile
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,7 +27,9 @@ from conversions import (
 )
 from gptkernels.checkpoint import load_model, save_training_state
 from gptkernels.convert import convert, load
+from gptkernels.data.tokenizer import LLMCTokenizer
 from gptkernels.models import GPT2
+from gptkernels.trainer.cli import main
 from helpers import assert_raises
 
 
@@ -44,6 +48,32 @@ def test_nanogpts_checkpoint_has_the_same_logits_here(tmp_path, bias, kind):
     tokens = torch.randint(50, (2, 8))
     torch.testing.assert_close(ours(tokens)[0], theirs(tokens, tokens)[0], rtol=1e-5, atol=1e-5)
     assert_same_bits(GPT2.from_checkpoint(tmp_path).state_dict(), ours.state_dict())
+
+
+def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
+    """A checkpoint with nanoGPT's padded vocabulary, a model of characters and a run take the place of the real ones.
+
+    GPT-2's tokenizer, which would be downloaded, is replaced by one of the same size.
+    """
+    monkeypatch.chdir(tmp_path)
+    numbers = [str(token).encode() for token in range(50257)]
+    monkeypatch.setattr("gptkernels.data.tokenizer.GPT2Tokenizer", lambda: LLMCTokenizer(numbers, 50256))
+    text = Path("nanoGPT/data/shakespeare_char/input.txt")
+    text.parent.mkdir(parents=True)
+    text.write_text("".join(map(chr, range(32, 82))) * 4)
+    for folder, vocab_size in (("out", 50304), ("out-shakespeare-char", 50)):
+        model = published.GPT(published.Config(8, vocab_size, n_layer=1, n_head=2, n_embd=16))
+        (tmp_path / "nanoGPT" / folder).mkdir()
+        save_checkpoint(tmp_path / "nanoGPT" / folder, make_checkpoint(model))
+    Path("runs/gpt2").mkdir(parents=True)
+    make_model().save_checkpoint("runs/gpt2/checkpoint.safetensors")
+    page = (Path(__file__).parents[2] / "docs" / "from-nanogpt.md").read_text()
+    commands = [line for block in re.findall(r"```sh\n(.*?)```", page, re.S) for line in block.splitlines()]
+    assert len(commands) == 5
+    for command in commands:
+        assert main(shlex.split(command, comments=True)[1:]) == 0, capsys.readouterr().err
+    assert main(["generate", "nanoGPT/out", "--tokenizer", "gpt2"]) == 2
+    assert "gptkernels convert nanoGPT/out/ckpt.pt model.safetensors --vocab-size 50257" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bias", [True, False])

@@ -163,7 +163,7 @@ def _find_tokenizer(checkpoint: Path, name: str | None, vocab_size: int) -> Toke
         raise ValueError(
             f"{checkpoint}: no tokenizer in its folder for its vocabulary of {vocab_size}: name one by --tokenizer. "
             "For a model of characters, such as nanoGPT's shakespeare_char, 'gptkernels prepare TEXT -o PREFIX "
-            "--tokenizer char' makes PREFIX_tokenizer.json from the training text"
+            "--tokenizer char' makes PREFIX_tokenizer.bin from the training text"
         )
     _check_vocab_size(checkpoint, vocab_size, _VOCAB_SIZES.get(str(source), vocab_size))
     tokenizer = load_tokenizer(source)
@@ -173,4 +173,12 @@ def _find_tokenizer(checkpoint: Path, name: str | None, vocab_size: int) -> Toke
 
 def _check_vocab_size(checkpoint: Path, model: int, tokenizer: int) -> None:
     if tokenizer != model:
-        raise ValueError(f"{checkpoint}: the model has a vocabulary of {model}, the tokenizer {tokenizer}")
+        padding = (
+            ""
+            if tokenizer > model
+            else (
+                f". If the model's other rows are padding, 'gptkernels convert {checkpoint} model.safetensors "
+                f"--vocab-size {tokenizer}' removes them"
+            )
+        )
+        raise ValueError(f"{checkpoint}: the model has a vocabulary of {model}, the tokenizer {tokenizer}{padding}")
