@@ -99,8 +99,11 @@ def test_the_printed_commands_can_be_typed(run_train, tmp_path, device, monkeypa
     assert typed("to train on") == 0
     assert "steps 3 to 6" in capsys.readouterr().out
     assert commands == ["python3 -m gptkernels", ".venv/bin/gptkernels", "gptkernels"]
-    line = re.search(r"`\.venv/bin/gptkernels (generate .*?)`", README.read_text())[1]
-    assert main(shlex.split(line)) == 0
+    lines = re.findall(r"`(?:\.venv/bin/)?gptkernels ((?:generate|prepare|train) .*?)`", README.read_text())
+    assert len(lines) == 3
+    for line in lines:
+        more = [*SMALL, "--device", str(device)] if line.startswith("train") else []
+        assert main([*shlex.split(line), *more]) == 0
 
 
 @pytest.mark.parametrize("flags", [["-v", "0"], ["-m", "0"]])

@@ -50,7 +50,8 @@ def test_nanogpts_checkpoint_has_the_same_logits_here(tmp_path, bias, kind):
     assert_same_bits(GPT2.from_checkpoint(tmp_path).state_dict(), ours.state_dict())
 
 
-def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(("page", "count"), [("from-nanogpt", 5), ("convert", 4)])
+def test_the_commands_of_the_pages_run(page, count, tmp_path, monkeypatch, capsys):
     """A checkpoint with nanoGPT's padded vocabulary, a model of characters and a run take the place of the real ones.
 
     GPT-2's tokenizer, which would be downloaded, is replaced by one of the same size.
@@ -67,11 +68,15 @@ def test_the_commands_of_the_page_run(tmp_path, monkeypatch, capsys):
         save_checkpoint(tmp_path / "nanoGPT" / folder, make_checkpoint(model))
     Path("runs/gpt2").mkdir(parents=True)
     make_model().save_checkpoint("runs/gpt2/checkpoint.safetensors")
-    page = (Path(__file__).parents[2] / "docs" / "from-nanogpt.md").read_text()
-    commands = [line for block in re.findall(r"```sh\n(.*?)```", page, re.S) for line in block.splitlines()]
-    assert len(commands) == 5
+    make_model().save_pretrained("gpt2")
+    Path("log124M").mkdir()
+    make_model().save_checkpoint("log124M/model_00019560.bin")
+    text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text()
+    commands = [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines()]
+    commands = [shlex.split(command, comments=True)[1:] for command in commands if command != "gptkernels convert A B"]
+    assert len(commands) == count
     for command in commands:
-        assert main(shlex.split(command, comments=True)[1:]) == 0, capsys.readouterr().err
+        assert main(command) == 0, capsys.readouterr().err
     assert main(["generate", "nanoGPT/out", "--tokenizer", "gpt2"]) == 2
     assert "gptkernels convert nanoGPT/out/ckpt.pt model.safetensors --vocab-size 50257" in capsys.readouterr().err
 
