@@ -39,8 +39,12 @@ def let_interrupts_end_imports() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
+class Terminated(SystemExit):
+    """SIGTERM was received."""
+
+
 def accept_signals() -> None:
-    """Let Ctrl-C raise KeyboardInterrupt and SIGTERM raise SystemExit, so that unfinished files are removed.
+    """Let Ctrl-C raise KeyboardInterrupt and SIGTERM raise Terminated, so that unfinished files are removed.
 
     In one of several processes, SIGTERM keeps its effect, because a process that waits for the others in C++ raises no
     exception.
@@ -48,4 +52,8 @@ def accept_signals() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL and os.environ.get("WORLD_SIZE", "1") == "1":
-        signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
+        signal.signal(signal.SIGTERM, _terminate)
+
+
+def _terminate(number: int, _frame: object) -> None:
+    raise Terminated(128 + number)

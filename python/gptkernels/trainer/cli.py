@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from gptkernels._command import accept_signals
+from gptkernels._command import Terminated, accept_signals
 from gptkernels._info import info
 from gptkernels._library import build
 from gptkernels.checkpoint import CHECKPOINT
@@ -74,8 +74,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         if run is not _train:  # for training, output that cannot be written is no error
             sys.stdout.flush()
         return status
-    except (KeyboardInterrupt, SystemExit) as stop:
-        name, status = ("SIGTERM", TERMINATED) if isinstance(stop, SystemExit) else ("Ctrl-C", INTERRUPTED)
+    except (KeyboardInterrupt, Terminated) as stop:
+        name, status = ("SIGTERM", TERMINATED) if isinstance(stop, Terminated) else ("Ctrl-C", INTERRUPTED)
         if process_rank() == 0:
             print(f"\ngptkernels {command}: stopped by {name}", file=SafeOutput(sys.stderr))
         return status

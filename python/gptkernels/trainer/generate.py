@@ -172,13 +172,10 @@ def _find_tokenizer(checkpoint: Path, name: str | None, vocab_size: int) -> Toke
 
 
 def _check_vocab_size(checkpoint: Path, model: int, tokenizer: int) -> None:
-    if tokenizer != model:
-        padding = (
-            ""
-            if tokenizer > model
-            else (
-                f". If the model's other rows are padding, 'gptkernels convert {checkpoint} model.safetensors "
-                f"--vocab-size {tokenizer}' removes them"
-            )
-        )
-        raise ValueError(f"{checkpoint}: the model has a vocabulary of {model}, the tokenizer {tokenizer}{padding}")
+    if tokenizer == model:
+        return
+    message = f"{checkpoint}: the model has a vocabulary of {model}, the tokenizer {tokenizer}"
+    if tokenizer < model:
+        command = f"gptkernels convert {checkpoint} model.safetensors --vocab-size {tokenizer}"
+        message += f". If the model's other rows are padding, '{command}' removes them"
+    raise ValueError(message)
