@@ -18,13 +18,9 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   static const auto encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult result;
-#if CUDART_VERSION >= 12050
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &result);
-#else
-    const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &result);
-#endif
-    const bool found = error == cudaSuccess && result == cudaDriverEntryPointSuccess;
+    const bool found = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
+                                                        &result) == cudaSuccess &&
+                       result == cudaDriverEntryPointSuccess;
     return found ? reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function) : nullptr;
   }();
   return encode;
