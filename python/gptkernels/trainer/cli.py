@@ -86,7 +86,8 @@ def _run(arguments: Sequence[str] | None) -> int:
         if traceback or sentence is None:
             raise
         who = f"{name}: " if (name := process_name()) else ""
-        print(f"gptkernels {command}: error: {who}{sentence}", file=SafeOutput(sys.stderr))
+        # One write, because several processes may fail at the same time.
+        SafeOutput(sys.stderr).write(f"gptkernels {command}: error: {who}{sentence}\n")
         return _status(error)
 
 
