@@ -2,8 +2,8 @@
 
 Environment variables: with GPTKERNELS_CUDA=0 no CUDA library is built, and with 1 the build fails if the CUDA library
 cannot be built. CUDACXX is the path of nvcc (default: the one on PATH). TORCH_CUDA_ARCH_LIST names the CUDA
-architectures (default: the GPU's architecture; without a GPU 8.0, 9.0a and 10.0, and PTX of 10.0, and with nvcc before
-12.8 8.0 and 9.0a, and PTX of 8.0). MAX_JOBS is the largest number of compiler processes.
+architectures (default: the GPU's architecture; without a GPU: 8.0, 9.0a, 10.0 and PTX of 10.0, or 8.0, 9.0a and PTX of
+8.0 if nvcc is older than 12.8). MAX_JOBS is the largest number of compiler processes.
 """
 
 import importlib.util

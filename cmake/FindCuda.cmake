@@ -69,15 +69,17 @@ else()
     endif()
     if(asked_architectures)
       gptkernels_architectures("${asked_architectures}" CMAKE_CUDA_ARCHITECTURES)
-    elseif(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8) # which does not know 10.0
+    elseif(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.8)
+      # These versions do not support 10.0.
       set(CMAKE_CUDA_ARCHITECTURES 80 90a-real)
     else()
       # Code of 10.0 also runs on 10.3, and its PTX on later architectures. Code of 10.0a does not.
       set(CMAKE_CUDA_ARCHITECTURES 80-real 90a-real 100)
     endif()
     gptkernels_find_cublas()
-    if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.5) # whose ptxas compiles csrc/cuda/generate/sample.cu wrongly
-      gptkernels_no_cuda("nvcc ${CMAKE_CUDA_COMPILER_VERSION} is too old, 12.5 is needed")
+    if(CMAKE_CUDA_COMPILER_VERSION VERSION_LESS 12.5)
+      # Their ptxas miscompiles csrc/cuda/generate/sample.cu (docs/builds.md).
+      gptkernels_no_cuda("nvcc ${CMAKE_CUDA_COMPILER_VERSION} is too old: 12.5 or later is needed")
     elseif(NOT CUBLAS_INCLUDE)
       gptkernels_no_cuda("cublasLt.h was found neither in the CUDA toolkit nor in the nvidia-cublas wheel (pip install nvidia-cublas)")
     else()

@@ -10,7 +10,7 @@ if(NOT EXISTS "${TORCH_PATH}/include/torch/csrc/stable/library.h")
                       "install torch first, or give -DTORCH_PATH=.../site-packages/torch")
 endif()
 # gcc names system headers by their real paths, which -ffile-prefix-map must match.
-file(REAL_PATH "${TORCH_PATH}" TORCH_PATH)
+get_filename_component(TORCH_PATH "${TORCH_PATH}" REALPATH)
 file(STRINGS "${TORCH_PATH}/version.py" version_line REGEX "^__version__ *=")
 string(REGEX REPLACE ".*['\"](.*)['\"].*" "\\1" TORCH_VERSION "${version_line}")
 if(TORCH_VERSION VERSION_LESS 2.10)

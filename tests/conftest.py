@@ -6,6 +6,8 @@ import pytest
 import torch
 
 
+# Before pytest loads this file, it takes the value of an unknown option for a path. So commands without a path must use
+# the form --device=cuda.
 def pytest_addoption(parser):
     parser.addoption("--device", default="cpu", help="run the kernels on cpu (default) or cuda")
 

@@ -15,9 +15,10 @@ import torch
 import torch.distributed as dist
 
 PATIENCE = 150
-"""The seconds after which a process ends if it hangs."""
+"""Seconds after which a process is ended."""
 
-# A server forks the processes. It has no threads, does not use CUDA, and imports the modules once for all test files.
+# A server forks the processes. It has no threads, does not use CUDA, and imports the modules once for all test files of
+# a pytest worker.
 forked = multiprocessing.get_context("forkserver")
 forked.set_forkserver_preload(
     [
@@ -66,8 +67,8 @@ json.dump([os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in child
 def run_programs(*programs, from_server=True):
     """Run each (program, arguments, environment) at the same time, in processes forked from the server.
 
-    A variable that a module reads when it is imported has no effect. If ``from_server`` is false, the processes have
-    imported torch, but not this package.
+    A variable has no effect if a module that the server has imported reads it at import. If ``from_server`` is false,
+    only torch has been imported.
     """
     with tempfile.TemporaryDirectory() as folder:
         outputs = [[f"{folder}/{i}.{name}" for name in ("out", "err")] for i in range(len(programs))]

@@ -34,7 +34,8 @@ def _save(figure, path):
 
 
 def bars(rows):
-    rows = {row.key: row for row in rows}.values()  # sizes that differ only in an argument that a kernel does not have
+    # Rows with the same key differ only in an argument that has no effect on the kernel. The last one is drawn.
+    rows = {row.key: row for row in rows}.values()
     panels = {name: [row for row in rows if row.name == name] for name in dict.fromkeys(row.name for row in rows)}
     variants = ["ours", *columns_of(rows)]
     labels = {name: _labels(mine) for name, mine in panels.items()}

@@ -46,8 +46,8 @@ class Terminated(SystemExit):
 def accept_signals() -> None:
     """Let Ctrl-C raise KeyboardInterrupt and SIGTERM raise Terminated, so that unfinished files are removed.
 
-    In one of several processes, SIGTERM keeps its effect, because a process that waits for the others in C++ raises no
-    exception.
+    With several processes SIGTERM keeps its default action, because a process that waits for the others in a collective
+    would not run Python's handler.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -268,7 +268,8 @@ RIGHT_WORK = fuzzer.work
 
 @pytest.mark.xdist_group("distributed")
 def test_a_call_that_hangs_or_ends_its_process_is_reported(monkeypatch, capfd):
-    forkserver.ensure_running()  # preloads the modules in processes.py, before the fuzzer asks for torch alone
+    # The fork server keeps the list of modules with which it starts. The fuzzer would set a list of torch alone.
+    forkserver.ensure_running()
     monkeypatch.setattr(fuzzer, "work", work_with_faults)
     options = "--calls 70 --op gelu --jobs 1 --patience 3 --set broken=False"
     assert fuzzer.main(options.split()) == 1

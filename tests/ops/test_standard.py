@@ -55,7 +55,10 @@ def test_views(case, dtype, view, device):
 
 @cases_with_dtypes(CASES)
 def test_one_misaligned_argument(case, dtype, device, on_cuda):
-    """Kernels must not load the misaligned argument in packs. The CPU's kernels do not depend on alignment."""
+    """Kernels must not load the misaligned argument in packs.
+
+    The CPU's kernels do not look at alignment; ``test_views`` misaligns all of their arguments.
+    """
     for name in case.call(ORDINARY, dtype, device).args:
         checks.hold_to_the_rule(case.call(ORDINARY, dtype, device, **{f"{name}.layout": "misaligned"}))
 

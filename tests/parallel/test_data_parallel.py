@@ -86,7 +86,7 @@ def run_ways(folder, options):
         setattr(owner, name, counting(getattr(owner, name), reductions))
     launch = Trainer._launch_step
     Trainer._launch_step = lambda self: launch(assert_sharded(self))
-    trainer.plot_losses = lambda *_: None  # which takes most of a small run's time
+    trainer.plot_losses = lambda *_: None  # Drawing takes most of a small run's time.
     found = {}
     for name, changes in WAYS.items():
         reductions.clear()
@@ -276,7 +276,7 @@ def loss(self, *batch, loss=Trainer._loss):
         handle.remove()
 
 def watch(module, inputs):
-    if torch.cuda.is_current_stream_capturing() and os.environ["RANK"] in os.environ["FAILING"]:
+    if torch.cuda.is_current_stream_capturing() and os.environ["RANK"] in os.environ["FAILING"].split():
         inputs[0].register_hook(interrupt)
 
 Trainer._loss = loss

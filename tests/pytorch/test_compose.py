@@ -93,7 +93,7 @@ def test_inductor_with_a_dynamic_batch(device):
 
 @pytest.mark.usefixtures("_fresh_dynamo")
 def test_reduce_overhead(device, on_cuda):
-    """On the CPU, this mode is Inductor's default."""
+    """The test needs CUDA, because on the CPU this mode is Inductor's default."""
     found = []
     for compiles in (False, True):
         model = make_model(device, n_layer=1)

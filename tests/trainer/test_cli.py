@@ -15,6 +15,7 @@ import pytest
 import torch
 
 import gptkernels
+from gptkernels._command import accept_signals
 from gptkernels.checkpoint import save_training_state
 from gptkernels.data import TokenFile, load_tokenizer, write_tokens
 from gptkernels.models import GPT2, GPT2Config
@@ -351,6 +352,16 @@ def test_a_signal_after_the_imports_ends_a_command_with_a_sentence(number, name,
         assert capsys.readouterr().err == f"\ngptkernels info: stopped by {name}\n"
     finally:
         signal.signal(number, before)
+
+
+def test_sigterm_keeps_its_action_in_one_of_several_processes(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    before = signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    try:
+        accept_signals()
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ def test_nanogpts_checkpoint_has_the_same_logits_here(tmp_path, bias, kind):
 
 @pytest.mark.parametrize(("page", "count"), [("from-nanogpt", 5), ("convert", 4)])
 def test_the_commands_of_the_pages_run(page, count, tmp_path, monkeypatch, capsys):
-    """A checkpoint with nanoGPT's padded vocabulary, a model of characters and a run take the place of the real ones.
+    """Small files stand in for those that the pages name: a checkpoint with nanoGPT's padded vocabulary, a model of
+    characters, a run, a Hugging Face folder and a model of llm.c.
 
     GPT-2's tokenizer, which would be downloaded, is replaced by one of the same size.
     """
@@ -71,8 +72,8 @@ def test_the_commands_of_the_pages_run(page, count, tmp_path, monkeypatch, capsy
     make_model().save_pretrained("gpt2")
     Path("log124M").mkdir()
     make_model().save_checkpoint("log124M/model_00019560.bin")
-    text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text()
-    commands = [line for block in re.findall(r"```sh\n(.*?)```", text, re.S) for line in block.splitlines()]
+    page_text = (Path(__file__).parents[2] / "docs" / f"{page}.md").read_text()
+    commands = [line for block in re.findall(r"```sh\n(.*?)```", page_text, re.S) for line in block.splitlines()]
     commands = [shlex.split(command, comments=True)[1:] for command in commands if command != "gptkernels convert A B"]
     assert len(commands) == count
     for command in commands:

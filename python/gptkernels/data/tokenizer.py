@@ -250,7 +250,10 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> BPETokenizer:
 
 
 def _run_in_thread(function: Callable[[], object]) -> None:
-    """Call a function that may run for minutes outside Python, so that a signal is handled at once."""
+    """Call a function that may run for minutes outside Python, so that a signal interrupts the caller at once.
+
+    After a signal, the function runs on in its thread until it returns or the process ends.
+    """
     done: Future[None] = Future()
 
     def run() -> None:

@@ -110,18 +110,14 @@ class _Model(DividedModel):
         """Write the whole model. All processes must call this, and the first one writes."""
         state_dict = whole_state_dict(self) if state_dict is None else state_dict
         is_main_process = is_main_process and distributed.get_rank() == 0
-        self._tp_size, size = None, self._tp_size  # transformers 4.57 would gather parts
-        try:
-            super().save_pretrained(save_directory, is_main_process, state_dict, **options)  # type: ignore[misc]
-        finally:
-            self._tp_size = size
+        super().save_pretrained(save_directory, is_main_process, state_dict, **options)  # type: ignore[misc]
 
 
 def set_trainers_attributes(model: Any) -> None:
     """Set the attributes by which the Trainer of transformers recognises a tensor-parallel model.
 
-    Before 5.19 only one process calls `save_pretrained`, which would wait forever. So the attributes are not set, and
-    the Trainer tries to wrap the model in DistributedDataParallel, which raises an error.
+    Before 5.19 the Trainer calls `save_pretrained` in one process only, where its collectives would hang. Without the
+    attributes it wraps the model in DistributedDataParallel, which raises an error.
     """
     from packaging.version import Version  # a requirement of transformers
 

@@ -15,8 +15,10 @@ from gptkernels._device import pick_device
 from gptkernels.checkpoint import find_non_finite
 from gptkernels.data import Tokenizer, find_tokenizer_file, load_tokenizer, stream_text
 from gptkernels.models import GPT2
+from gptkernels.models.config import PADDING
 from gptkernels.models.decoding import TokenStream
 from gptkernels.trainer.model import model_file
+from gptkernels.trainer.output import command_line
 from gptkernels.trainer.progress import printable
 from gptkernels.trainer.retention import is_numbered
 from gptkernels.trainer.runs import TOKENIZER_PREFIX
@@ -175,7 +177,7 @@ def _check_vocab_size(checkpoint: Path, model: int, tokenizer: int) -> None:
     if tokenizer == model:
         return
     message = f"{checkpoint}: the model has a vocabulary of {model}, the tokenizer {tokenizer}"
-    if tokenizer < model:
-        command = f"gptkernels convert {checkpoint} model.safetensors --vocab-size {tokenizer}"
+    if 0 < model - tokenizer < PADDING:
+        command = command_line("convert", checkpoint, "model.safetensors", "--vocab-size", tokenizer)
         message += f". If the model's other rows are padding, '{command}' removes them"
     raise ValueError(message)
