@@ -49,12 +49,20 @@ torch.library.register_autograd(
 )
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], causal: bool, end: Optional[Tensor],
-               dropout_p: float, scale: Optional[float], refused: dict) -> Tensor:  # fmt: skip
-    """Return the attention (B, Tq, NH, HS) of q (B, Tq, NH, HS), k and v (B, Tk, KH, HS)."""
-    for name, (given, default) in refused.items():
+def _check_defaults(window_size: tuple, softcap: float, alibi_slopes: Optional[Tensor], return_attn_probs: bool,
+                    block_table: Optional[Tensor] = None) -> None:  # fmt: skip
+    """Raise a ValueError for an option that is not its default, because only the defaults are supported."""
+    for name, given, default in (
+        ("window_size", tuple(window_size), (-1, -1)), ("softcap", softcap, 0.0), ("alibi_slopes", alibi_slopes, None),
+        ("return_attn_probs", return_attn_probs, False), ("block_table", block_table, None),
+    ):  # fmt: skip
         if given != default:
             raise ValueError(f"{name} is {given}: only {default} is supported")
+
+
+def _attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], causal: bool, end: Optional[Tensor],
+               dropout_p: float, scale: Optional[float]) -> Tensor:  # fmt: skip
+    """Return the attention (B, Tq, NH, HS) of q (B, Tq, NH, HS), k and v (B, Tk, KH, HS)."""
     seed = offset = None
     if dropout_p:
         seed = torch.empty((), dtype=torch.int64, device=q.device).random_()
@@ -95,11 +103,8 @@ def flash_attn_func(
     Raises:
         ValueError: for an argument that is not supported.
     """
-    refused = {
-        "window_size": (tuple(window_size), (-1, -1)), "softcap": (softcap, 0.0),
-        "alibi_slopes": (alibi_slopes, None), "return_attn_probs": (return_attn_probs, False),
-    }  # fmt: skip
-    return _attention(q, k, v, None, causal, None, dropout_p, softmax_scale, refused)
+    _check_defaults(window_size, softcap, alibi_slopes, return_attn_probs)
+    return _attention(q, k, v, None, causal, None, dropout_p, softmax_scale)
 
 
 def flash_attn_varlen_func(
@@ -139,18 +144,14 @@ def flash_attn_varlen_func(
     Raises:
         ValueError: for an argument that is not supported.
     """
-    refused = {
-        "window_size": (tuple(window_size), (-1, -1)), "softcap": (softcap, 0.0),
-        "alibi_slopes": (alibi_slopes, None), "return_attn_probs": (return_attn_probs, False),
-        "block_table": (block_table, None),
-    }  # fmt: skip
+    _check_defaults(window_size, softcap, alibi_slopes, return_attn_probs, block_table)
     lengths_q, lengths_k = cu_seqlens_q.diff(), cu_seqlens_k.diff()
     mask = None
     if causal and cu_seqlens_k is not cu_seqlens_q:
         last = torch.arange(max_seqlen_q, device=q.device) + (lengths_k - lengths_q)[:, None]
         mask = (torch.arange(max_seqlen_k, device=q.device) <= last[..., None])[:, None]
     padded = _pad(q, cu_seqlens_q, max_seqlen_q), *(_pad(t, cu_seqlens_k, max_seqlen_k) for t in (k, v))
-    out = _attention(*padded, mask, causal and mask is None, lengths_k.int(), dropout_p, softmax_scale, refused)
+    out = _attention(*padded, mask, causal and mask is None, lengths_k.int(), dropout_p, softmax_scale)
     rows = torch.arange(len(q), device=q.device)
     sequence = torch.searchsorted(cu_seqlens_q, rows.to(cu_seqlens_q.dtype), right=True) - 1
     return out[sequence, rows - cu_seqlens_q[sequence]]
