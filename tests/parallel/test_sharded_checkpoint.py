@@ -4,6 +4,7 @@ A fixture starts a group of two processes and a group of four, which save a refe
 ``LAYOUTS``. Other groups load the checkpoints in other layouts.
 """
 
+import contextlib
 import copy
 import functools
 import json
@@ -12,6 +13,7 @@ import pickle
 import resource
 import shutil
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 
 import killed_saves
 import pytest
@@ -55,6 +57,15 @@ def make_state(**changes):
     """Return a bfloat16 model with histories of float8 scales, and its optimizer with float32 master weights."""
     model = small_models.make_model(dtype=torch.bfloat16, **{"n_layer": 1, "fp8": True} | changes)
     return model, AdamW(model.parameters(), lr=1e-2, master_weights=True)
+
+
+@contextlib.contextmanager
+def one_process(folder):
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
 
 
 @functools.cache
@@ -339,6 +350,24 @@ def test_shards_are_converted_with_their_master_weights(folder, tmp_path):
         assert_same_bits(state, other["optimizer"]["state"][i])
 
 
+def test_copies_are_freed_while_a_graph_is_captured(on_cuda, tmp_path, monkeypatch):
+    """The thread that writes a checkpoint frees the copies of CUDA tensors at any time."""
+    copies = []
+
+    def free():
+        copies.clear()
+        torch.empty(1, pin_memory=True)  # queries the events of freed memory
+
+    monkeypatch.setattr(dcp, "async_save", lambda staged, **_: copies.append(staged))
+    model = small_models.make_model(n_layer=1, device="cuda")
+    values = {"config": model.config, "model": model, "optimizer": AdamW(model.parameters()), "trainer": {"step": 1}}
+    stream = torch.cuda.Stream()
+    with one_process(tmp_path), torch.cuda.stream(stream), ThreadPoolExecutor() as other_thread:
+        CheckpointWriter(tmp_path).save(**values)
+        with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
+            other_thread.submit(free).result()
+
+
 def test_a_run_continues_from_shards(tmp_path, monkeypatch):
     """A run that was saved as shards ends with the bits of a run without a stop."""
     options, run = small_runs.make_options(tmp_path, "cpu", dropout=0.1), tmp_path / "run"
@@ -355,12 +384,9 @@ def test_a_run_continues_from_shards(tmp_path, monkeypatch):
     check_optimizer(described.optimizer, optimizer, 4, run / CHECKPOINT)
     state = load_checkpoint(run, model, optimizer)
     restore_rng_state(state.rng)
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
-    try:
+    with one_process(tmp_path):
         writer = CheckpointWriter(run)
         writer.save(config=model.config, model=model, optimizer=optimizer, trainer=state.trainer, background=False)
-    finally:
-        dist.destroy_process_group()
     assert steps_of_shards(run) == [4]
     assert resume(str(run)).step == 8
     assert steps_of_shards(run) == []

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,6 +64,7 @@ class CheckpointWriter:
         self._group = dist.new_group(
             backend="gloo", timeout=timeout
         )  # the collectives of training do not wait for those of writing
+        self._stream: torch.cuda.Stream | None = None
         self._pending: Any = None  # a future
 
     def save(
@@ -96,14 +97,13 @@ class CheckpointWriter:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         trees, tensors, own = _flatten(model, optimizer, rank)
         names = _parameter_names(model, optimizer)
-        staged = {key: _stage(_parameter_of(key, names), t, turn) for turn, (key, t) in enumerate(tensors.items())}
-        staged |= {key: _stage("", tensor, rank) for key, tensor in own.items()}
+        with self._copying_to_host():
+            staged = {key: _stage(_parameter_of(key, names), t, turn) for turn, (key, t) in enumerate(tensors.items())}
+            staged |= {key: _stage("", tensor, rank) for key, tensor in own.items()}
         index: dict[str, Tensor] = {}
         trees["config"] = flatten(as_dict(config), "config", index, {})
         trees["trainer"] = flatten(trainer, "trainer", index, {})
         index = {name: tensor.to("cpu", copy=True) for name, tensor in index.items()}
-        if torch.cuda.is_initialized():
-            torch.cuda.current_stream().synchronize()
         shards = self._make_folder(trainer.get("step", 0))
 
         def commit(checksums: dict[str, str]) -> None:
@@ -124,6 +124,23 @@ class CheckpointWriter:
         if pending is not None:
             with raising_first_failure(names_process=True):
                 pending.result()
+
+    @contextlib.contextmanager
+    def _copying_to_host(self) -> Iterator[None]:
+        """Use a CUDA stream for the copies only, and wait for them.
+
+        When pinned memory is freed, torch records an event on the CUDA stream that has used it. The thread that writes
+        the copies frees them, while training may be capturing its stream as a graph. An event on that stream would make
+        the capture fail.
+        """
+        if not torch.cuda.is_initialized():
+            yield
+            return
+        self._stream = self._stream or torch.cuda.Stream()
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream):
+            yield
+        self._stream.synchronize()
 
     def _make_folder(self, step: int) -> Path:
         names = [""] * dist.get_world_size()
