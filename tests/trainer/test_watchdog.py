@@ -9,6 +9,7 @@ import threading
 import pytest
 
 from gptkernels.trainer import watchdog
+from gptkernels.trainer.processes import DISCONNECTED
 from gptkernels.trainer.train import resume
 from gptkernels.trainer.watchdog import INTERVALS, STALLED, Watchdog
 from processes import run_programs
@@ -105,6 +106,28 @@ def test_a_hang_of_one_process_ends_all_processes(options, device, tmp_path):
     assert f"exitcode  : {STALLED}" in child.stderr
 
 
+# Sends SIGTERM while the main thread waits for a mutex, so that Python cannot handle the signal.
+BLOCK_AND_SIGNAL = """
+import ctypes, signal, threading
+from gptkernels.trainer import signals
+
+signals.END_SECONDS = 0.2
+threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+mutex, lock = ctypes.create_string_buffer(64), ctypes.CDLL(None).pthread_mutex_lock
+lock(mutex)
+lock(mutex)
+"""
+
+
+def test_a_blocked_process_of_torchrun_ends_at_sigterm(options):
+    hang = (STEP[0], STEP[1], BLOCK_AND_SIGNAL)
+    launched = {"TORCHELASTIC_RUN_ID": "any"}
+    (child,) = run_programs((CHILD, arguments_of_child(options, hang), launched))
+    assert child.returncode == DISCONNECTED, child.stderr
+    assert "the process was told to end, but had not finished step 4" in child.stderr
+    assert "The checkpoint of step 4 is kept" in child.stderr
+
+
 class Script:
     """Replaces the event that ends the watchdog's thread: it calls `act(i)` in each of `count` intervals, and then ends
     the thread.
@@ -147,7 +170,7 @@ def test_a_blocked_report_does_not_delay_the_exit(monkeypatch):
     statuses = []
     monkeypatch.setattr(watchdog.os, "_exit", statuses.append)
     monkeypatch.setattr(watchdog, "REPORT_SECONDS", 0.05)
-    Watchdog(1.0, lambda doing: threading.Event().wait())._end_process("a unit")
+    watchdog.end_process(STALLED, threading.Event().wait)
     assert statuses == [STALLED]
 
 

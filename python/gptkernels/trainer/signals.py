@@ -1,13 +1,16 @@
 """Handles Ctrl-C and SIGTERM, after which a run stops when its current step is done."""
 
+import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 
 from gptkernels.trainer.output import write_error
 
 ACKNOWLEDGEMENT = "\nstopping after this step, with a checkpoint; once more stops at once, without one\n"
+END_SECONDS = 25.0
+"""The time after a signal in which a process of `torchrun` must end. `torchrun` kills it after 30 seconds."""
 
 
 class StopRequest:
@@ -17,10 +20,12 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals(acknowledges: bool = True) -> Iterator[StopRequest]:
+def stop_on_signals(acknowledges: bool = True, on_late: Callable[[], object] | None = None) -> Iterator[StopRequest]:
     """Record the first SIGINT or SIGTERM, and print that it was received. Later signals have their usual effect.
 
-    Python allows handlers only in the main thread, so that in another thread no signal is recorded.
+    Python allows handlers only in the main thread, so that in another thread no signal is recorded. It calls them when
+    a blocking call, for example of CUDA, has returned. If the context has not ended `END_SECONDS` after a signal,
+    another thread calls `on_late`.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -41,6 +46,32 @@ def stop_on_signals(acknowledges: bool = True) -> Iterator[StopRequest]:
     for number in previous:
         signal.signal(number, note)
     try:
-        yield request
+        with _time_limit(previous, on_late):
+            yield request
     finally:
         restore()
+
+
+@contextmanager
+def _time_limit(signals: Container[int], on_late: Callable[[], object] | None) -> Iterator[None]:
+    if on_late is None:
+        yield
+        return
+
+    def wait() -> None:
+        with open(reader, "rb", buffering=0) as arrivals:
+            while number := arrivals.read(1):
+                if number[0] in signals and not ended.wait(END_SECONDS):
+                    on_late()
+
+    ended = threading.Event()
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    earlier = signal.set_wakeup_fd(writer)  # signals write their numbers there, also during a blocking call
+    threading.Thread(target=wait, name="signals", daemon=True).start()
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(earlier)
+        os.close(writer)
+        ended.set()
