@@ -502,6 +502,7 @@ def fork_and_compare():
     ours, theirs = multiprocessing.get_context("fork").Pipe()
 
     def child():
+        torch.set_num_threads(1)  # makes torch's thread pool, which several threads of autograd cannot do at once
         theirs.send([t.numpy() for t in train_briefly(torch.device("cpu"), 1)])
 
     process = multiprocessing.get_context("fork").Process(target=child)
