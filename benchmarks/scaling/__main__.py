@@ -87,7 +87,7 @@ def section(runs) -> str:
     titles = [f"{run['machine']['device']}, torch {run['machine']['torch']}, {run['machine']['date']}." for run in runs]
     layouts = "The fastest layouts of the model, by layers, sequences and shards:"
     picture = f"![The fastest layouts of the model](images/{PICTURE.name})"
-    return "\n\n".join([" ".join(titles), measured(runs), layouts, picture, predicted()])
+    return "\n\n".join([" ".join(dict.fromkeys(titles)), measured(runs), layouts, picture, predicted()])
 
 
 def filled() -> str:
