@@ -595,13 +595,13 @@ def test_a_run_continues_without_its_output(options, tmp_path, redirection):
     assert load_step(tmp_path / "run") == 8
 
 
-def run_together(count, options):
+def run_together(count, options, *more_flags):
     """The processes have the variables of torchrun, and a store of this process for their addresses, as torchrun's."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(count)}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     code = 'import runpy; runpy.run_module("gptkernels", run_name="__main__")'
-    arguments = ["train", *run_flags(options), "--deterministic-layout"]
+    arguments = ["train", *run_flags(options), *more_flags]
     ranks = (shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count))
     done = run_programs(*((code, arguments, rank) for rank in ranks))
     assert [process.returncode for process in done] == [0] * count, "\n".join(process.stderr for process in done)
@@ -620,7 +620,7 @@ def test_the_layout_changes_no_bit(options, device, tmp_path, count, changes):
     if device.type == "cuda" and torch.cuda.device_count() < count:
         pytest.skip("needs a GPU for each process")
     given = options | {"output": str(tmp_path / "divided"), "val_every": 0, "skip_update_gradz": 1e9} | changes
-    run_together(count, given)
+    run_together(count, given, "--deterministic-layout")
     train_with(given, shard="none", grad_accumulation=count, output=tmp_path / "one")
     assert_same_run(tmp_path / "divided", tmp_path / "one")
 
@@ -629,6 +629,21 @@ def test_the_division_of_the_batch_changes_no_bit_of_divided_layers(options, dev
     if device.type == "cuda" and torch.cuda.device_count() < 4:
         pytest.skip("needs a GPU for each process")
     given = options | {"output": str(tmp_path / "divided"), "val_every": 0, "sample_every": 0, "sample_length": 0}
-    run_together(4, given | {"parallel": "dp=2,tp=2", "shard": "params"})
-    run_together(2, given | {"parallel": "tp=2", "grad_accumulation": 2, "output": str(tmp_path / "one")})
+    run_together(4, given | {"parallel": "dp=2,tp=2", "shard": "params"}, "--deterministic-layout")
+    one = given | {"parallel": "tp=2", "grad_accumulation": 2, "output": str(tmp_path / "one")}
+    run_together(2, one, "--deterministic-layout")
     assert_same_run(tmp_path / "divided", tmp_path / "one")
+
+
+def test_eight_processes_divide_batches_sequences_and_layers(options, device, tmp_path):
+    if device.type == "cuda" and torch.cuda.device_count() < 8:
+        pytest.skip("needs a GPU for each process")
+    given = options | {"sample_every": 0, "sample_length": 0, "weight_decay": 0.1}
+    run_together(8, given | {"parallel": "dp=2,cp=2,tp=2", "shard": "params", "output": str(tmp_path / "divided")})
+    train_with(given, batch_size=2 * options["batch_size"], output=tmp_path / "one")
+    divided, one = (read_log(tmp_path / run) for run in ("divided", "one"))
+    for found, expected in zip(divided, one, strict=True):
+        assert (found["step"], found["split"]) == (expected["step"], expected["split"])
+        assert float(found["loss"]) == pytest.approx(float(expected["loss"]), rel=1e-6)
+        if found["split"] == "train":
+            assert float(found["gradient_norm"]) == pytest.approx(float(expected["gradient_norm"]), rel=1e-5)
