@@ -60,7 +60,7 @@ def make_state(**changes):
 
 
 @contextlib.contextmanager
-def one_process(folder):
+def process_group_of_one(folder):
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
     try:
         yield
@@ -362,7 +362,7 @@ def test_copies_are_freed_while_a_graph_is_captured(on_cuda, tmp_path, monkeypat
     model = small_models.make_model(n_layer=1, device="cuda")
     values = {"config": model.config, "model": model, "optimizer": AdamW(model.parameters()), "trainer": {"step": 1}}
     stream = torch.cuda.Stream()
-    with one_process(tmp_path), torch.cuda.stream(stream), ThreadPoolExecutor() as other_thread:
+    with process_group_of_one(tmp_path), torch.cuda.stream(stream), ThreadPoolExecutor() as other_thread:
         CheckpointWriter(tmp_path).save(**values)
         with torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local"):
             other_thread.submit(free).result()
@@ -384,7 +384,7 @@ def test_a_run_continues_from_shards(tmp_path, monkeypatch):
     check_optimizer(described.optimizer, optimizer, 4, run / CHECKPOINT)
     state = load_checkpoint(run, model, optimizer)
     restore_rng_state(state.rng)
-    with one_process(tmp_path):
+    with process_group_of_one(tmp_path):
         writer = CheckpointWriter(run)
         writer.save(config=model.config, model=model, optimizer=optimizer, trainer=state.trainer, background=False)
     assert steps_of_shards(run) == [4]

@@ -97,7 +97,7 @@ class CheckpointWriter:
         rank, ranks = dist.get_rank(), dist.get_world_size()
         trees, tensors, own = _flatten(model, optimizer, rank)
         names = _parameter_names(model, optimizer)
-        with self._copying_to_host():
+        with self._copying_to_host(tensors):
             staged = {key: _stage(_parameter_of(key, names), t, turn) for turn, (key, t) in enumerate(tensors.items())}
             staged |= {key: _stage("", tensor, rank) for key, tensor in own.items()}
         index: dict[str, Tensor] = {}
@@ -126,18 +126,19 @@ class CheckpointWriter:
                 pending.result()
 
     @contextlib.contextmanager
-    def _copying_to_host(self) -> Iterator[None]:
-        """Use a CUDA stream for the copies only, and wait for them.
+    def _copying_to_host(self, tensors: Mapping[str, Tensor]) -> Iterator[None]:
+        """Make the writer's CUDA stream current, and wait for its work at the end.
 
-        When pinned memory is freed, torch records an event on the CUDA stream that has used it. The thread that writes
-        the copies frees them, while training may be capturing its stream as a graph. An event on that stream would make
-        the capture fail.
+        When pinned memory is freed, torch records an event on each CUDA stream that has used it. The thread that writes
+        the copies frees them at any time. On a stream that is being captured, the event would invalidate the capture.
         """
-        if not torch.cuda.is_initialized():
+        device = next((held(t).device for t in tensors.values() if held(t).is_cuda), None)
+        if device is None:
             yield
             return
-        self._stream = self._stream or torch.cuda.Stream()
-        self._stream.wait_stream(torch.cuda.current_stream())
+        if self._stream is None:  # torch has 32 streams of a priority, and graphs are captured on those of priority 0
+            self._stream = torch.cuda.Stream(device, priority=-1)
+        self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
             yield
         self._stream.synchronize()

@@ -9,8 +9,8 @@ from contextlib import contextmanager
 from gptkernels.trainer.output import write_error
 
 ACKNOWLEDGEMENT = "\nstopping after this step, with a checkpoint; once more stops at once, without one\n"
-END_SECONDS = 25.0
-"""The time after a signal in which a process of `torchrun` must end. `torchrun` kills it after 30 seconds."""
+LATE_SECONDS = 20.0
+"""torch's launcher kills a process 30 seconds after SIGTERM, unless it was given another time."""
 
 
 class StopRequest:
@@ -20,12 +20,16 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals(acknowledges: bool = True, on_late: Callable[[], object] | None = None) -> Iterator[StopRequest]:
-    """Record the first SIGINT or SIGTERM, and print that it was received. Later signals have their usual effect.
+def stop_on_signals(acknowledges: bool = True, on_late: Callable[[], object] = lambda: None) -> Iterator[StopRequest]:
+    """Record the first SIGINT or SIGTERM, after which later ones have their usual effect.
 
     Python allows handlers only in the main thread, so that in another thread no signal is recorded. It calls them when
-    a blocking call, for example of CUDA, has returned. If the context has not ended `END_SECONDS` after a signal,
-    another thread calls `on_late`.
+    a blocking call, for example of CUDA, has returned.
+
+    Args:
+        acknowledges: print that the signal was received.
+        on_late: called in another thread, also if the main thread is blocked, when the context has not ended
+            `LATE_SECONDS` after a signal.
     """
     request = StopRequest()
     if threading.current_thread() is not threading.main_thread():
@@ -53,25 +57,30 @@ def stop_on_signals(acknowledges: bool = True, on_late: Callable[[], object] | N
 
 
 @contextmanager
-def _time_limit(signals: Container[int], on_late: Callable[[], object] | None) -> Iterator[None]:
-    if on_late is None:
-        yield
-        return
+def _time_limit(signals: Container[int], on_late: Callable[[], object]) -> Iterator[None]:
+    """Call `on_late` in a thread if the context has not ended `LATE_SECONDS` after one of the signals.
+
+    Signals write their numbers to Python's wakeup descriptor, also during a blocking call. If it is in use, for example
+    by asyncio, there is no time limit.
+    """
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    ended = threading.Event()
 
     def wait() -> None:
         with open(reader, "rb", buffering=0) as arrivals:
             while number := arrivals.read(1):
-                if number[0] in signals and not ended.wait(END_SECONDS):
+                if number[0] in signals and not ended.wait(LATE_SECONDS):
                     on_late()
 
-    ended = threading.Event()
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
-    earlier = signal.set_wakeup_fd(writer)  # signals write their numbers there, also during a blocking call
     threading.Thread(target=wait, name="signals", daemon=True).start()
+    other = signal.set_wakeup_fd(writer)
+    if other != -1:
+        signal.set_wakeup_fd(other)
     try:
         yield
     finally:
-        signal.set_wakeup_fd(earlier)
-        os.close(writer)
         ended.set()
+        if other == -1:
+            signal.set_wakeup_fd(-1)
+        os.close(writer)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, distributed
+from torch import Tensor
 
 from gptkernels import _dtensor, functional, parallel
 from gptkernels._device import device_name, peak_flops
@@ -36,7 +36,7 @@ from gptkernels.trainer.model import BatchLoss, build_model
 from gptkernels.trainer.output import command_line, flush_streams, write_error
 from gptkernels.trainer.pending import Mark, PendingStep
 from gptkernels.trainer.plot import plot_losses
-from gptkernels.trainer.processes import DISCONNECTED, Processes, connection, process_name, process_rank
+from gptkernels.trainer.processes import Processes, connection, process_name, process_rank
 from gptkernels.trainer.progress import show_progress
 from gptkernels.trainer.retention import retain
 from gptkernels.trainer.run_data import RunData
@@ -54,10 +54,10 @@ from gptkernels.trainer.runs import (
 )
 from gptkernels.trainer.saved import check_optimizer, check_values, naming, saved_options
 from gptkernels.trainer.schedule import Schedule
-from gptkernels.trainer.signals import END_SECONDS, stop_on_signals
+from gptkernels.trainer.signals import LATE_SECONDS, stop_on_signals
 from gptkernels.trainer.step import Step
 from gptkernels.trainer.utilization import peak_memory
-from gptkernels.trainer.watchdog import Watchdog, end_process
+from gptkernels.trainer.watchdog import Watchdog
 
 SAMPLE_TEMPERATURE = 0.8
 SAMPLE_TOP_K = 40
@@ -267,8 +267,7 @@ class Trainer:
                     self._open_files()
                     if self._saved_step is not None:  # the run may have been killed before it removed old checkpoints
                         self._retain(self._saved_step)
-                on_late = self._end_late if distributed.is_torchelastic_launched() else None
-                signals = stop_on_signals(self.processes.is_main, on_late)
+                signals = stop_on_signals(self.processes.is_main, _say_late)
                 with self._watchdog, signals as self._request, self._connection():
                     self._introduce()
                     try:
@@ -419,15 +418,6 @@ class Trainer:
             self._log.close()
         self._progress.close()
         flush_streams()
-
-    def _end_late(self) -> None:
-        """End a process that cannot end by itself, before `torchrun` kills it without a message."""
-        error = (
-            f"\ngptkernels train: error: {process_name() or 'the process'} was told to end, but had not finished step "
-            f"{self.step} {END_SECONDS:g} seconds later, maybe because another process has ended. "
-            f"{self._kept_checkpoint()}\n"
-        )
-        end_process(DISCONNECTED, lambda: write_error(error))
 
     def _tokens_per_step(self) -> int:
         return self.processes.batches * self.accumulation * self.config.batch_tokens
@@ -613,3 +603,13 @@ class Trainer:
 
 def _is_due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
+
+
+def _say_late() -> None:
+    who, unless = "the run", ""
+    if process_name():
+        who, unless = process_name(), ", unless it waits for a process that has ended"
+    write_error(
+        f"\ngptkernels train: {who} has not ended {LATE_SECONDS:g} seconds after the signal. It finishes its step and "
+        f"writes a checkpoint{unless}\n"
+    )

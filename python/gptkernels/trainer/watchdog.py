@@ -4,7 +4,6 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 
 STALLED = 4
 """The exit status of a run that the watchdog has ended."""
@@ -18,7 +17,8 @@ class Watchdog:
 
     The watchdog's thread counts intervals, not seconds, so that a stop of the process (Ctrl-Z, a debugger) counts as
     one interval. Only work inside `watch` is watched, because other work, such as printing, may wait for a reader.
-    Before the process ends, another thread calls `report` with the argument of `watch`.
+    Before the process ends, another thread calls `report` with the argument of `watch`. The process ends when `report`
+    returns, or after `REPORT_SECONDS`.
     """
 
     def __init__(self, minutes: float, report: Callable[[str], object]) -> None:
@@ -57,12 +57,10 @@ class Watchdog:
                 continue
             idle += 1
             if idle == INTERVALS:
-                end_process(STALLED, partial(self._report, what))
+                self._end_process(what)
 
-
-def end_process(status: int, report: Callable[[], object]) -> None:
-    """End the process although its main thread is blocked, when `report` returns or after `REPORT_SECONDS`."""
-    thread = threading.Thread(target=report, daemon=True)
-    thread.start()
-    thread.join(REPORT_SECONDS)  # the report may wait for a lock of the blocked thread
-    os._exit(status)
+    def _end_process(self, what: str) -> None:
+        report = threading.Thread(target=self._report, args=(what,), daemon=True)
+        report.start()
+        report.join(REPORT_SECONDS)  # the report may wait for a lock of the blocked thread
+        os._exit(STALLED)
