@@ -59,7 +59,7 @@ def save_forever(rank, folder, number, saving, committed):
             committed.value = step
 
 
-def kill_while_saving(folder, number, randomness, committed):
+def kill_while_saving(folder, number, randomness, longest, committed):
     """Return the number of folders of shards that the killed process has left."""
     saving = forked.Event()
     processes = [
@@ -68,7 +68,7 @@ def kill_while_saving(folder, number, randomness, committed):
     for process in processes:
         process.start()
     assert saving.wait(PATIENCE), "no process has begun to save"
-    time.sleep(randomness.uniform(0, LONGEST_SAVES))
+    time.sleep(randomness.uniform(0, longest))
     killed = randomness.choice(processes)
     assert all(process.is_alive() for process in processes), [process.exitcode for process in processes]
     os.kill(killed.pid, signal.SIGKILL)
@@ -100,7 +100,8 @@ def kill_and_resume(folder, rounds, seed=0):
     committed = forked.Value("q", 0, lock=False)
     remains = Counter()
     for number in range(rounds + MORE_ROUNDS):
-        remains[kill_while_saving(folder, number, randomness, committed)] += 1
+        longest = LONGEST_SAVES * max(1, number + 1 - rounds)  # a busy machine needs longer for a checkpoint
+        remains[kill_while_saving(folder, number, randomness, longest, committed)] += 1
         if (folder / "run" / CHECKPOINT).exists():
             committed.value = check_newest(folder, committed.value)
         else:
