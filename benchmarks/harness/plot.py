@@ -87,6 +87,8 @@ def roofline(run):
     figure, (left, right) = plt.subplots(1, 2, figsize=(14, 6), width_ratios=(1, 1.25))
     _roof(left, [row for row in run["rows"] if row.op == "roof"], rows)
     _shares(right, [row for row in rows if row.share])
+    handles, ops = left.get_legend_handles_labels()
+    figure.legend(handles, ops, ncols=8, fontsize=8, loc="outside lower center", frameon=False)
     figure.suptitle(textwrap.fill(title(run["machine"]), 160), fontsize=9, color="#666666")
     return figure
 
@@ -110,7 +112,6 @@ def _roof(axes, roofs, rows):
     axes.set(xscale="log", yscale="log", xlabel="flops per byte", ylabel="flops per second")
     axes.set_title("this package's kernels", loc="left", fontweight="bold")
     axes.grid(axis="both")
-    axes.legend(fontsize=8, loc="lower right")
 
 
 def _shares(axes, rows):
