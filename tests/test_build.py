@@ -180,7 +180,7 @@ void print() {
 }
 int main() { gptkernels::cuda::print(); }
 """)
-    program = ["-x", "c++", f"-I{tmp_path}", f"-I{gemm}", gemm / "cublas.cu", tmp_path / "main.cpp", "-x", "none"]
+    program = [f"-I{tmp_path}", f"-I{gemm}", gemm / "cublas.cpp", tmp_path / "main.cpp"]
     assert compile_and_run(tmp_path, *program) == names[0]
     shared = [find_compiler(), "-shared", "-fPIC", f"-L{tmp_path}", "-Wl,--no-as-needed", f"-Wl,-rpath,{tmp_path}"]
     cublas = f"libcublas.so.{major}"

@@ -120,7 +120,7 @@ bool supports_gelu_epilogue(const Matmul<T>& p) {
 }
 
 // If an operand is not aligned, cuBLASLt may have no kernel that includes the epilogue. It then rounds the sums to 16
-// bits, and a second kernel adds the bias, as with split-K (rounds_once() in algorithm_cache.cu).
+// bits, and a second kernel adds the bias, as with split-K (rounds_once() in algorithm_cache.cpp).
 template <typename T>
 bool adds_bias_before_rounding(const Matmul<T>& p) {
   if (sizeof(T) != 2 || !p.bias) return true;
@@ -141,7 +141,7 @@ bool on_tensor_cores(cublasComputeType_t compute) {
 }
 
 // cuBLAS does not report which algorithm it uses, so it may be any. An algorithm that drops terms (adds_all_terms() in
-// algorithm_cache.cu) drops at least `rest` terms, or at least a whole step if `rest` is 0. It drops fewer terms than
+// algorithm_cache.cpp) drops at least `rest` terms, or at least a whole step if `rest` is 0. It drops fewer terms than
 // there are splits, and there are at most as many splits as whole steps.
 template <typename T>
 bool may_drop_terms(const Matmul<T>& p, cublasComputeType_t compute) {

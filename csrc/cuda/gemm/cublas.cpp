@@ -1,8 +1,8 @@
+#include "cublas.h"
+
 #include <dlfcn.h>
 
 #include <initializer_list>
-
-#include "cublas.h"
 
 namespace gptkernels::cuda {
 namespace {

@@ -1,3 +1,5 @@
+#include "algorithm_cache.h"
+
 #include <unistd.h>
 
 #include <algorithm>
@@ -13,7 +15,6 @@
 #include <sstream>
 #include <string>
 
-#include "algorithm_cache.h"
 #include "matmul.h"
 
 namespace gptkernels::cuda {
@@ -86,7 +87,7 @@ void read_line(const std::string& text, int device, Algorithms& algorithms) {
   uint64_t words[kWords];
   for (uint64_t& word : words)
     if (!(line >> std::hex >> word)) return;
-  LtAlgorithm algorithm = {.workspace = v[20]};
+  LtAlgorithm algorithm = {.algo = {}, .workspace = v[20]};
   std::memcpy(&algorithm.algo, words, sizeof(words));
   const ProductKey key = {.device = device,
                           .type = static_cast<cudaDataType_t>(v[0]),
