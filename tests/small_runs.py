@@ -102,7 +102,12 @@ def at_step(monkeypatch, step, act):
 
 
 def run_flags(options):
-    return [part for name, value in options.items() for part in (f"--{name.replace('_', '-')}", str(value))]
+    """Return the flags of `gptkernels train`. A boolean option becomes --name or --no-name."""
+    flags = []
+    for name, value in options.items():
+        flag = name.replace("_", "-")
+        flags += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
+    return flags
 
 
 def error_of(capsys, *command, status=2):

@@ -595,13 +595,13 @@ def test_a_run_continues_without_its_output(options, tmp_path, redirection):
     assert load_step(tmp_path / "run") == 8
 
 
-def run_together(count, options, *more_flags):
+def run_together(count, options):
     """The processes have the variables of torchrun, and a store of this process for their addresses, as torchrun's."""
     store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     shared = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "WORLD_SIZE": str(count)}
     shared |= {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "0"}
     code = 'import runpy; runpy.run_module("gptkernels", run_name="__main__")'
-    arguments = ["train", *run_flags(options), *more_flags]
+    arguments = ["train", *run_flags(options)]
     ranks = (shared | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count))
     done = run_programs(*((code, arguments, rank) for rank in ranks))
     assert [process.returncode for process in done] == [0] * count, "\n".join(process.stderr for process in done)
@@ -620,7 +620,7 @@ def test_the_layout_changes_no_bit(options, device, tmp_path, count, changes):
     if device.type == "cuda" and torch.cuda.device_count() < count:
         pytest.skip("needs a GPU for each process")
     given = options | {"output": str(tmp_path / "divided"), "val_every": 0, "skip_update_gradz": 1e9} | changes
-    run_together(count, given, "--deterministic-layout")
+    run_together(count, given | {"deterministic_layout": True})
     train_with(given, shard="none", grad_accumulation=count, output=tmp_path / "one")
     assert_same_run(tmp_path / "divided", tmp_path / "one")
 
@@ -629,9 +629,9 @@ def test_the_division_of_the_batch_changes_no_bit_of_divided_layers(options, dev
     if device.type == "cuda" and torch.cuda.device_count() < 4:
         pytest.skip("needs a GPU for each process")
     given = options | {"output": str(tmp_path / "divided"), "val_every": 0, "sample_every": 0, "sample_length": 0}
-    run_together(4, given | {"parallel": "dp=2,tp=2", "shard": "params"}, "--deterministic-layout")
-    one = given | {"parallel": "tp=2", "grad_accumulation": 2, "output": str(tmp_path / "one")}
-    run_together(2, one, "--deterministic-layout")
+    given |= {"deterministic_layout": True}
+    run_together(4, given | {"parallel": "dp=2,tp=2", "shard": "params"})
+    run_together(2, given | {"parallel": "tp=2", "grad_accumulation": 2, "output": str(tmp_path / "one")})
     assert_same_run(tmp_path / "divided", tmp_path / "one")
 
 

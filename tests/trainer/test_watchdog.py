@@ -47,9 +47,8 @@ def options(tmp_path, device):
 
 def arguments_of_child(options, hang, rank=0):
     """Return the arguments of CHILD. ``hang`` has the module, the function and the statement. Only ``rank`` hangs."""
-    flags = ["--no-graph", *run_flags({name: options[name] for name in options if name != "graph"})]
     checkpoint = os.path.join(options["output"], "checkpoint.safetensors")
-    return [*hang, checkpoint, str(rank), "train", "--watchdog", "0.05", *flags]
+    return [*hang, checkpoint, str(rank), "train", "--watchdog", "0.05", *run_flags(options)]
 
 
 # For each name of a part of the run: where the run hangs, the step and the description in the error message.

@@ -606,10 +606,9 @@ def _is_due(step: int, every: int) -> bool:
 
 
 def _say_late() -> None:
-    who, unless = "the run", ""
-    if process_name():
-        who, unless = process_name(), ", unless it waits for a process that has ended"
+    who = process_name()
+    unless = ", unless it waits for a process that has ended" if who else ""
     write_error(
-        f"\ngptkernels train: {who} has not ended {LATE_SECONDS:g} seconds after the signal. It finishes its step and "
-        f"writes a checkpoint{unless}\n"
+        f"\ngptkernels train: {who or 'the run'} has not ended {LATE_SECONDS:g} seconds after the signal. It finishes "
+        f"its step and writes a checkpoint{unless}\n"
     )
