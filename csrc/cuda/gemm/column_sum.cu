@@ -56,8 +56,8 @@ dim3 partial_grid(int64_t rows, int64_t width) {
   constexpr int64_t kMaxRuns = 1024;
   const int64_t strips = ceil_div(width, kWarp * kVec);
   const int resident = blocks_per_multiprocessor<column_sum_partial_kernel<T, kVec>, kWarp * kRows>();
-  const int64_t filling = std::max<int64_t>(int64_t(resident) * multiprocessors() / strips, 1);
-  const int64_t runs = std::clamp<int64_t>(ceil_div(rows, kAhead * kRows), 1, std::min(filling, kMaxRuns));
+  const int64_t filling = max(int64_t{resident} * multiprocessors() / strips, int64_t{1});
+  const int64_t runs = clamp(ceil_div(rows, kAhead * kRows), 1, min(filling, kMaxRuns));
   return {grid_size(strips), static_cast<unsigned>(runs)};
 }
 
@@ -80,7 +80,7 @@ void launch(const ColumnSum<T>& p, Stream stream) {
 template <typename T>
 int64_t column_sum_workspace(int64_t rows, int64_t width) {
   if (width == 0) return 0;
-  const int64_t partials = std::max(partial_grid<T, kPack<T>>(rows, width).y, partial_grid<T, 1>(rows, width).y);
+  const int64_t partials = max(partial_grid<T, kPack<T>>(rows, width).y, partial_grid<T, 1>(rows, width).y);
   return partials * width * int64_t(sizeof(sum_t<T>));
 }
 

@@ -31,10 +31,10 @@ struct Fp8Matmul {
 };
 
 struct Fp8Plan {
-  bool found;
-  bool needs_autotune;  // the caller should call fp8_matmul_autotune()
-  cublasLtMatmulAlgo_t algorithm;
-  int64_t workspace;  // bytes
+  bool found = false;
+  bool needs_autotune = false;  // the caller should call fp8_matmul_autotune()
+  cublasLtMatmulAlgo_t algorithm = {};
+  int64_t workspace = 0;  // bytes
 };
 
 // The first call with a ProductKey (algorithm_cache.h) reads the cache or asks cuBLASLt's heuristic. Later calls return

@@ -42,12 +42,12 @@ struct MatmulPlan {
   // If `cublaslt`, cublasLtMatmul computes the matmul and the epilogue. If `sm90`, our kernel (gemm/sm90_gelu.h)
   // computes both, and column_sums, which the caller computes otherwise. If neither, cublasGemmStridedBatchedEx
   // computes the matmul. `cublaslt` and `sm90` are never both true.
-  bool cublaslt;
-  bool separate_gelu;  // the epilogue is without GELU or its gradient, which our kernels compute afterwards
-  bool separate_bias;  // our kernel first writes the bias to every row of out, and the matmul adds to it
-  bool sm90;
-  cublasLtMatmulAlgo_t algorithm;
-  int64_t workspace;  // bytes
+  bool cublaslt = false;
+  bool separate_gelu = false;  // the epilogue is without GELU or its gradient, which our kernels compute afterwards
+  bool separate_bias = false;  // our kernel first writes the bias to every row of out, and the matmul adds to it
+  bool sm90 = false;
+  cublasLtMatmulAlgo_t algorithm = {};
+  int64_t workspace = 0;  // bytes
 
   // Whether matmul() calls cuBLAS, which uses the stream and the math mode of the handle.
   bool needs_cublas() const { return !cublaslt && !sm90; }

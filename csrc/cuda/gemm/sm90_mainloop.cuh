@@ -22,8 +22,6 @@
 //   };
 #pragma once
 
-#include <algorithm>
-
 #include "../../device.h"
 #include "cuda/common/launch.cuh"
 #include "cuda/common/packed.cuh"
@@ -373,7 +371,7 @@ cudaError_t launch(const typename Epilogue::Arguments& p, Stream stream) {
   constexpr auto kernel = matmul_wgmma_kernel<Epilogue, kRowsAreK>;
   max_dynamic_shared_memory<kernel>();
   cudaLaunchAttribute cluster = cluster_of(kCluster);
-  const int64_t clusters = std::min<int64_t>(p.tiles, max_clusters());
+  const int64_t clusters = min(int64_t{p.tiles}, int64_t{max_clusters()});
   const auto blocks = static_cast<unsigned>(kCluster * clusters);
   const cudaLaunchConfig_t config = launch_config(blocks, kThreads, kSharedBytes, stream, &cluster);
   return cudaLaunchKernelEx(&config, kernel, p);

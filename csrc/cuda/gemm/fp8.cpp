@@ -1,14 +1,14 @@
 // Float8 matmuls by column-major cuBLASLt: out = a @ b^T is computed as out^T = b @ a^T, where cuBLASLt's A is our b,
 // transposed, and its B is our a. On Hopper, cuBLASLt supports no other layout of float8.
+#include "fp8.h"
+
 #include <map>
 #include <mutex>
 #include <vector>
 
 #include "algorithm_cache.h"
 #include "autotune.h"
-#include "cuda/common/launch.cuh"
-#include "cuda/common/packed.cuh"
-#include "fp8.h"
+#include "bias.h"
 
 namespace gptkernels::cuda {
 namespace {
@@ -25,7 +25,7 @@ constexpr cudaDataType_t type_of(Fp8Format format) {
 }
 
 // cuBLASLt adds only bfloat16 biases to float32 results. Our bias has the dtype of the result, so a separate kernel
-// adds a float32 bias.
+// writes a float32 bias to out, and the matmul accumulates.
 template <typename T>
 constexpr bool kFusesBias = sizeof(T) == 2;
 
@@ -88,7 +88,7 @@ ProductKey key_of(const Fp8Matmul<T>& p) {
 constexpr int kCandidates = 24;  // with a bias, the first 8 algorithms are all slow (docs/notes/fp8.md)
 
 Fp8Plan plan_of(const LtAlgorithm& algorithm) {
-  return {.found = true, .needs_autotune = false, .algorithm = algorithm.algo, .workspace = algorithm.workspace};
+  return {.found = true, .algorithm = algorithm.algo, .workspace = algorithm.workspace};
 }
 
 template <typename T>
@@ -116,22 +116,6 @@ MatmulStatus product(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace
   problem.check(cublasLtMatmul(lt(handle), &problem.operation, &alpha, p.b, &problem.a, p.a, &problem.b, &beta, p.out,
                                &problem.out, p.out, &problem.out, &plan.algorithm, workspace, plan.workspace, stream));
   return {.cublas = problem.status};
-}
-
-template <typename T>
-__global__ void fp8_matmul_bias_kernel(T* out, const T* bias, int64_t size, int64_t columns) {
-  const int64_t stride = int64_t(gridDim.x) * blockDim.x;
-  for (int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x; i < size; i += stride)
-    out[i] = narrow<T>(widen(out[i]) + widen(bias[i % columns]));
-}
-
-template <typename T>
-cudaError_t add_bias(const Fp8Matmul<T>& p, Stream stream) {
-  constexpr int kThreads = 256;
-  const int64_t size = p.rows * p.columns;
-  fp8_matmul_bias_kernel<T>
-      <<<grid_size(ceil_div(size, kThreads)), kThreads, 0, stream>>>(p.out, p.bias, size, p.columns);
-  return cudaGetLastError();
 }
 
 template <typename T>
@@ -171,14 +155,15 @@ template <typename T>
 MatmulStatus fp8_matmul(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
                         Stream stream) {
   if (is_empty(p)) return {};
-  MatmulStatus status;
-  if (p.inner == 0 && p.accumulate) return status;
-  if (p.inner == 0)
-    status.cuda = cudaMemsetAsync(p.out, 0, p.rows * p.columns * sizeof(T), stream);
-  else
-    status = product(p, plan, workspace, handle, stream);
-  if (p.bias && (p.inner == 0 || !kFusesBias<T>) && status.ok()) status.cuda = add_bias(p, stream);
-  return status;
+  Fp8Matmul<T> rest = p;
+  if (p.bias && (p.inner == 0 || !kFusesBias<T>)) {
+    const cudaError_t error = write_bias(p.out, p.bias, p.rows, p.columns, p.columns, stream);
+    if (error != cudaSuccess) return {.cuda = error};
+    rest.accumulate = true;
+  }
+  if (p.inner > 0) return product(rest, plan, workspace, handle, stream);
+  if (rest.accumulate) return {};
+  return {.cuda = cudaMemsetAsync(p.out, 0, p.rows * p.columns * sizeof(T), stream)};
 }
 
 #define GPTKERNELS_INSTANTIATE(T)                                                                              \

@@ -7,9 +7,7 @@
 
 #include "../../gelu.h"
 #include "algorithm_cache.h"
-#include "cuda/common/launch.cuh"
-#include "cuda/common/packed.cuh"
-#include "cuda/common/reduce.cuh"
+#include "bias.h"
 #include "matmul.h"
 #include "sm90_gelu.h"
 
@@ -124,8 +122,9 @@ bool supports_gelu_epilogue(const Matmul<T>& p) {
 template <typename T>
 bool adds_bias_before_rounding(const Matmul<T>& p) {
   if (sizeof(T) != 2 || !p.bias) return true;
-  return all_aligned(p.a, p.b, p.out) && p.a_ld % kPack<T> == 0 && p.b_ld % kPack<T> == 0 && p.out_ld % kPack<T> == 0 &&
-         (gelu_matrix(p) == nullptr || all_aligned(p.bias));
+  const auto aligned = [](const void* matrix, int64_t ld) { return alignment(matrix) >= 16 && ld % 8 == 0; };
+  return aligned(p.a, p.a_ld) && aligned(p.b, p.b_ld) && aligned(p.out, p.out_ld) &&
+         (gelu_matrix(p) == nullptr || alignment(p.bias) >= 16);
 }
 
 // `p` has an epilogue.
@@ -260,36 +259,6 @@ MatmulStatus fused_product(const Matmul<T>& p, const MatmulPlan& plan, void* wor
 // ---------------------------------------------------------------------------------------------------------------
 // Our own kernels before and after a matmul.
 
-template <typename T, int kVec>
-__global__ void matmul_bias_kernel(T* out, const T* bias, int64_t rows, int64_t columns, int64_t ld) {
-  const int64_t column = (int64_t(blockIdx.x) * blockDim.x + threadIdx.x) * kVec;
-  if (column >= columns) return;
-  const Packed<T, kVec> b = load<kVec>(bias + column);
-  const int64_t stride = int64_t(gridDim.y) * blockDim.y;
-  for (int64_t row = int64_t(blockIdx.y) * blockDim.y + threadIdx.y; row < rows; row += stride)
-    store<kVec>(out + row * ld + column, b);
-}
-
-template <typename T, int kVec>
-void launch_bias(const Matmul<T>& p, Stream stream) {
-  constexpr int kRows = 8;
-  constexpr int64_t kMaxRuns = 4096;
-  const int64_t runs = std::clamp<int64_t>(ceil_div(p.rows, 4 * kRows), 1, kMaxRuns);
-  const dim3 grid(grid_size(ceil_div(p.columns, kWarp * kVec)), static_cast<unsigned>(runs));
-  matmul_bias_kernel<T, kVec><<<grid, dim3(kWarp, kRows), 0, stream>>>(p.out, p.bias, p.rows, p.columns, p.out_ld);
-}
-
-// Sets every row of out to the bias.
-template <typename T>
-cudaError_t write_bias(const Matmul<T>& p, Stream stream) {
-  if (p.rows == 0 || p.columns == 0) return cudaSuccess;
-  if (can_vectorize<T>(p.columns, p.out, p.bias) && p.out_ld % kPack<T> == 0)
-    launch_bias<T, kPack<T>>(p, stream);
-  else
-    launch_bias<T, 1>(p, stream);
-  return cudaGetLastError();
-}
-
 // The matmul that follows write_bias(). It adds its float32 sums to the bias, and rounds once. (The kernels
 // nvjet_*_badd would round twice, but need operands with which cuBLASLt's epilogue is used.)
 template <typename T>
@@ -342,7 +311,7 @@ MatmulStatus matmul(const Matmul<T>& p, const MatmulPlan& plan, void* workspace,
   Matmul<T> first = plan.separate_gelu ? without_gelu(p) : p;
   MatmulStatus status;
   if (plan.separate_bias) {
-    status.cuda = write_bias(first, stream);
+    status.cuda = write_bias(first.out, first.bias, first.rows, first.columns, first.out_ld, stream);
     if (!status.ok()) return status;
     first = without_bias(first);
   }
