@@ -12,7 +12,6 @@
 // decode_product_simple_kernel.
 #pragma once
 
-#include <algorithm>
 #include <utility>
 
 #include "../../decode.h"
@@ -145,7 +144,7 @@ constexpr int kDecodePacks = 12;  // in flight per thread
 template <typename T, int kPacks>
 struct DecodeShape {
   static constexpr int kVec = kPack<T>;
-  static constexpr int kRows = std::max(1, kDecodePacks / kPacks);  // in flight per warp
+  static constexpr int kRows = kDecodePacks / kPacks;  // in flight per warp
 };
 
 // Every weight is read once, and not allocated in L1.
@@ -160,7 +159,7 @@ __device__ Packed<T, kPack<T>> load_weights(const T* p) {
 
 template <int kCount, typename A>
 __device__ void load_activations(A* to, const A* from) {
-  constexpr int kStep = std::min(kCount, kPack<A>);
+  constexpr int kStep = kCount < kPack<A> ? kCount : kPack<A>;
 #pragma unroll
   for (int i = 0; i < kCount; i += kStep) {
     const Packed<A, kStep> pack = load<kStep>(from + i);
@@ -351,12 +350,12 @@ DecodeLayout decode_layout(const DecodeProduct<T>& p) {
   // One thread block per SM leaves room for the next kernel's thread blocks; many rows need two per SM.
   int64_t rows = ceil_div(p.sizes.rows, multiprocessors());
   if (rows > kFewRows) rows = ceil_div(p.sizes.rows, int64_t{kBlocksEach} * multiprocessors());
-  rows = std::min(rows, kMaxShared / (p.sizes.batch * slices * static_cast<int64_t>(sizeof(accumulate_t<T>))));
+  rows = min(rows, kMaxShared / (p.sizes.batch * slices * static_cast<int64_t>(sizeof(accumulate_t<T>))));
   return {slices, static_cast<int>(ceil_div(packs, slices)), static_cast<int>(rows)};
 }
 
-// float64 has fewer instances, because it needs no speed for short rows.
-template <typename T, bool kNorm, int kPacks = std::is_same_v<T, double> ? 4 : 1>
+// float64 has one instance, because it needs no speed for short rows.
+template <typename T, bool kNorm, int kPacks = std::is_same_v<T, double> ? kDecodeMaxPacks : 2>
 void launch_decode_product(const DecodeProduct<T>& p, const DecodeLayout& layout, Stream stream) {
   if constexpr (kPacks < kDecodeMaxPacks)
     if (layout.packs > kPacks * kWarp)

@@ -424,7 +424,6 @@ __global__ void __launch_bounds__(kThreads)
 
 template <typename S, typename Fn>
 Status for_columns(int64_t head_size, const Fn& fn) {
-  if (head_size <= 32) return fn.template operator()<S, 2>();
   if (head_size <= 64) return fn.template operator()<S, 4>();
   if (head_size <= 128) return fn.template operator()<S, 8>();
   return fn.template operator()<S, 16>();
