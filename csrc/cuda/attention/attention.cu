@@ -1,4 +1,3 @@
-#include <algorithm>
 #include <type_traits>
 
 #include "cuda/common/launch.cuh"
@@ -62,7 +61,7 @@ __global__ void attention_dropout_mask_kernel(bool* mask, AttentionSizes s, Drop
 Status attention_dropout_mask(bool* mask, const AttentionSizes& sizes, const DropoutArguments& dropout, Stream stream) {
   constexpr int kThreads = 256;
   const int64_t count = sizes.batches * sizes.heads * sizes.queries * sizes.keys;
-  const auto blocks = static_cast<unsigned>(std::clamp<int64_t>(ceil_div(count, kThreads), 1, 8 * multiprocessors()));
+  const auto blocks = static_cast<unsigned>(clamp(ceil_div(count, kThreads), 1, 8 * multiprocessors()));
   attention_dropout_mask_kernel<<<blocks, kThreads, 0, stream>>>(mask, sizes, dropout);
   return cudaGetLastError();
 }

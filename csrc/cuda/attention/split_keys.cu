@@ -24,7 +24,7 @@ struct SplitShape {
   static constexpr int kStages = kBytes <= 128 ? 3 : 2;
   static constexpr int kStagesBytes = 2 * kStages * kStageBytes;
   static constexpr int kSumsBytes = kWarps * kSplitRows * kPitch * static_cast<int>(sizeof(float));
-  static constexpr int kSharedBytes = kSplitRows * kBytes + std::max(kStagesBytes, kSumsBytes);
+  static constexpr int kSharedBytes = kSplitRows * kBytes + (kStagesBytes > kSumsBytes ? kStagesBytes : kSumsBytes);
   static_assert(kSharedBytes <= 99 << 10);
 };
 
@@ -323,10 +323,10 @@ int splits_of(const AttentionForward<T>& p) {
   constexpr int kFewestKeys = 128;
   const AttentionSizes& s = p.sizes;
   int64_t keys = s.keys;
-  if (p.mask.causal) keys = std::min(keys, std::max<int64_t>(s.queries + p.mask.query_offset, 1));
+  if (p.mask.causal) keys = min(keys, max(s.queries + p.mask.query_offset, int64_t{1}));
   const int64_t tiles = split_tiles(s), blocks_each = tiles < 4 * multiprocessors() ? 2 : 12;
   const int64_t wanted = ceil_div(blocks_each * multiprocessors(), tiles);
-  return static_cast<int>(std::clamp<int64_t>(std::min(wanted, keys / kFewestKeys), 1, kMaxSplits));
+  return static_cast<int>(clamp(min(wanted, keys / kFewestKeys), 1, kMaxSplits));
 }
 
 template <typename T>

@@ -1,7 +1,6 @@
 // The order in which attention's thread blocks take the tiles of all heads.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #ifdef __CUDACC__
@@ -24,7 +23,8 @@ struct HeadTiles {
   };
 
   static HeadTiles of(int64_t tiles, int64_t heads, int64_t head_bytes, bool longest_last, int64_t section_bytes) {
-    const int64_t section = std::clamp<int64_t>(section_bytes / std::max<int64_t>(head_bytes, 1), 1, heads);
+    const int64_t fitting = section_bytes / (head_bytes > 0 ? head_bytes : 1);
+    const int64_t section = fitting < 1 ? 1 : fitting < heads ? fitting : heads;
     return {static_cast<int>(tiles), static_cast<int>(heads), static_cast<int>(section), longest_last};
   }
 

@@ -21,7 +21,6 @@
 // `slots` is the thread block's dynamic shared memory. For each array in turn, it contains `overflow` packs per thread.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <limits>
 #include <type_traits>
@@ -88,7 +87,7 @@ struct BlockShape {
 
   BlockShape(int64_t packs, int arrays, int64_t threads)
       : threads(static_cast<unsigned>(threads)),
-        overflow(static_cast<int>(std::max<int64_t>(ceil_div(packs, threads) - kRowItems, 0))),
+        overflow(static_cast<int>(max(ceil_div(packs, threads) - kRowItems, int64_t{0}))),
         shared_bytes(arrays * overflow * threads * 16) {}
 };
 
@@ -97,7 +96,7 @@ inline int64_t threads_for(int64_t packs, int64_t items) {
 }
 
 inline BlockShape block_shape(int64_t packs, int arrays, int64_t max_threads) {
-  const int64_t items = std::max<int64_t>(ceil_div(packs, max_threads), kRowItems);
+  const int64_t items = max(ceil_div(packs, max_threads), int64_t{kRowItems});
   return {packs, arrays, threads_for(packs, items)};
 }
 
@@ -121,7 +120,7 @@ inline ClusterShape cluster_shape(const RowShapes& op, int64_t packs, int64_t ma
   int64_t blocks = 2;
   while (blocks < max_blocks && ceil_div(packs, blocks) > op.cluster_packs + 7) blocks *= 2;
   const int64_t part = ceil_div(packs, blocks);
-  const int64_t threads = std::min(ceil_div(part, kStep * op.cluster_items) * kStep, max_threads);
+  const int64_t threads = min(ceil_div(part, kStep * op.cluster_items) * kStep, max_threads);
   return {blocks, {part, op.arrays, threads}};
 }
 
@@ -136,7 +135,7 @@ int64_t max_cluster_blocks() {
     int most = 1;
     cudaOccupancyMaxPotentialClusterSize(&most, kKernel, &config);
     int blocks = 1;
-    while (2 * blocks <= std::min(most, kMaxClusterBlocks)) blocks *= 2;
+    while (2 * blocks <= min(most, kMaxClusterBlocks)) blocks *= 2;
     return blocks;
   });
 }
@@ -197,7 +196,7 @@ template <typename Op>
 bool launch_rows(const typename Op::Arguments& p, const typename Op::T* base, bool aligned, Stream stream) {
   if (p.rows > std::numeric_limits<int>::max()) return false;
   const int64_t packs = p.width / kPack<typename Op::T>;
-  const int items = static_cast<int>(std::max<int64_t>(ceil_div(packs, kWarp), 1));
+  const int items = static_cast<int>(max(ceil_div(packs, kWarp), int64_t{1}));
   const auto by_lanes = [&](auto lanes, auto items, auto head_tail) {
     constexpr int kThreads = kLanesThreads<items.value>;
     rows_by_lanes_kernel<Op, lanes.value, items.value, head_tail.value>

@@ -3,7 +3,6 @@
 // not support.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "launch.cuh"
@@ -16,7 +15,7 @@ constexpr int kSimpleThreads = 512;
 
 template <int kVec>
 unsigned simple_threads(int64_t width) {
-  return static_cast<unsigned>(std::clamp<int64_t>(ceil_div(width, kVec * kWarp), 1, kSimpleThreads / kWarp) * kWarp);
+  return static_cast<unsigned>(clamp(ceil_div(width, kVec * kWarp), 1, kSimpleThreads / kWarp) * kWarp);
 }
 
 template <typename T, typename Fn>

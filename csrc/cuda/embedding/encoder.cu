@@ -35,7 +35,7 @@ void launch_backward(const EncoderBackward<T, Token>& p, const EncoderWorkspace<
   constexpr int kMaxGridY = 65535;
   const int64_t batch_blocks = p.dwpe ? ceil_div(p.positions * w.pieces, kSumsWarps) : 0;
   const int64_t slot_blocks = ceil_div(w.windows * int64_t(kWindow / kUnit), kSumsThreads / kLanes<kVec>);
-  const dim3 grid(grid_size(batch_blocks + slot_blocks), std::min(w.slabs, kMaxGridY));
+  const dim3 grid(grid_size(batch_blocks + slot_blocks), min(w.slabs, kMaxGridY));
   const auto sums = std::bit_cast<EncoderSums<T>>(p);
   if (p.accumulate)
     launch_early<encoder_backward_sums_kernel<T, kVec, true>>(grid, kSumsThreads, 0, stream, sums, w, batch_blocks);

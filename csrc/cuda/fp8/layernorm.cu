@@ -176,8 +176,8 @@ unsigned launch(const LayernormForward<typename R::T>& p, const Fp8Quantize<type
                 CalibrationWorkspace* first, int count, Stream stream) {
   constexpr auto kKernel = fp8_layernorm_kernel<R, kResidual, kCalibrated>;
   max_dynamic_shared_memory<kKernel>();
-  const int64_t filling = std::min<int64_t>(int64_t(kResident<R>) * multiprocessors(), kMaxBlocks);
-  const unsigned grid = grid_size(std::min(ceil_div(p.rows, kTileRows), filling));
+  const int64_t filling = min(int64_t{kResident<R>} * multiprocessors(), int64_t{kMaxBlocks});
+  const unsigned grid = grid_size(min(ceil_div(p.rows, kTileRows), filling));
   const int64_t bytes = kTileRows * line_bytes(static_cast<int>(p.width));
   launch_early<kKernel>(dim3(grid), dim3(kWarp, kWarps), bytes, stream, p, quantization, first, count,
                         1 / float(p.width));
@@ -194,7 +194,7 @@ void launch_both(LayernormForward<typename R::T> p, const Fp8Quantize<typename R
 
 template <typename T>
 RowShape shape_of_row(const LayernormForward<T>& p) {
-  return row_shape<T, Block>(std::max<int64_t>(p.width / kPack<T>, 1), kMaxWarpItems, forward_max_threads<T>);
+  return row_shape<T, Block>(max(p.width / kPack<T>, int64_t{1}), kMaxWarpItems, forward_max_threads<T>);
 }
 
 }  // namespace

@@ -235,9 +235,9 @@ constexpr int64_t kAmaxBytes = kMaxAmaxBlocks * sizeof(float);
 // grid has at most `resident` thread blocks per SM.
 dim3 quantize_grid(int64_t rows, int64_t width, int resident) {
   constexpr int64_t kMaxRuns = 1024;
-  const int64_t strips = std::max<int64_t>(ceil_div(width, kTileColumns), 1);
-  const int64_t filling = std::max<int64_t>(int64_t(resident) * multiprocessors() / strips, 1);
-  const int64_t runs = std::clamp<int64_t>(ceil_div(rows, kTileRows), 1, std::min(filling, kMaxRuns));
+  const int64_t strips = max(ceil_div(width, kTileColumns), int64_t{1});
+  const int64_t filling = max(int64_t{resident} * multiprocessors() / strips, int64_t{1});
+  const int64_t runs = clamp(ceil_div(rows, kTileRows), 1, min(filling, kMaxRuns));
   return {grid_size(strips), static_cast<unsigned>(runs)};
 }
 
@@ -247,8 +247,8 @@ void launch(const Fp8Quantize<T>& p, Stream stream) {
   void* const own_partials = static_cast<char*>(p.workspace) + kAmaxBytes;
   auto* const partials = static_cast<sum_t<T>*>(p.fused.partials ? p.fused.partials : own_partials);
   const int64_t size = p.rows * p.width;
-  const int64_t filling = std::min<int64_t>(int64_t(8) * multiprocessors(), kMaxAmaxBlocks);
-  const auto count = static_cast<int>(std::clamp<int64_t>(ceil_div(size, kThreads * kThreadColumns), 1, filling));
+  const int64_t filling = min(int64_t{8} * multiprocessors(), int64_t{kMaxAmaxBlocks});
+  const auto count = static_cast<int>(clamp(ceil_div(size, kThreads * kThreadColumns), 1, filling));
   launch_early<fp8_largest_kernel<T, Source, kVector>>(dim3(count), dim3(kThreads), 0, stream, p, largest);
   const dim3 grid = quantize_grid(p.rows, p.width, Source::kResident);
   launch_early<fp8_quantize_kernel<T, Source, kVector>>(grid, dim3(kThreads), 0, stream, p, largest, count, partials);
@@ -256,7 +256,7 @@ void launch(const Fp8Quantize<T>& p, Stream stream) {
     launch_partial_sums<T, sum_t<T>>({.first = p.column_sums,
                                       .second = nullptr,
                                       .partials = partials,
-                                      .count = std::max<int64_t>(grid.y, p.fused.partial_rows),
+                                      .count = max(int64_t{grid.y}, p.fused.partial_rows),
                                       .width = p.width,
                                       .split = p.width},
                                      stream);

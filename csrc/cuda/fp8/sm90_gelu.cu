@@ -25,7 +25,6 @@
 // stmatrix joins the threads' pairs of bytes (two rows of a column) into 16 rows of a column.
 #include <cuda_fp8.h>
 
-#include <algorithm>
 #include <cstddef>
 
 #include "../../fp8_scale.h"
@@ -512,7 +511,7 @@ int strips_of(const Fp8Matmul<T>& p) {
 
 template <typename T>
 int parts_of(const Fp8Matmul<T>& p) {
-  return std::max(multiprocessors() / strips_of(p), 1);
+  return max(multiprocessors() / strips_of(p), 1);
 }
 
 // The workspace holds the flag `done`, each warp's column sums, and fp8_quantize()'s workspace.

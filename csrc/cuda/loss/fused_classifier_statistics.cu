@@ -22,10 +22,10 @@ struct Tiles {
 
   explicit Tiles(int64_t packs) {
     constexpr int64_t kPerWarp = kPacks * kWarp;
-    const int64_t fewest = std::max<int64_t>(ceil_div(packs, kThreads * kPacks), 1);
+    const int64_t fewest = max(ceil_div(packs, kThreads * kPacks), int64_t{1});
     int64_t least = std::numeric_limits<int64_t>::max();
     for (int64_t tried = fewest; tried <= fewest + fewest / 2; ++tried) {
-      const int64_t warps = std::max<int64_t>(ceil_div(ceil_div(packs, tried), kPerWarp), 1);
+      const int64_t warps = max(ceil_div(ceil_div(packs, tried), kPerWarp), int64_t{1});
       if (tried * warps >= least) continue;
       least = tried * warps;
       count = tried;

@@ -7,7 +7,6 @@
 //
 // If X is T, the fast kernels have instances without and with dropout (NoDropout, DenseDropout). If X is narrower, one
 // instance (OptionalDropout) is for both cases.
-#include <algorithm>
 #include <limits>
 #include <type_traits>
 
@@ -34,7 +33,7 @@ bool few_rows(int64_t rows) {
 // than the mixing saves.
 unsigned forward_block_rows(int64_t rows, int threads, int64_t row_bytes) {
   if (threads > kWarp) return 1;
-  return few_rows(rows) ? 4 : static_cast<unsigned>(std::clamp<int64_t>(3072 / row_bytes, 1, 4));
+  return few_rows(rows) ? 4 : static_cast<unsigned>(clamp(3072 / row_bytes, 1, 4));
 }
 
 // Returns false if the rows do not fit into registers or are too many. A residual does not change how a row is divided
@@ -43,7 +42,7 @@ template <bool kResidual, typename T, typename X, typename Dropout>
 bool launch_forward_registers(const LayernormForward<T, X>& p, const Dropout& dropout, Stream stream) {
   // For many rows of 768 float32, two warps per row finish sooner than one.
   const int max_warp_items = sizeof(T) == 4 && !few_rows(p.rows) ? 5 : kMaxWarpItems;
-  const int64_t packs = std::max<int64_t>(p.width / kPack<T>, 1);
+  const int64_t packs = max(p.width / kPack<T>, int64_t{1});
   const RowShape row = row_shape<T, Block>(packs, max_warp_items, forward_max_threads<T>);
   if (row.items == 0 || p.rows > std::numeric_limits<int>::max()) return false;
   const dim3 block(row.threads, forward_block_rows(p.rows, row.threads, (kResidual ? 2 : 1) * packs * 16));
@@ -87,7 +86,7 @@ int64_t launch_backward_ring(const LayernormBackward<T, X>& p, const Dropout& dr
   constexpr int kFewWarpItems = sizeof(T) == 2 ? 5 : kMaxWarpItems;
   constexpr int kWarpItems = kArrays == 3 ? kFewWarpItems : kMaxWarpItems;
   const auto max_threads = backward_max_threads<T, kArrays>;
-  const int64_t packs = std::max<int64_t>(p.width / kPack<T>, 1);
+  const int64_t packs = max(p.width / kPack<T>, int64_t{1});
   const RowShape row = row_shape<T, BlockPart>(packs, p.dsum ? kFewWarpItems : kWarpItems, max_threads);
   int64_t blocks = 0;
   if (row.items > 0)
@@ -118,7 +117,7 @@ int64_t launch_backward_fast(const LayernormBackward<T, X>& p, const DropoutArgu
 }
 
 int64_t simple_partials(int64_t rows) {
-  return std::clamp<int64_t>(rows / 16, 1, 64);
+  return clamp(rows / 16, 1, 64);
 }
 
 template <int kVec, typename T, typename X>
@@ -154,7 +153,7 @@ Status layernorm_forward(const LayernormForward<T, X>& p, const DropoutArguments
 // per SM. layernorm_backward_columns_kernel writes simple_partials(rows) rows.
 template <typename T>
 int64_t layernorm_backward_workspace(int64_t rows, int64_t width) {
-  const int64_t partials = std::max(std::clamp<int64_t>(rows, 1, multiprocessors()), simple_partials(rows));
+  const int64_t partials = max(clamp(rows, 1, multiprocessors()), simple_partials(rows));
   return partials * 3 * width * int64_t(sizeof(accumulate_t<T>));
 }
 

@@ -15,8 +15,6 @@
 
 #include <cuda_pipeline_primitives.h>
 
-#include <algorithm>
-
 #include "cuda/common/launch.cuh"
 #include "cuda/common/row.cuh"
 
@@ -37,19 +35,19 @@ inline RingShape ring_shape(int64_t rows, int64_t row_bytes, int64_t sums_bytes,
                             int64_t max_shared_bytes) {
   constexpr int kMaxStages = 4;
   constexpr int64_t kBytesInFlight = 40 << 10;  // in addition to the current rows; more would delay the first row
-  const int64_t fitting = max_shared_bytes / std::max(2 * row_bytes, sums_bytes);
-  const int64_t most = threads == kWarp ? max_threads / kWarp : std::min(max_threads / threads, BlockPart::kMaxRows);
-  const int64_t height = std::min({fitting, most, ceil_div(rows, multiprocessors())});
+  const int64_t fitting = max_shared_bytes / max(2 * row_bytes, sums_bytes);
+  const int64_t most = threads == kWarp ? max_threads / kWarp : min(max_threads / threads, BlockPart::kMaxRows);
+  const int64_t height = min(min(fitting, most), ceil_div(rows, multiprocessors()));
   if (height == 0) return {};
-  const int64_t grid = std::min<int64_t>(ceil_div(rows, height), multiprocessors());
+  const int64_t grid = min(ceil_div(rows, height), int64_t{multiprocessors()});
   // Rows per team; more stages would stay empty.
-  const int64_t steps = std::max<int64_t>(ceil_div(rows, height * grid), 2);
-  const int64_t wanted = std::max<int64_t>(1 + ceil_div(kBytesInFlight, height * row_bytes), 2);
-  const int64_t stages = std::min({max_shared_bytes / (height * row_bytes), int64_t(kMaxStages), wanted, steps});
+  const int64_t steps = max(ceil_div(rows, height * grid), int64_t{2});
+  const int64_t wanted = max(1 + ceil_div(kBytesInFlight, height * row_bytes), int64_t{2});
+  const int64_t stages = min(min(max_shared_bytes / (height * row_bytes), int64_t{kMaxStages}), min(wanted, steps));
   return {.block = dim3(threads, static_cast<unsigned>(height)),
           .grid = grid_size(grid),
           .stages = static_cast<int>(stages),
-          .shared_bytes = height * std::max(stages * row_bytes, sums_bytes)};
+          .shared_bytes = height * max(stages * row_bytes, sums_bytes)};
 }
 
 // R is the Row that a team loads from the ring. dsum may be null. Rows consist of whole 16-byte packs of every array.

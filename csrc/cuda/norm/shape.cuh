@@ -1,6 +1,5 @@
 #pragma once
 
-#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <type_traits>
@@ -22,7 +21,8 @@ constexpr bool kMayStayPacked = R::kItems * R::kVec > 40;
 // Each of an SM's four schedulers has a quarter of the 65536 registers, so threads come in multiples of four warps.
 constexpr int max_threads(int registers) {
   constexpr int kStep = 4 * kWarp;
-  return std::min(1024, 65536 / registers / kStep * kStep);
+  const int most = 65536 / registers / kStep * kStep;
+  return most < 1024 ? most : 1024;
 }
 
 // A thread needs registers for three arrays of packs in T, for one in float32, and 48 others.

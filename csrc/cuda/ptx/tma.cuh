@@ -5,7 +5,6 @@
 
 #include <cuda.h>
 
-#include <algorithm>
 #include <cstdint>
 
 #include "cuda/device.h"
@@ -48,9 +47,8 @@ CUtensorMap panel_map(const void* data, int64_t head_size, int64_t row_stride, i
   const auto bytes = [](int64_t stride, int64_t count) {
     return static_cast<cuuint64_t>(count > 1 ? stride * static_cast<int64_t>(sizeof(T)) : 16);
   };
-  const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(head_size),
-                               static_cast<cuuint64_t>(std::max<int64_t>(tokens, 1)), static_cast<cuuint64_t>(heads),
-                               static_cast<cuuint64_t>(batches)};
+  const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(head_size), static_cast<cuuint64_t>(max(tokens, int64_t{1})),
+                               static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batches)};
   const cuuint64_t strides[3] = {bytes(row_stride, tokens), bytes(head_stride, heads), bytes(batch_stride, batches)};
   const cuuint32_t box[4] = {64, static_cast<cuuint32_t>(rows), 1, 1};
   const cuuint32_t steps[4] = {1, 1, 1, 1};

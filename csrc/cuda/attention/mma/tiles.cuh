@@ -5,7 +5,6 @@
 // dk and dv.
 #pragma once
 
-#include <algorithm>
 #include <climits>
 #include <cmath>
 
@@ -605,7 +604,7 @@ bool mma_supports(const Params& p) {
   const AttentionSizes& s = p.sizes;
   return (sizeof(T) == 2 || p.tf32 || s.keys >= kFewestExact) && s.head_size % 8 == 0 &&
          s.head_size <= kMmaLargestHead<T> && std::abs(p.mask.query_offset) < kLargest && s.queries < kLargest &&
-         s.keys < kLargest && s.batches * s.heads * ceil_div(std::max(s.queries, s.keys), int64_t{16}) < kLargest &&
+         s.keys < kLargest && s.batches * s.heads * ceil_div(max(s.queries, s.keys), int64_t{16}) < kLargest &&
          suits_chunks(p.query) && suits_chunks(p.key) && suits_chunks(p.value) && suits_chunks(p.out);
 }
 

@@ -118,7 +118,7 @@ Status launch_backward(const AttentionBackward<T>& p, Stream stream) {
     const Status found = find_mask_blocks(arguments.mask.blocks, p.mask, s, stream);
     if (found != cudaSuccess) return found;
   }
-  const auto blocks = [](int64_t tiles) { return static_cast<unsigned>(std::min<int64_t>(tiles, multiprocessors())); };
+  const auto blocks = [](int64_t tiles) { return static_cast<unsigned>(min(tiles, int64_t{multiprocessors()})); };
   const int64_t token_bytes = 2 * DqueryShared::kPanels * kPanelRowBytes;
 
   const int64_t query_tiles = ceil_div(s.queries, kRows);

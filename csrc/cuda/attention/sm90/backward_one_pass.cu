@@ -577,7 +577,7 @@ int64_t blocks_of_queries(const AttentionSizes& s) {
 }
 
 unsigned grid(const AttentionSizes& s) {
-  return static_cast<unsigned>(std::min<int64_t>(s.batches * s.heads, multiprocessors()));
+  return static_cast<unsigned>(min(s.batches * s.heads, int64_t{multiprocessors()}));
 }
 
 template <typename T, bool kCausal>

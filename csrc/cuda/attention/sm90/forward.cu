@@ -619,7 +619,7 @@ Status launch(const AttentionForward<T>& p, Stream stream) {
     const Status found = find_mask_blocks(arguments.mask.blocks, p.mask, s, stream);
     if (found != cudaSuccess) return found;
   }
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles * heads, multiprocessors()));
+  const auto blocks = static_cast<unsigned>(min(tiles * heads, int64_t{multiprocessors()}));
   kKernel<<<blocks, Tile::kThreads, kSharedBytes, stream>>>(arguments);
   return cudaGetLastError();
 }
