@@ -13,7 +13,6 @@
 // On CUDA the kernel fails a device-side assertion.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "device.h"

@@ -1,5 +1,6 @@
 #include "../fused_classifier_statistics.h"
 
+#include <algorithm>
 #include <cmath>
 #include <limits>
 

@@ -1,4 +1,4 @@
-// The kernel that precedes a matmul without a bias epilogue.
+// Writes a bias to the output of a matmul, which then adds to it.
 #pragma once
 
 #include "cuda/device.h"

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <map>
 #include <mutex>
+#include <type_traits>
 
 #include "../../gelu.h"
 #include "algorithm_cache.h"
@@ -122,6 +123,7 @@ bool supports_gelu_epilogue(const Matmul<T>& p) {
 template <typename T>
 bool adds_bias_before_rounding(const Matmul<T>& p) {
   if (sizeof(T) != 2 || !p.bias) return true;
+  // Whether every row of a matrix of 16-bit elements begins at a multiple of 16 bytes.
   const auto aligned = [](const void* matrix, int64_t ld) { return alignment(matrix) >= 16 && ld % 8 == 0; };
   return aligned(p.a, p.a_ld) && aligned(p.b, p.b_ld) && aligned(p.out, p.out_ld) &&
          (gelu_matrix(p) == nullptr || alignment(p.bias) >= 16);

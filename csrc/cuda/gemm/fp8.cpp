@@ -2,6 +2,7 @@
 // transposed, and its B is our a. On Hopper, cuBLASLt supports no other layout of float8.
 #include "fp8.h"
 
+#include <cstdint>
 #include <map>
 #include <mutex>
 #include <vector>
@@ -28,6 +29,12 @@ constexpr cudaDataType_t type_of(Fp8Format format) {
 // writes a float32 bias to out, and the matmul accumulates.
 template <typename T>
 constexpr bool kFusesBias = sizeof(T) == 2;
+
+// Whether the matmul adds to out.
+template <typename T>
+bool adds(const Fp8Matmul<T>& p) {
+  return p.accumulate || (p.bias && !kFusesBias<T>);
+}
 
 // A cuBLAS handle is a cuBLASLt handle (cuBLAS documentation, cublasLtHandle_t).
 cublasLtHandle_t lt(cublasHandle_t handle) {
@@ -76,7 +83,7 @@ ProductKey key_of(const Fp8Matmul<T>& p) {
           .b_ld = p.b_ld,
           .a_transposed = false,
           .b_transposed = true,
-          .accumulate = p.accumulate,
+          .accumulate = adds(p),
           .fast_accumulation = p.fast_accumulation,
           .out_alignment = alignment(p.out),
           .a_alignment = alignment(p.a),
@@ -112,7 +119,7 @@ template <typename T>
 MatmulStatus product(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
                      Stream stream) {
   LtProblem problem = lt_problem(p);
-  const float alpha = p.alpha, beta = p.accumulate ? 1 : 0;
+  const float alpha = p.alpha, beta = adds(p) ? 1 : 0;
   problem.check(cublasLtMatmul(lt(handle), &problem.operation, &alpha, p.b, &problem.a, p.a, &problem.b, &beta, p.out,
                                &problem.out, p.out, &problem.out, &plan.algorithm, workspace, plan.workspace, stream));
   return {.cublas = problem.status};
@@ -155,14 +162,12 @@ template <typename T>
 MatmulStatus fp8_matmul(const Fp8Matmul<T>& p, const Fp8Plan& plan, void* workspace, cublasHandle_t handle,
                         Stream stream) {
   if (is_empty(p)) return {};
-  Fp8Matmul<T> rest = p;
   if (p.bias && (p.inner == 0 || !kFusesBias<T>)) {
     const cudaError_t error = write_bias(p.out, p.bias, p.rows, p.columns, p.columns, stream);
     if (error != cudaSuccess) return {.cuda = error};
-    rest.accumulate = true;
   }
-  if (p.inner > 0) return product(rest, plan, workspace, handle, stream);
-  if (rest.accumulate) return {};
+  if (p.inner > 0) return product(p, plan, workspace, handle, stream);
+  if (p.bias || p.accumulate) return {};
   return {.cuda = cudaMemsetAsync(p.out, 0, p.rows * p.columns * sizeof(T), stream)};
 }
 

@@ -354,7 +354,8 @@ DecodeLayout decode_layout(const DecodeProduct<T>& p) {
   return {slices, static_cast<int>(ceil_div(packs, slices)), static_cast<int>(rows)};
 }
 
-// float64 has one instance, because it needs no speed for short rows.
+// Chooses the smallest kPacks that holds a slice. With 2 packs per lane, slices of at most 32 packs take less time than
+// with 1. float64 is for comparisons, not for speed, and has only kDecodeMaxPacks.
 template <typename T, bool kNorm, int kPacks = std::is_same_v<T, double> ? kDecodeMaxPacks : 2>
 void launch_decode_product(const DecodeProduct<T>& p, const DecodeLayout& layout, Stream stream) {
   if constexpr (kPacks < kDecodeMaxPacks)
