@@ -87,7 +87,7 @@ void read_line(const std::string& text, int device, Algorithms& algorithms) {
   uint64_t words[kWords];
   for (uint64_t& word : words)
     if (!(line >> std::hex >> word)) return;
-  LtAlgorithm algorithm = {.algo = {}, .workspace = v[20]};
+  LtAlgorithm algorithm = {.workspace = v[20]};
   std::memcpy(&algorithm.algo, words, sizeof(words));
   const ProductKey key = {.device = device,
                           .type = static_cast<cudaDataType_t>(v[0]),

@@ -12,8 +12,23 @@
 #include <vector>
 
 #include "cublas.h"
+#include "cuda/device.h"
 
 namespace gptkernels::cuda {
+
+template <typename T>
+constexpr cudaDataType_t kDataType = CUDA_R_32F;
+template <>
+constexpr cudaDataType_t kDataType<double> = CUDA_R_64F;
+template <>
+constexpr cudaDataType_t kDataType<bfloat16> = CUDA_R_16BF;
+template <>
+constexpr cudaDataType_t kDataType<float16> = CUDA_R_16F;
+
+// A cuBLAS handle is a cuBLASLt handle (cuBLAS documentation, cublasLtHandle_t).
+inline cublasLtHandle_t lt(cublasHandle_t handle) {
+  return reinterpret_cast<cublasLtHandle_t>(handle);
+}
 
 // The sizes are Matmul's members of the same names.
 struct ProductKey {
@@ -37,8 +52,8 @@ inline uint32_t alignment(const void* pointer) {
 }
 
 struct LtAlgorithm {
-  cublasLtMatmulAlgo_t algo;
-  int64_t workspace;  // bytes
+  cublasLtMatmulAlgo_t algo = {};
+  int64_t workspace = 0;  // bytes
 };
 
 // Opaque structs on the stack, because cublasLtMatmulDescCreate() allocates memory.

@@ -15,15 +15,6 @@
 namespace gptkernels::cuda {
 namespace {
 
-template <typename T>
-constexpr cudaDataType_t kDataType = CUDA_R_32F;
-template <>
-constexpr cudaDataType_t kDataType<double> = CUDA_R_64F;
-template <>
-constexpr cudaDataType_t kDataType<bfloat16> = CUDA_R_16BF;
-template <>
-constexpr cudaDataType_t kDataType<float16> = CUDA_R_16F;
-
 constexpr cublasOperation_t operation(bool transposed) {
   return transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
 }
@@ -240,9 +231,7 @@ MatmulPlan lt_plan(const Matmul<T>& p, cublasComputeType_t compute, cublasHandle
   const ProductKey key = product_key(p, compute);
   const std::lock_guard lock(plans_mutex);
   auto known = plans.find(key);
-  // A cuBLAS handle is a cuBLASLt handle (cuBLAS documentation, cublasLtHandle_t).
-  if (known == plans.end())
-    known = plans.emplace(key, first_plan(p, key, reinterpret_cast<cublasLtHandle_t>(handle))).first;
+  if (known == plans.end()) known = plans.emplace(key, first_plan(p, key, lt(handle))).first;
   return known->second;
 }
 
@@ -252,9 +241,9 @@ MatmulStatus fused_product(const Matmul<T>& p, const MatmulPlan& plan, void* wor
   LtProblem problem = lt_problem(p, compute_type<T>(handle));
   const auto alpha = static_cast<accumulate_t<T>>(p.alpha);
   const accumulate_t<T> beta = p.accumulate ? 1 : 0;
-  problem.check(cublasLtMatmul(reinterpret_cast<cublasLtHandle_t>(handle), &problem.operation, &alpha, p.b, &problem.a,
-                               p.a, &problem.b, &beta, out_of(p), &problem.out, out_of(p), &problem.out,
-                               &plan.algorithm, workspace, plan.workspace, stream));
+  problem.check(cublasLtMatmul(lt(handle), &problem.operation, &alpha, p.b, &problem.a, p.a, &problem.b, &beta,
+                               out_of(p), &problem.out, out_of(p), &problem.out, &plan.algorithm, workspace,
+                               plan.workspace, stream));
   return {.cublas = problem.status};
 }
 

@@ -14,13 +14,6 @@
 namespace gptkernels::cuda {
 namespace {
 
-template <typename T>
-constexpr cudaDataType_t kType = CUDA_R_32F;
-template <>
-constexpr cudaDataType_t kType<bfloat16> = CUDA_R_16BF;
-template <>
-constexpr cudaDataType_t kType<float16> = CUDA_R_16F;
-
 constexpr cudaDataType_t type_of(Fp8Format format) {
   return format == Fp8Format::kE4M3 ? CUDA_R_8F_E4M3 : CUDA_R_8F_E5M2;
 }
@@ -36,11 +29,6 @@ bool adds(const Fp8Matmul<T>& p) {
   return p.accumulate || (p.bias && !kFusesBias<T>);
 }
 
-// A cuBLAS handle is a cuBLASLt handle (cuBLAS documentation, cublasLtHandle_t).
-cublasLtHandle_t lt(cublasHandle_t handle) {
-  return reinterpret_cast<cublasLtHandle_t>(handle);
-}
-
 template <typename T>
 LtProblem lt_problem(const Fp8Matmul<T>& p) {
   LtProblem problem;
@@ -54,14 +42,14 @@ LtProblem lt_problem(const Fp8Matmul<T>& p) {
   if (kFusesBias<T> && p.bias) {
     problem.set(CUBLASLT_MATMUL_DESC_EPILOGUE, CUBLASLT_EPILOGUE_BIAS);
     problem.set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
-    problem.set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, kType<T>);
+    problem.set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, kDataType<T>);
   }
   problem.check(cublasLtMatrixLayoutInit_internal(&problem.a, sizeof(problem.a), type_of(p.b_format), p.inner,
                                                   p.columns, p.b_ld));
   problem.check(
       cublasLtMatrixLayoutInit_internal(&problem.b, sizeof(problem.b), type_of(p.a_format), p.inner, p.rows, p.a_ld));
   problem.check(
-      cublasLtMatrixLayoutInit_internal(&problem.out, sizeof(problem.out), kType<T>, p.columns, p.rows, p.columns));
+      cublasLtMatrixLayoutInit_internal(&problem.out, sizeof(problem.out), kDataType<T>, p.columns, p.rows, p.columns));
   return problem;
 }
 
@@ -72,7 +60,7 @@ ProductKey key_of(const Fp8Matmul<T>& p) {
   return {.device = device,
           .type = type_of(p.a_format),
           .b_type = type_of(p.b_format),
-          .out_type = kType<T>,
+          .out_type = kDataType<T>,
           .compute = CUBLAS_COMPUTE_32F,
           .epilogue = kFusesBias<T> && p.bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT,
           .rows = p.rows,
